@@ -5,11 +5,12 @@
 import argparse
 import math
 import re
-import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
+
+from mcore_tools.torchrun import report_error
 
 
 class Parser(argparse.ArgumentParser):
@@ -20,7 +21,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action=_ShowVersion, help="show the version of mcore-tools and end")
 
     def error(self, message: str) -> NoReturn:
-        print(f"error: {message.removeprefix('argument ')}; {self.prog} --help lists what there is", file=sys.stderr)
+        report_error(f"{message.removeprefix('argument ')}; {self.prog} --help lists what there is")
         raise SystemExit(2)
 
 

@@ -51,7 +51,8 @@ from mcore_tools.arguments import Parser
 from mcore_tools.assembly import DTYPES, Samples, build_stage, datasets, open_tokenizer, step_batches, validation_batches
 from mcore_tools.recipes import RECIPES, RunConfig, recipe
 from mcore_tools.reports import History
-from mcore_tools.training import Trained, build_trainer, check_trained, command, device_of, place, tell, tell_launcher
+from mcore_tools.torchrun import tell_launcher
+from mcore_tools.training import Trained, build_trainer, check_trained, command, device_of, place, tell
 
 
 @dataclass(frozen=True, kw_only=True)

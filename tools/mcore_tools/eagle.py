@@ -49,7 +49,8 @@ from mcore_parallel.training.eagle import (
 from mcore_tools.arguments import Parser
 from mcore_tools.assembly import DTYPES, Samples, build_model, datasets, open_tokenizer, step_batches
 from mcore_tools.recipes import RECIPES, RunConfig, recipe
-from mcore_tools.training import build_trainer, check_trained, command, device_of, place, tell, tell_launcher
+from mcore_tools.torchrun import tell_launcher
+from mcore_tools.training import build_trainer, check_trained, command, device_of, place, tell
 
 PARTS = ("train", "valid")
 

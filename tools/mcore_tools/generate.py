@@ -17,15 +17,30 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from mcore_ckpt import CheckpointingException
-from mcore_inference import DynamicInferenceEngine, SamplingParams
+from mcore_inference import DynamicInferenceEngine, FinishReason, SamplingParams
 from mcore_tools.arguments import Parser, integer, number
 from mcore_tools.serving import EngineLayout, EngineRanks, open_engine, served_model, speculating
+from mcore_tools.torchrun import report_error
 from mcore_tools.training import device_of
 
+_NUM_TOKENS = 64
+"""Of a continuation, where nothing is said."""
 
-def generate(engine: DynamicInferenceEngine, prompts: Sequence[str], *, max_tokens: int, temperature: float) -> int:
-    """Print each prompt with its continuation, on the first rank of the engine; 1 when one was refused."""
-    params = SamplingParams(temperature=temperature, num_tokens_to_generate=max_tokens)
+
+def generate(engine: DynamicInferenceEngine, prompts: Sequence[str], *, max_tokens: int | None, temperature: float) -> int:
+    """Print each prompt with its continuation, on the first rank of the engine; 1 when one was refused.
+
+    A continuation that the engine's length cuts is said to be cut.
+
+    Raises:
+        ValueError: ``max_tokens`` are more than the engine takes; None is for 64, or as many as it takes.
+    """
+    longest = engine.context.max_sequence_length
+    if max_tokens is not None and max_tokens > longest:
+        raise ValueError(
+            f"--max-tokens {max_tokens} exceeds the {longest} tokens of a prompt and its continuation; lower it, or raise --max-length"
+        )
+    params = SamplingParams(temperature=temperature, num_tokens_to_generate=min(_NUM_TOKENS, longest) if max_tokens is None else max_tokens)
     # All ranks make the same calls, and get the same tokens.
     records = engine.generate(list(prompts), params)
     if not engine.model.groups.tp_pp.is_first:
@@ -33,6 +48,8 @@ def generate(engine: DynamicInferenceEngine, prompts: Sequence[str], *, max_toke
     for prompt, record in zip(prompts, records, strict=True):
         if record.error is None:
             print(prompt + record.generated_text)
+            if record.requests[0].budget_clamped and record.finish_reason is FinishReason.LENGTH:
+                print(f"cut at {longest} tokens of prompt and continuation; raise --max-length for more", file=sys.stderr)
         else:
             print(f"error: {record.error}", file=sys.stderr)
     return 1 if any(record.error is not None for record in records) else 0
@@ -114,7 +131,7 @@ def opened(
 def add_sampling_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
     """What is continued, and how."""
     parser.add_argument("--prompt", action="append", default=[], required=required, help="continue this text; may be given again")
-    parser.add_argument("--max-tokens", type=integer(1), default=64, help="of a continuation (default: 64)")
+    parser.add_argument("--max-tokens", type=integer(1), help="of a continuation (default: 64)")
     parser.add_argument("--temperature", type=number(least=0), default=0.0, help="of a continuation (default: 0, the likeliest token)")
 
 
@@ -134,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 ranks.leave(engine, code)
         return code
     except (ValueError, OSError, CheckpointingException) as error:
-        print(f"error: {error}", file=sys.stderr)
+        report_error(str(error))
         return 1
 
 

@@ -45,6 +45,7 @@ from mcore_tools.recipes import (
 )
 from mcore_tools.rl import Reinforced, build_environment, reinforce_rank, teacher_run, texts
 from mcore_tools.sft import keep_tokenizer, wait_for
+from mcore_tools.torchrun import tell_launcher
 from mcore_tools.train import FINAL, refused
 from mcore_tools.training import (
     check_run,
@@ -54,7 +55,6 @@ from mcore_tools.training import (
     first_folder,
     join,
     take_device,
-    tell_launcher,
 )
 
 _NUM_TEXTS, _LONGEST = 512, 1024

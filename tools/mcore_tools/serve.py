@@ -41,6 +41,7 @@ from mcore_tools.generate import (
     opened,
 )
 from mcore_tools.serving import EngineLayout, Replicas, end_process, open_served_tokenizer, served_model, work_for
+from mcore_tools.torchrun import report_error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 ranks.leave(engine, code)
         return code if ranks is None else end_process(code)
     except (ValueError, OSError, CheckpointingException) as error:
-        print(f"error: {error}", file=sys.stderr)
+        report_error(str(error))
         return 1
 
 

@@ -96,16 +96,19 @@ def keep_tokenizer(config: RunConfig, rank: int) -> None:
     Raises:
         ValueError: there is no such file or folder, and nobody will write it.
     """
-    source = Path(config.data.tokenizer)
-    if not has_files(config.data.tokenizer) or (is_huggingface(config.load.path) and not source.exists()):
-        raise ValueError(f"data.tokenizer={config.data.tokenizer!r} must be a tokenizer.json with a chat template, or its folder")
-    if not is_huggingface(config.load.path) and not source.exists() and not find_origin(config.load.path).keeps_tokenizer:
-        raise ValueError(
-            f"{config.load.path} keeps no tokenizer.json, and there is no data.tokenizer={config.data.tokenizer!r}; set data.tokenizer"
-        )
-    if not is_huggingface(config.load.path) and not source.exists() and rank == 0:
-        partial = Path(config.output) / "base.partial"
-        extract_assets(resolve_folder(config.load.path), partial)
+    name, origin = config.data.tokenizer, config.load.path
+    source, beside = Path(name), Path(config.output) / "base"
+    remedy = "set data.tokenizer to the folder of this model's tokenizer.json"
+    if not has_files(name):
+        raise ValueError(f"data.tokenizer={name!r} has no tokenizer.json, which conversations are written with; {remedy}")
+    kept = source == beside and not is_huggingface(origin) and (source.exists() or find_origin(origin).keeps_tokenizer)
+    if not kept and not (source if source.is_file() else source / "tokenizer.json").is_file():
+        # What nobody set is not named.
+        place = origin if name == origin or source == beside else f"data.tokenizer={name!r}"
+        raise ValueError(f"{place} holds no tokenizer.json; {remedy}")
+    if kept and not source.exists() and rank == 0:
+        partial = beside.with_name("base.partial")
+        extract_assets(resolve_folder(origin), partial)
         os.replace(partial / "tokenizer", source)
     wait_for(source)
 

@@ -57,7 +57,8 @@ from mcore_tools.recipes import (
     recipe,
     write_config,
 )
-from mcore_tools.training import Trained, check_run, connect, find_origin, join, meet, take_device, tell_launcher, train_rank
+from mcore_tools.torchrun import report_error, tell_launcher
+from mcore_tools.training import Trained, check_run, connect, find_origin, join, meet, take_device, train_rank
 
 _LONGEST = 2048
 """Tokens of a sample, where neither a recipe nor the model says less."""
@@ -164,8 +165,7 @@ def run_to_end(config: RunConfig, main_entry: float | None = None) -> int:
 
 def refused(error: Exception) -> int:
     """Print the error as one line; the exit code."""
-    print(f"error: {error}", file=sys.stderr)
-    tell_launcher(str(error))
+    report_error(str(error))
     return {SuspectResultError: SUSPECT_EXIT_CODE, InvalidResultError: INVALID_EXIT_CODE}.get(type(error), 1)
 
 

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from mcore_ckpt import save
 from mcore_tools.cli import VERBS, main
-from mcore_tools.recipes import override, recipe
+from mcore_tools.recipes import config_text, override, recipe
 from mcore_tools.training import check_run
 from tests.support.corpora import write_corpus
 from tests.support.published import write_chat, write_published
@@ -61,6 +63,10 @@ MISTAKES = [
     (f"train --recipe t5_tiny {CORPUS} --set model.vocab_size=2050", 1, "token 2081, which must lie below model.vocab_size=2050; raise"),
     (f"train --recipe t5_tiny {CORPUS} {SPLIT} --set spans.bos_token=7", 1, "of text among the 284 of tokenizer; set spans.sent"),
     (f"train --recipe bert_tiny {CORPUS} {SPLIT} --set masked.mask_token=7", 1, "masked.mask_token=7 is a token of text among the 284"),
+    (f"train {UPCYCLED} --set load.upcycle=false", 1, "published holds a dense model, and moe is set here; set load.upcycle=true to make"),
+    (f"train --recipe gpt_tiny {CORPUS} --set data.prefix=nothing", 1, "data.prefix='nothing': there is no nothing.idx; give the --output"),
+    (f"train --recipe gpt_tiny {CORPUS} --set data.eval_prefix=none", 1, "data.eval_prefix='none': there is no none.idx; give the --outpu"),
+    (f"train --recipe gpt_tiny {CORPUS} --set data.tokenizer=nothing", 1, "data.tokenizer='nothing' is neither a file nor a folder; give "),
     ("train --config list.yaml", 1, "list.yaml must map fields to values, found list"),
     ("sft nothing --data chat.jsonl --output out", 1, "nothing is not a checkpoint: there is no such folder"),
     ("sft published --data text.jsonl --output a/out", 1, "text.jsonl:1 has no list of messages in the field 'messages'"),
@@ -71,6 +77,10 @@ MISTAKES = [
     ("sft published --data chat.jsonl --output out --set plan.dp=2", 1, "plan.dp=2 * plan.pp=1 = 2 ranks, but the world has 1"),
     ("sft published --data chat.jsonl --output out --set train.warmup_steps=1000", 1, "train.warmup_steps=1000; set "),
     ("sft published --data chat.jsonl --output out --set model.num_layers=3", 1, "model.num_layers=2 there, 3 here. Set what it was made"),
+    ("sft bare --data chat.jsonl --output out", 1, "error: bare holds no tokenizer.json; set data.tokenizer to the folder of this model's"),
+    ("sft bytes --data chat.jsonl --output out", 1, "error: bytes holds no tokenizer.json; set data.tokenizer to the folder of this model"),
+    ("sft bytes --data chat.jsonl --output out --set data.tokenizer=byte", 1, "data.tokenizer='byte' has no tokenizer.json, which convers"),
+    ("sft published --data chat.jsonl --output out --set data.tokenizer=no", 1, "data.tokenizer='no' holds no tokenizer.json; set data.to"),
     ("sft cut --data chat.jsonl --output out", 1, "model.safetensors: not a sound safetensors file"),
     ("distill --recipe gpt_tiny --teacher gpt_tny", 1, "did you mean 'gpt_tiny'?"),
     (f"distill --recipe gpt_tiny --teacher gpt_tiny {STUDENT} --set teacher.output=nothing", 1, "teacher.output='nothing' holds no "),
@@ -92,6 +102,10 @@ MISTAKES = [
     ("generate cut --prompt x", 1, "not a sound safetensors file"),
     ("generate published --prompt x --kv-cache-dtype int4", 2, "invalid choice: 'int4' (choose from"),
     ("generate published --prompt x --weight-dtype int4", 2, "invalid choice: 'int4' (choose from"),
+    ("generate published --prompt x --max-tokens 257", 1, "--max-tokens 257 exceeds the 256 tokens of a prompt and its continuation; lowe"),
+    ("generate published --prompt x --max-length 257", 1, "--max-length 257 exceeds max_position_embeddings=256 of published; lower it"),
+    ("chat published --max-length 257", 1, "--max-length 257 exceeds max_position_embeddings=256 of published; lower it"),
+    ("serve published --port 0 --max-length 257", 1, "--max-length 257 exceeds max_position_embeddings=256 of published; lower it"),
     ("chat nothing", 1, "nothing is not a checkpoint: there is no such folder"),
     ("chat http://127.0.0.1:9", 1, "does not answer: [Errno 111] Connection refused; is `mcore serve` up?"),
     ("chat published --model x", 1, "--model and --token-file are for a server, and published is no http:// address; leave them out"),
@@ -102,6 +116,8 @@ MISTAKES = [
     ("convert import-hf published published", 2, "published exists and is not an empty folder; choose another or remove it"),
     ("convert import-hf foreign out", 2, "config.json: model_type='rwkv' is none of "),
     ("convert export-hf published out", 2, "config.json means a Hugging Face folder, of which import-hf makes a checkpoint"),
+    ("convert export-hf t5 out", 2, "t5 holds no layers.*, as every family has: no family is an encoder with a decoder, and other names"),
+    ("convert export-megatron t5 out", 2, "t5 holds no layers of a GPT model (layers.*), and only these have names there; export a run wi"),
     ("convert import-hf text.txt out", 2, "there is no folder text.txt; name the folder of a Hugging Face model"),
     ("convert inspect tokenizer", 2, "tokenizer is not a checkpoint: it has no manifest.json"),
     (f"plan --model nothing {LAYOUT}", 2, "model='nothing' has no config.json, and is no preset; there are "),
@@ -131,6 +147,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = json.loads((folder / "foreign" / "config.json").read_text())
     (folder / "foreign" / "config.json").write_text(json.dumps({**config, "model_type": "rwkv"}))
     (folder / "broken" / "config.json").write_text("{")
+    shutil.copytree(folder / "published", folder / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    save({"x": torch.zeros(1)}, folder / "bytes", assets={"run.yaml": config_text(recipe("gpt_tiny")).encode()})
+    save({"embedding.weight": torch.zeros(1), "decoder.0.own.attention.out.weight": torch.zeros(1)}, folder / "t5")
     write_chat(folder / "chat.jsonl")
     (folder / "half.jsonl").write_text('{"messages": [{"role": "user"}]}\n')
     (folder / "alien.jsonl").write_text('{"messages": [{"role": "alien", "content": "x"}]}\n')

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Weights of another dtype than the run's: widened as they are, rounded where the run says so, refused before a file is written otherwise."""
+"""Weights of another dtype than the run's: widened, rounded where the run says so, refused before files are written otherwise."""
 
 from pathlib import Path
 
@@ -57,7 +57,9 @@ def test_weights_are_widened_to_the_dtype_of_the_run(runs: dict[str, RunConfig],
 
 def test_weights_are_rounded_only_where_the_run_says_so(runs: dict[str, RunConfig], tmp_path: Path) -> None:
     run = begun(runs, "bfloat16", "float32", tmp_path / "run")
-    with pytest.raises(ValueError, match=r"'float32', and train\.dtype='bfloat16' here .* set train\.dtype=float32, or .*=\[train\.dtype\]"):
+    with pytest.raises(
+        ValueError, match=r"'float32', and train\.dtype='bfloat16' here .* set train\.dtype=float32, or .*=\[train\.dtype\]"
+    ):
         train_rank(run, "cpu")
     assert not (tmp_path / "run").exists()
     train_rank(override(run, ["load.override=[train.dtype]"]), "cpu")

@@ -27,6 +27,7 @@ from mcore_parallel.data import (
 )
 from mcore_parallel.training import Batch, BatchSizeSchedule, real_tokens, samples_after
 from mcore_tools.assembly._refused import removed_if_refused
+from mcore_tools.assembly._tokenizer import has_files
 from mcore_tools.recipes import RunConfig
 
 Samples = GPTDataset | MaskedTokensDataset | SpanCorruptionDataset | SFTDataset
@@ -40,6 +41,14 @@ def check_data(config: RunConfig, owner: str = "") -> None:
     for name, value in (("prefix", config.data.corpora), ("tokenizer", config.data.tokenizer)):
         if not value:
             raise ValueError(f"{owner}data.{name} is empty; make the corpus with mcore-preprocess and pass --set {owner}data.{name}=PATH")
+    data = config.data
+    named = [("blend" if data.blend else "prefix", prefix) for prefix in data.corpora]
+    named += [("eval_prefix", data.eval_prefix)] if data.eval_prefix else []
+    for name, prefix in named:
+        if "://" not in prefix and not Path(f"{prefix}.idx").is_file():
+            raise ValueError(f"{owner}data.{name}={prefix!r}: there is no {prefix}.idx; give the --output-prefix of mcore-preprocess")
+    if has_files(data.tokenizer) and not Path(data.tokenizer).exists():
+        raise ValueError(f"{owner}data.tokenizer={data.tokenizer!r} is neither a file nor a folder; give the tokenizer of the corpus")
 
 
 def validation_batches(config: RunConfig, dataset: Samples, groups: ProcessGroups, device: torch.device) -> list[Batch]:

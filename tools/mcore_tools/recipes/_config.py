@@ -251,7 +251,7 @@ class FSDPConfig:
     """Gather into two buffers that stay, so that memory does not fragment."""
     eight_bit_parameters: tuple[str, ...] = ()
     """Parameters, as ``[layers.*.qkv.weight,layers.*.mlp.*]``, that are gathered in 8 bits, half the bytes of 16: layers compute with
-    scaled fp8 copies, made once a step. Masters, checkpoints and exports keep their dtype."""
+    scaled fp8 copies, made once a step; ``[]``, as where nothing is set, for none. Masters, checkpoints and exports keep their dtype."""
 
     def __post_init__(self) -> None:
         if self.num_prefetch_units < 0:

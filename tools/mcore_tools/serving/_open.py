@@ -56,7 +56,7 @@ def open_engine(
 
     Raises:
         CheckpointingException: no checkpoint, a damaged one, or one without the files that say what it is.
-        ValueError: a model that generates nothing, or settings that it refuses.
+        ValueError: a model that generates nothing, settings that it refuses, or more positions than a published model has.
     """
     if is_huggingface(checkpoint):
         source: HuggingFaceFolder | Folder = HuggingFaceFolder(directory=Path(checkpoint))
@@ -154,6 +154,9 @@ def _read_huggingface(
     config, moe = model
     # Products of bfloat16 are for GPUs.
     dtype = "float32" if source.dtype == "float32" or torch.device(device).type == "cpu" else "bfloat16"
+    positions = source.entries().get("max_position_embeddings")
+    if max_length is not None and positions is not None and max_length > positions:
+        raise ValueError(f"--max-length {max_length} exceeds max_position_embeddings={positions} of {source}; lower it")
     length = max_length or _published_length(source)
     run = RunConfig(model=config, moe=moe, train=TrainConfig(dtype=dtype, seq_len=length))
     return run, _open_tokenizer(source.directory, config.vocab_size)

@@ -8,7 +8,6 @@ from mcore_tools.training._conversion import stored_dtypes
 from mcore_tools.training._export import describe_model, export_adapter, export_run
 from mcore_tools.training._folder import check_log, open_folder, run_assets, run_checkpoints
 from mcore_tools.training._instruments import Instruments
-from mcore_tools.training._launcher import tell_launcher
 from mcore_tools.training._local import may_be_local
 from mcore_tools.training._optimizer_description import describe_optimizer
 from mcore_tools.training._origin import Origin, find_origin
@@ -59,7 +58,6 @@ __all__ = [
     "stored_model",
     "take_device",
     "tell",
-    "tell_launcher",
     "train_rank",
     "validate_rank",
 ]

@@ -24,10 +24,12 @@ def stored_dtypes(wanted: Mapping[str, Any], folder: Folder) -> Iterator[dict[st
         folder: of the checkpoint.
     """
     tensors = read_manifest(folder).tensors
-    differing = [
-        name for name, value in wanted.items() if name in tensors and any(part.data.dtype != tensors[name].torch_dtype for part in _parts(value))
-    ]
-    read = {name: [_like(part, tensors[name].torch_dtype) for part in _parts(wanted[name])] for name in differing}
+    dtypes = {name: tensors[name].torch_dtype for name in wanted.keys() & tensors.keys()}
+    read = {
+        name: [_like(part, dtype) for part in _parts(wanted[name])]
+        for name, dtype in dtypes.items()
+        if any(part.data.dtype != dtype for part in _parts(wanted[name]))
+    }
     yield {**wanted, **read}
     with torch.no_grad():
         for name, parts in read.items():

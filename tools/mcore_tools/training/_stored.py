@@ -64,6 +64,10 @@ def check_stored(config: RunConfig, folder: Folder | HuggingFaceFolder | None, *
         there, here = (f"{name} is set" if name else "masked=none and spans=none" for name in (encoder, config.encoder))
         raise ValueError(f"{folder} holds the weights of another kind of model: {there} there, {here} here. Set them alike")
     if stored is not None:
+        if config.moe is not None and stored[1] is None:
+            raise ValueError(
+                f"{folder} holds a dense model, and moe is set here; set load.upcycle=true to make experts of its mlp, or moe=none"
+            )
         check_model(config, *stored, str(folder))
     if isinstance(folder, Folder):
         _check_dtype(config, folder, goes_on=is_own or config.load.take == "all")

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import dataclasses
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -28,9 +27,9 @@ from mcore_parallel.training import (
 )
 from mcore_tools.assembly import check_data, schedule
 from mcore_tools.recipes import LoadConfig, RunConfig, add_fields_option, override
+from mcore_tools.torchrun import report_error
 from mcore_tools.training._check import check_run
 from mcore_tools.training._folder import run_checkpoints, run_writers
-from mcore_tools.training._launcher import tell_launcher
 from mcore_tools.training._start import first_folder
 from mcore_tools.training._stored import check_stored
 from mcore_tools.training._world import join, take_device
@@ -138,6 +137,5 @@ def command(
     try:
         return work(options, override(config(options), options.set))
     except (ValueError, OSError, ImportError, CheckpointingException, NonFiniteLossError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        tell_launcher(str(error))
+        report_error(str(error))
         return 1

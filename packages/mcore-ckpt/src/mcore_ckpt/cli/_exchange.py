@@ -57,10 +57,15 @@ def _export_hf(options: argparse.Namespace) -> int:
     family, config = options.family or stored_extra.get("family"), stored_extra.get("config")
     if options.config is not None:
         config = read_settings(options.config)
+    prefix = _prefix(options, manifest)
+    if not any(name.startswith(f"{prefix}layers.") for name in manifest.tensors):
+        raise ValueError(
+            f"{checkpoint} holds no {prefix}layers.*, as every family has: no family is an encoder with a decoder, and other names need "
+            "--prefix"
+        )
     if family is None or not isinstance(config, dict):
         raise ValueError(f"{checkpoint} does not say what model it holds; give --family and --config")
     more = {"dtype": chosen_dtype(options), "hf_config": stored_extra.get("hf_config")}
-    prefix = _prefix(options, manifest)
     tensors = [tensor for name, tensor in manifest.tensors.items() if name.startswith(prefix)]
     files = {chunk.file for tensor in tensors for chunk in tensor.chunks}
     total = sum(tensor.num_bytes for tensor in tensors) + sum(manifest.files[file].bytes for file in files)

@@ -67,7 +67,7 @@ def export_checkpoint_megatron(
         says what its groups are, without which it does not load there.
 
     Raises:
-        CheckpointingException: ``checkpoint`` is none, or damaged; ``output`` holds one; no weight has a name there; parameter groups
+        CheckpointingException: ``checkpoint`` is none, or damaged; ``output`` holds one; no layer has a name there; parameter groups
             of which none, or several, can be that of a weight.
         ValueError: another ``format``; a config that they cannot express; an ``optimizer_config`` without lr, or with what these groups
             cannot express.
@@ -81,8 +81,11 @@ def export_checkpoint_megatron(
         seen = reader.folder if on_bytes is None else WatchedFolder(reader.folder, on_bytes)
         check_files(seen, reader.manifest, sorted(reader.manifest.files))
     keys, left = _keys(reader, prefix, optimizer=optimizer)
-    if not any(name.startswith(prefix) for name in keys):
-        raise CheckpointingException(f"{reader.folder} holds no weights of a GPT model behind the prefix {prefix!r}")
+    if not any(name.startswith(f"{prefix}layers.") for name in keys):
+        raise CheckpointingException(
+            f"{reader.folder} holds no layers of a GPT model ({prefix}layers.*), and only these have names there; export a run with "
+            "spans=none, or give the prefix of its weights"
+        )
     extra = reader.manifest.extra
     config = extra.get("config")
     common: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": _iteration(extra)}
