@@ -19,7 +19,7 @@ import torch
 from mcore_ckpt import CheckpointingException
 from mcore_inference import DynamicInferenceEngine, FinishReason, SamplingParams
 from mcore_tools.arguments import Parser, integer, number
-from mcore_tools.serving import EngineLayout, EngineRanks, open_engine, served_model, speculating
+from mcore_tools.serving import EngineLayout, EngineRanks, open_engine, served_length, served_model, speculating
 from mcore_tools.torchrun import report_error
 from mcore_tools.training import device_of
 
@@ -30,16 +30,9 @@ _NUM_TOKENS = 64
 def generate(engine: DynamicInferenceEngine, prompts: Sequence[str], *, max_tokens: int | None, temperature: float) -> int:
     """Print each prompt with its continuation, on the first rank of the engine; 1 when one was refused.
 
-    A continuation that the engine's length cuts is said to be cut.
-
-    Raises:
-        ValueError: ``max_tokens`` are more than the engine takes; None is for 64, or as many as it takes.
+    A continuation that the engine's length cuts is said to be cut. ``max_tokens`` is None for 64, or as many as there is room for.
     """
     longest = engine.context.max_sequence_length
-    if max_tokens is not None and max_tokens > longest:
-        raise ValueError(
-            f"--max-tokens {max_tokens} exceeds the {longest} tokens of a prompt and its continuation; lower it, or raise --max-length"
-        )
     params = SamplingParams(temperature=temperature, num_tokens_to_generate=min(_NUM_TOKENS, longest) if max_tokens is None else max_tokens)
     # All ranks make the same calls, and get the same tokens.
     records = engine.generate(list(prompts), params)
@@ -102,6 +95,11 @@ def opened(
         choice = options.speculation
         if choice is None and options.speculation_tokens is not None:
             raise ValueError("--speculation-tokens needs --speculation, which says who proposes them")
+        if options.max_tokens is not None and options.max_tokens > (longest := options.max_length or served_length(options.checkpoint)):
+            raise ValueError(
+                f"--max-tokens {options.max_tokens} exceeds the {longest} tokens of a prompt and its continuation; lower it, or raise "
+                "--max-length"
+            )
         layout = EngineLayout(tp=options.tp, pp=options.pp, num_sharing=num_sharing)
         ranks = None if layout.num_ranks == 1 else EngineRanks(layout, [verb, *words])
         if ranks is not None:

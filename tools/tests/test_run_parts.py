@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from mcore_parallel import ProcessGroups
 from mcore_parallel.data import preprocess
 from mcore_parallel.data_parallel import DistributedDataParallel
 from mcore_parallel.models import GPTModel
 from mcore_parallel.nn import OffloadConfig, RecomputeConfig
-from mcore_tools.assembly import assemble, datasets, open_tokenizer
+from mcore_tools.assembly import assemble, datasets, open_tokenizer, step_batches
 from mcore_tools.recipes import DataConfig, FIMConfig, RecipeError, RunConfig, override, recipe
 from mcore_tools.training import train_rank
 from tests.support.corpora import write_corpus
@@ -136,6 +138,81 @@ def test_documents_are_rearranged_for_filling_in(corpora: Path, tmp_path: Path) 
     assert train(corpora, tmp_path, "data.fim.rate=1.0", *tokens)[-1] < 6.0
 
 
+def test_fragments_are_rearranged_each_by_itself(corpora: Path, tmp_path: Path) -> None:
+    tokens = ("data.fim.prefix_token=#", "data.fim.middle_token=$", "data.fim.suffix_token=%", "data.fim.pad_token=&", "data.fim.rate=1.0")
+
+    def text(*changes: str) -> str:
+        config = small(corpora, tmp_path, *changes)
+        tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab_size)
+        samples, _ = datasets(config, tokenizer)
+        return "".join(tokenizer.detokenize(samples[number]["tokens"].tolist()) for number in range(20))
+
+    plain = text()
+    # Pieces of a sample that begin with a document stay as they are; those within one do not begin so.
+    assert (
+        text(*tokens).count("a run says") < text(*tokens, "data.fim.no_prefix=a run says").count("a run says") < plain.count("a run says")
+    )
+    assert text(*tokens, "data.fim.split_sample=.", "data.fim.fragment_rate=0.0") == plain
+    whole, cut = text(*tokens), text(*tokens, "data.fim.split_sample=.", "data.fim.fragment_rate=1.0")
+    assert cut.count("#") > 4 * whole.count("#") > 0
+
+
+def test_documents_of_one_sequence_do_not_meet(corpora: Path, plain: list[float], tmp_path: Path) -> None:
+    config = small(
+        corpora, tmp_path, "data.inter_document_masking=true", "train.seq_len=64", "train.global_batch_size=4", "train.steps=100"
+    )
+    tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab_size)
+    samples, _ = datasets(config, tokenizer)
+    (batch,) = next(step_batches(config, samples, ProcessGroups.single(), "cpu"))
+    assert batch.cu_seqlens is not None and batch.positions is not None
+    starts = 1 + (batch.tokens.flatten()[:-1] == tokenizer.eod).nonzero().flatten()
+    assert len(starts) and sorted({*starts.tolist(), *range(0, 257, 64)}) == batch.cu_seqlens.tolist()
+    assert (batch.positions.flatten()[starts] == 0).all()
+    changes = ("data.inter_document_masking=true", "data.eod_mask_loss=true")
+    masked = train(corpora, tmp_path / "masked", *changes)
+    assert masked != plain and masked == pytest.approx(plain, rel=0.05)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("plan", ["plan.tp=2", "plan.pp=2", "plan.dp=2"])
+def test_documents_are_kept_apart_in_every_layout(world: Any, plan: str, corpora: Path, tmp_path: Path) -> None:
+    changes = ("data.inter_document_masking=true", "data.eod_mask_loss=true", "model.num_layers=2", "train.steps=3")
+    config = small(corpora, tmp_path / "split", *changes, plan)
+    world(_train, config=config)
+    assert curve(config) == pytest.approx(train(corpora, tmp_path / "whole", *changes), rel=1e-9)
+
+
+def test_ends_of_documents_have_no_loss(corpora: Path, tmp_path: Path) -> None:
+    config = small(corpora, tmp_path, "data.eod_mask_loss=true")
+    tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab_size)
+    samples, _ = datasets(config, tokenizer)
+    found = [samples[number] for number in range(100)]
+    assert any((sample["tokens"] == tokenizer.eod).any() for sample in found)
+    assert all(torch.equal(sample["loss_mask"] == 0, sample["tokens"] == tokenizer.eod) for sample in found)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0])
+def test_further_tokens_are_weighed(factor: float, corpora: Path, tmp_path: Path) -> None:
+    train(corpora, tmp_path, "model.mtp_num_layers=1", f"train.mtp_loss_scaling_factor={factor}", "train.steps=2")
+    lines = (tmp_path / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if "loss" in row]
+    assert len(rows) == 2
+    for row in rows:
+        # The means are over nearly as many tokens: the last one of a sequence has no label ahead.
+        assert row["loss"] == pytest.approx(row["lm_loss"] + factor * row["mtp_1_loss"], rel=0.05 if factor else 1e-12)
+
+
+def test_numbers_of_each_layer_may_be_left_out(corpora: Path, tmp_path: Path) -> None:
+    experts = ("moe.num_moe_experts=2", "moe.moe_router_load_balancing_type=aux_loss", "moe.moe_aux_loss_coeff=0.1", "train.steps=1")
+    names = []
+    for number, choice in enumerate(("true", "false")):
+        train(corpora, tmp_path / choice, *experts, f"log.per_layer_values={choice}")
+        lines = (tmp_path / choice / "train.jsonl").read_text(encoding="utf-8").splitlines()
+        names.append({name for row in map(json.loads, lines) for name in row})
+        assert bool([name for name in names[number] if "layer" in name]) is (choice == "true")
+    assert names[1] < names[0]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -154,6 +231,12 @@ def test_documents_are_rearranged_for_filling_in(corpora: Path, tmp_path: Path) 
         (["qk_clip.threshold=0"], r"qk_clip\.threshold=0.0 must be above 0"),
         (["qk_clip.alpha=0.5", "plan.pp=2"], r"qk_clip does not go with plan\.pp=2; set plan\.pp=1, or qk_clip=none"),
         (["qk_clip.alpha=0.5", "model.qk_layernorm=true"], "which bounds logits already"),
+        (["data.fim.split_sample=x"], r"data\.fim\.split_sample='x' and data\.fim\.fragment_rate=None go together; set both or none"),
+        (["data.fim.fragment_rate=2"], r"fragment_rate=2.0 must lie in \[0, 1\]"),
+        (["data.inter_document_masking=true", "plan.cp=2"], r"plan\.cp=2, which cuts each document evenly; set plan\.cp=1"),
+        (["data.eod_mask_loss=true", "masked.mask_token=7"], r"texts whose next tokens are predicted, and masked is set; set data\.eod"),
+        (["train.mtp_loss_scaling_factor=1"], r"model\.mtp_num_layers=0; set model\.mtp_num_layers=1, or leave the factor"),
+        (["train.mtp_loss_scaling_factor=-1"], "mtp_loss_scaling_factor=-1.0 must not be negative"),
         (["data.fim.rate=2"], r"rate=2.0 must lie in \[0, 1\]"),
     ],
 )
@@ -167,4 +250,6 @@ def test_defaults_are_off() -> None:
     config = recipe("gpt_tiny")
     assert (config.recompute, config.offload, config.fp8, config.ddp, config.backend) == (None, None, None, None, "torch")
     assert config.data == DataConfig() and FIMConfig().rate == 0.5
+    # As it is spelled where nothing is gathered in 8 bits.
+    assert override(config, ["fsdp.eight_bit_parameters=[]"]) == config
     assert RecomputeConfig().granularity == "selective" and OffloadConfig().modules == ("layer",)

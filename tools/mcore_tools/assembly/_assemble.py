@@ -199,4 +199,4 @@ def _graph_config(config: CudaGraphConfig) -> CudaGraphConfig:
 
 def objective(config: RunConfig) -> Objective:
     """What the run trains on."""
-    return BertObjective() if config.masked else CrossEntropyObjective()
+    return BertObjective() if config.masked else CrossEntropyObjective(mtp_loss_scaling_factor=config.train.mtp_loss_scaling_factor)

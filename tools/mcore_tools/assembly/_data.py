@@ -99,12 +99,18 @@ def _cut(config: RunConfig, tokenizer: Tokenizer) -> GPTDatasetConfig | SFTDatas
         shared |= {"blend": blend, "split": data.split}
     if config.sft is not None:
         return SFTDatasetConfig(**shared, sequence_multiple=config.sequence_multiple)
+    shared |= {"inter_document_masking": data.inter_document_masking, "eod_mask_loss": data.eod_mask_loss}
     if data.fim is None:
         return GPTDatasetConfig(**shared)
     fim = data.fim
     roles = {"prefix": fim.prefix_token, "middle": fim.middle_token, "suffix": fim.suffix_token, "pad": fim.pad_token}
     given = {role: token for role, token in roles.items() if token}
-    return GPTFIMDatasetConfig(**shared, fim_rate=fim.rate, fim_spm_rate=fim.spm_rate, fim_extra_tokens=given)
+    fragments = {
+        "fim_split_sample": fim.split_sample or None,
+        "fim_fragment_rate": fim.fragment_rate,
+        "fim_no_prefix": fim.no_prefix or None,
+    }
+    return GPTFIMDatasetConfig(**shared, **fragments, fim_rate=fim.rate, fim_spm_rate=fim.spm_rate, fim_extra_tokens=given)
 
 
 def _hidden(config: RunConfig, tokenizer: Tokenizer, samples: GPTDataset, seed: int) -> Samples:

@@ -106,6 +106,8 @@ class TrainConfig:
     dtype: str = "float32"
     """Of parameters and activations: float32, bfloat16, float16 (which scales the loss, by ``optimizer.initial_loss_scale`` and its
     neighbours) or float64."""
+    mtp_loss_scaling_factor: float = 0.1
+    """Weight of the mean loss of the heads that predict further tokens, ``model.mtp_num_layers`` of them."""
     seed: int = 1234
     """Of the first weights and the order of the data."""
     deterministic: bool = False
@@ -121,7 +123,7 @@ class TrainConfig:
         for name in (
             "warmup_steps", "eval_interval", "checkpoint_interval", "checkpoints_kept", "checkpoint_keep_interval", "wsd_decay_steps",
             "stop_after_minutes", "max_skipped_steps", "local_checkpoint_interval", "checkpoint_async_steps", "lr_decay_steps",
-            "warmup_init_lr",
+            "warmup_init_lr", "mtp_loss_scaling_factor",
         ):  # fmt: skip
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
@@ -186,6 +188,8 @@ class LogConfig:
     """Steps between two searches for slow ranks; 0 for none."""
     timers_interval: int = 0
     """Steps between two lines that say how long the parts of a step take, on the fastest and the slowest rank; 0 for none."""
+    per_layer_values: bool = True
+    """With experts, also the auxiliary losses and the load of the experts of each layer, beside their means."""
     peak_tflops: float = 0.0
     """10^12 operations a second of one device, of which the share is reported; 0 for what is known of the device."""
 
@@ -430,6 +434,12 @@ class RunConfig:
             raise ValueError(f"fsdp is set, but data_parallel={self.data_parallel!r}; set data_parallel=fsdp")
         if self.fsdp.eight_bit_parameters and self.rl:
             raise ValueError("fsdp.eight_bit_parameters are rounded in the learner and not in engines, which rl needs; set them to []")
+        self._check_documents()
+        if self.train.mtp_loss_scaling_factor != TrainConfig().mtp_loss_scaling_factor and not self.model.mtp_num_layers:
+            raise ValueError(
+                f"train.mtp_loss_scaling_factor={self.train.mtp_loss_scaling_factor} weighs heads that predict further tokens, and "
+                "model.mtp_num_layers=0; set model.mtp_num_layers=1, or leave the factor at its default"
+            )
         if self.qk_clip:
             self._check_qk_clip()
         if self.batch_invariant:
@@ -443,6 +453,19 @@ class RunConfig:
             raise ValueError(f"offload.modules holds {parts}, which lie inside experts; this model has none, name mlp")
         if self.offload and self.cuda_graphs:
             raise ValueError("offload and cuda_graphs exclude one another: a graph keeps its own activations; set one of them to none")
+
+    def _check_documents(self) -> None:
+        """What is said of the documents of a text."""
+        for name in ("inter_document_masking", "eod_mask_loss"):
+            taken = [part for part in ("sft", "rl", "masked", "spans") if getattr(self, part) is not None]
+            if getattr(self.data, name) and taken:
+                raise ValueError(
+                    f"data.{name}=true is for texts whose next tokens are predicted, and {taken[0]} is set; set data.{name}=false"
+                )
+        if self.data.inter_document_masking and self.plan.cp > 1:
+            raise ValueError(
+                f"data.inter_document_masking=true does not go with plan.cp={self.plan.cp}, which cuts each document evenly; set plan.cp=1"
+            )
 
     def _check_upcycle(self) -> None:
         if self.moe is None:
@@ -591,6 +614,9 @@ class RunConfig:
         unused |= {"qk_clip": None}
         named = [name for name, default in unused.items() if getattr(self, name) != default]
         named += ["train.dtype=float16"] if self.train.dtype == "float16" else []
+        named += ["data.inter_document_masking"] if self.data.inter_document_masking else []
+        named += [] if self.log.per_layer_values else ["log.per_layer_values"]
+        named += [] if self.train.mtp_loss_scaling_factor == TrainConfig().mtp_loss_scaling_factor else ["train.mtp_loss_scaling_factor"]
         named += [f"train.{name}" for name in ("local_checkpoint_interval", "checkpoint_async_steps") if getattr(self.train, name)]
         return named + [f"log.{name}" for name in ("straggler_interval", "timers_interval", "telemetry") if getattr(self.log, name)]
 

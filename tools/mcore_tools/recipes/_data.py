@@ -10,7 +10,7 @@ class FIMConfig:
     """Documents rearranged so that the model learns to fill in their middle (Bavarian et al., 2022).
 
     Raises:
-        ValueError: a rate outside of [0, 1].
+        ValueError: a rate outside of [0, 1], or one of the two fields of fragments without the other.
     """
 
     rate: float = 0.5
@@ -25,11 +25,21 @@ class FIMConfig:
     """Each is one token of the tokenizer."""
     pad_token: str = ""
     """Fills a document that rearranging made shorter; empty for the tokenizer's own padding."""
+    split_sample: str = ""
+    """Token that cuts a document into fragments, such as the files of a repository, each rearranged by itself; empty for none."""
+    fragment_rate: float | None = None
+    """Share of fragments to rearrange, in a document that ``rate`` chose; goes with ``split_sample``."""
+    no_prefix: str = ""
+    """Documents that begin with this text stay as they are; empty for none."""
 
     def __post_init__(self) -> None:
-        for name in ("rate", "spm_rate"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
+        for name in ("rate", "spm_rate", "fragment_rate"):
+            if not 0.0 <= (getattr(self, name) or 0.0) <= 1.0:
                 raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1]")
+        if bool(self.split_sample) != (self.fragment_rate is not None):
+            raise ValueError(
+                f"data.fim.split_sample={self.split_sample!r} and data.fim.fragment_rate={self.fragment_rate} go together; set both or none"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +64,10 @@ class DataConfig:
     """A corpus of its own for validation; ``split`` is not looked at then."""
     fim: FIMConfig | None = None
     """Rearrange documents of text for filling in the middle; None to leave them as they are."""
+    inter_document_masking: bool = False
+    """Tokens attend to those of their own document alone, and positions begin with it: the documents that share a sequence do not meet."""
+    eod_mask_loss: bool = False
+    """No loss for what is predicted from the end of a document, which is the beginning of another."""
 
     def __post_init__(self) -> None:
         if self.prefix and self.blend:

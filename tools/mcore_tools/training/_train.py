@@ -222,6 +222,7 @@ def _trainer_config(config: RunConfig) -> TrainerConfig:
         save_every=train.checkpoint_interval or train.steps,
         save_local_every=train.local_checkpoint_interval,
         timers_every=config.log.timers_interval,
+        per_layer_values=config.log.per_layer_values,
         max_skipped_steps=train.max_skipped_steps,
     )
 

@@ -195,11 +195,18 @@ def check_weights(model: GPTModel, weight_dtype: str | None) -> None:
             )
         if layer.mlp is None or type(layer.mlp) is MLP:
             continue
-        obstacle = "whose weights have no fp8 form; leave it at None"
-        if isinstance(layer.mlp, StoresExperts):
-            obstacle = layer.mlp.fp8_obstacle()
-        if obstacle is not None:
-            raise ValueError(f"weight_dtype={weight_dtype!r}: layers.{number}.mlp is a {type(layer.mlp).__name__}, {obstacle}")
+        check_feed_forward(f"layers.{number}.mlp", layer.mlp, weight_dtype)
+
+
+def check_feed_forward(name: str, module: object, weight_dtype: str) -> None:
+    """Whether a feed-forward that is no MLP can keep its weights in fp8.
+
+    Raises:
+        ValueError: it has no such form, or says what is in the way.
+    """
+    obstacle = module.fp8_obstacle() if isinstance(module, StoresExperts) else "whose weights have no fp8 form; leave it at None"
+    if obstacle is not None:
+        raise ValueError(f"weight_dtype={weight_dtype!r}: {name} is a {type(module).__name__}, {obstacle}")
 
 
 def _check_fp8_activations(model: GPTModel) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mcore_inference._capability import StoredWeight, StoresExperts
+from mcore_inference._capability import StoredWeight, StoresExperts, check_feed_forward
 from mcore_inference._kernels import has_kernels
 from mcore_inference._stability import experimental_api
 from mcore_parallel.backends import Scaled, quantize_rows, scaled_product
@@ -124,9 +124,7 @@ def quantize_weights(model: GPTModel, weight_dtype: WeightDtype) -> None:
     other = "fp8_weight_only" if multiply else "fp8"
     another = f"is {other!r} of another engine; use that, or build another model"
     for name, mixture in mixtures.items():
-        obstacle = mixture.fp8_obstacle()
-        if obstacle is not None:
-            raise ValueError(f"weight_dtype={weight_dtype!r}: {name} is a {type(mixture).__name__}, {obstacle}")
+        check_feed_forward(name, mixture, weight_dtype)
         if any(stored.multiply != multiply for stored in mixture.fp8_weights().values()):
             raise ValueError(f"weight_dtype={weight_dtype!r} and {name} {another}")
     for name, layer in layers.items():
