@@ -13,16 +13,20 @@ _FIRST_SPEAKS_S = 4.0
 """Time that the first rank has to refuse what all of them do; less than the watchdog waits for a rank that is gone."""
 
 
-def report_error(message: str) -> None:
+def report_error(message: str, *, waits: bool = True) -> None:
     """Print an error as one line, and tell the launcher.
 
     A mistake of the command is one on every rank. Under torchrun the first rank says it alone: its end ends the others, which wait for
     that, and say what they have to say when it does not come.
+
+    Args:
+        message: one line.
+        waits: the first rank may say it; False for what only this one knows, such as that another is gone.
     """
     tell_launcher(message)
-    if _ERROR_FILE in os.environ and os.environ.get("RANK", "0") != "0":
+    if waits and _ERROR_FILE in os.environ and os.environ.get("RANK", "0") != "0":
         time.sleep(_FIRST_SPEAKS_S)
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {message}", file=sys.stderr, flush=True)
 
 
 def tell_launcher(reason: str) -> None:

@@ -161,11 +161,18 @@ def run_to_end(config: RunConfig, main_entry: float | None = None) -> int:
         return STOPPED_EXIT_CODE
     except (*FINAL, OSError, CheckpointingException, RankFailedError, RanksLostError) as error:
         return refused(error)
+    except RuntimeError as error:
+        # The watchdog notes which ranks a collective that broke was waiting for.
+        gone = [note for note in getattr(error, "__notes__", ()) if note.startswith("rank ")]
+        if not gone:
+            raise
+        report_error(f"{'; '.join(gone)}; start the run again to go on from its newest checkpoint", waits=False)
+        return 1
 
 
 def refused(error: Exception) -> int:
     """Print the error as one line; the exit code."""
-    report_error(str(error))
+    report_error(str(error), waits=not isinstance(error, RankFailedError | RanksLostError))
     return {SuspectResultError: SUSPECT_EXIT_CODE, InvalidResultError: INVALID_EXIT_CODE}.get(type(error), 1)
 
 
