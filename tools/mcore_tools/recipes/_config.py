@@ -4,8 +4,6 @@
 
 import difflib
 import os
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
@@ -23,220 +21,17 @@ from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.pipeline import PipelineConfig
 from mcore_parallel.tensor_parallel import LoraConfig
 from mcore_parallel.training import (
-    BatchRampUp,
-    BatchSizeSchedule,
-    BatchSizeSteps,
-    ConstantBatchSize,
     DumpConfig,
     ProfileConfig,
     RerunConfig,
     check_batch_sizes,
 )
 from mcore_tools.recipes._data import DataConfig
+from mcore_tools.recipes._load import LoadConfig
+from mcore_tools.recipes._log import LogConfig
 from mcore_tools.recipes._rl import RLConfig
 from mcore_tools.recipes._sft import SFTConfig
-
-DTYPE_NAMES = ("float32", "bfloat16", "float16", "float64")
-LR_SCHEDULES = ("constant", "linear", "cosine", "inverse_square_root", "wsd")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """Length, batch and pace of a run.
-
-    Raises:
-        ValueError: a number out of its range, an unknown dtype.
-    """
-
-    steps: int = 100
-    """Updates of the run; with ``rl``, iterations."""
-    seq_len: int = 128
-    """Tokens of a sequence."""
-    micro_batch_size: int = 4
-    """Sequences of one forward on a replica."""
-    global_batch_size: int = 16
-    """Sequences a step, over all data-parallel ranks."""
-    batch_ramp_up: tuple[int, int, int] | None = None
-    """First batch size, increment and samples over which it grows to ``global_batch_size``; None to begin with that."""
-    batch_steps: str = ""
-    """``"0:256 1M:512"``: sequences a step from a number of samples on, in place of ``global_batch_size``."""
-    lr_schedule: str = "cosine"
-    """constant, linear, cosine, inverse_square_root or wsd, over all steps, between ``optimizer.lr`` and ``optimizer.min_lr``."""
-    lr_decay_steps: int = 0
-    """Steps at whose end the rate is ``optimizer.min_lr``, where it stays; 0 for ``steps``."""
-    wsd_decay_steps: int = 0
-    """Steps of the decay at the end of wsd."""
-    wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
-    """Shape of that decay."""
-    warmup_steps: int = 10
-    """Steps in which the learning rate rises to ``optimizer.lr``."""
-    warmup_init_lr: float = 0.0
-    """Where it rises from."""
-    end_weight_decay: float | None = None
-    """Weight decay at the end of ``steps``, to which it goes from ``optimizer.weight_decay``; None to stay there."""
-    weight_decay_style: Literal["linear", "cosine"] = "linear"
-    """The way to ``end_weight_decay``."""
-    eval_interval: int = 50
-    """Steps between validations; 0 for none."""
-    eval_batches: int = 4
-    """Global batches a validation."""
-    checkpoint_interval: int = 0
-    """Steps between checkpoints; 0 for one at the end."""
-    checkpoints_kept: int = 3
-    """Newest checkpoints that stay; 0 for all."""
-    checkpoint_keep_interval: int = 0
-    """Checkpoints of steps that are multiples of it stay, too; 0 for no others."""
-    checkpoint_format: Literal["native", "torch_dist"] = "native"
-    """Of the files: safetensors, or those that ``torch.distributed.checkpoint`` reads, too."""
-    checkpoint_async_steps: int = 0
-    """Steps that go on while a checkpoint is written beside them; then it is committed. 0 to wait until it is written."""
-    local_checkpoint_interval: int = 0
-    """Steps between checkpoints on the nodes themselves, for a restart in the same layout; 0 for none."""
-    local_checkpoint_folder: str = ""
-    """Where they lie on each node, such as /dev/shm/mcore; a run has a folder of its own in it."""
-    local_checkpoint_copies: int = 1
-    """Nodes that keep each file; so many less one may be lost."""
-    local_checkpoints_kept: int = 1
-    """Newest checkpoints that stay on the nodes."""
-    stop_after_minutes: float = 0.0
-    """Save and end after the first step that ends later than this; 0 for no limit."""
-    max_skipped_steps: int = 0
-    """Steps of the run that may be skipped because their gradients are not finite; any number while a loss scale can be
-    lowered."""
-    dtype: str = "float32"
-    """Of parameters and activations: float32, bfloat16, float16 (which scales the loss, by ``optimizer.initial_loss_scale`` and its
-    neighbours) or float64."""
-    mtp_loss_scaling_factor: float = 0.1
-    """Weight of the mean loss of the heads that predict further tokens, ``model.mtp_num_layers`` of them."""
-    seed: int = 1234
-    """Of the first weights and the order of the data."""
-    deterministic: bool = False
-    """The same bits each time: torch's deterministic algorithms, and no start where the environment lets results differ."""
-
-    def __post_init__(self) -> None:
-        for name in (
-            "steps", "seq_len", "micro_batch_size", "global_batch_size", "eval_batches", "local_checkpoint_copies",
-            "local_checkpoints_kept",
-        ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in (
-            "warmup_steps", "eval_interval", "checkpoint_interval", "checkpoints_kept", "checkpoint_keep_interval", "wsd_decay_steps",
-            "stop_after_minutes", "max_skipped_steps", "local_checkpoint_interval", "checkpoint_async_steps", "lr_decay_steps",
-            "warmup_init_lr", "mtp_loss_scaling_factor",
-        ):  # fmt: skip
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-        if self.end_weight_decay is not None and self.end_weight_decay < 0:
-            raise ValueError(f"end_weight_decay={self.end_weight_decay} must not be negative; set none for no change")
-        if self.checkpoint_async_steps and self.checkpoint_interval and self.checkpoint_async_steps > self.checkpoint_interval:
-            raise ValueError(
-                f"checkpoint_async_steps={self.checkpoint_async_steps} must be at most checkpoint_interval={self.checkpoint_interval}: "
-                "one checkpoint is written at a time"
-            )
-        if self.dtype not in DTYPE_NAMES:
-            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPE_NAMES)}")
-        if self.lr_schedule not in LR_SCHEDULES:
-            raise ValueError(f"lr_schedule={self.lr_schedule!r} must be one of {', '.join(LR_SCHEDULES)}")
-        if (self.lr_schedule == "wsd") != bool(self.wsd_decay_steps):
-            raise ValueError(
-                f"wsd_decay_steps={self.wsd_decay_steps} does not go with lr_schedule={self.lr_schedule!r}; wsd needs it, no other does"
-            )
-        if bool(self.local_checkpoint_interval) != bool(self.local_checkpoint_folder):
-            raise ValueError(
-                f"local_checkpoint_interval={self.local_checkpoint_interval} and local_checkpoint_folder={self.local_checkpoint_folder!r} "
-                "go together; set both, the folder to memory or a disk of the node such as /dev/shm/mcore, or neither"
-            )
-        if self.batch_ramp_up and self.batch_steps:
-            raise ValueError("batch_ramp_up and batch_steps both say how the batch grows; give one")
-        self.batch_sizes()
-
-    def batch_sizes(self) -> BatchSizeSchedule:
-        """Sequences of each step."""
-        if self.batch_steps:
-            return BatchSizeSteps.parse(self.batch_steps)
-        if self.batch_ramp_up is None:
-            return ConstantBatchSize(global_batch_size=self.global_batch_size)
-        start, increment, samples = self.batch_ramp_up
-        return BatchRampUp(start=start, increment=increment, ramp_samples=samples, global_batch_size=self.global_batch_size)
-
-    def stop_of(self, asked: Callable[[], bool] | None) -> Callable[[], bool]:
-        """Whether a run that begins now is to end: somebody asked for it, or ``stop_after_minutes`` are over."""
-        begin, limit_s = time.perf_counter(), 60 * self.stop_after_minutes
-        return lambda: (asked is not None and asked()) or bool(limit_s and time.perf_counter() - begin > limit_s)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogConfig:
-    """Where the numbers of a run go, beside one JSON line a step in ``train.jsonl``.
-
-    Raises:
-        ValueError: a negative number.
-    """
-
-    tensorboard: bool = True
-    """Event files in ``tensorboard``."""
-    html: bool = True
-    """Keep ``report.html`` up to date."""
-    wandb_project: str = ""
-    """Project of Weights & Biases; empty for none."""
-    trackio_project: str = ""
-    """Project of Trackio, on this machine; empty for none."""
-    telemetry: bool = False
-    """Spans of OpenTelemetry, to whatever SDK the process was started with (``opentelemetry-instrument``)."""
-    straggler_interval: int = 0
-    """Steps between two searches for slow ranks; 0 for none."""
-    timers_interval: int = 0
-    """Steps between two lines that say how long the parts of a step take, on the fastest and the slowest rank; 0 for none."""
-    per_layer_values: bool = True
-    """With experts, also the auxiliary losses and the load of the experts of each layer, beside their means."""
-    peak_tflops: float = 0.0
-    """10^12 operations a second of one device, of which the share is reported; 0 for what is known of the device."""
-
-    def __post_init__(self) -> None:
-        for name in ("straggler_interval", "timers_interval", "peak_tflops"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadConfig:
-    """What a run begins with. Once its output folder holds a checkpoint, the run goes on from the newest and ``path`` is not looked at: the
-    command that starts a run also starts it again.
-
-    Raises:
-        ValueError: a number out of its range, or fields that say what to read where there is nothing to read.
-    """
-
-    path: str = ""
-    """A checkpoint of another run, or its folder of steps; empty to begin with random weights."""
-    step: int | None = None
-    """Which of the steps in ``path``; None for the newest."""
-    take: Literal["weights", "position", "all"] = "weights"
-    """Each with those before it: the "weights"; the "position", that is the count of steps and the place in the data; or "all", with the
-    optimizer's state, so that the other run goes on. A fresh optimizer has its masters from the weights."""
-    upcycle: bool = False
-    """The weights of ``path`` are of a dense model with these layers, of whose feed-forwards the experts become copies or slices
-    (``upcycle_state_dict``). The run's own steps are mixtures, and are taken as they are."""
-    required: bool = False
-    """Refuse to begin with random weights, as where the output folder of a run that should go on is not there."""
-    override: tuple[str, ...] = ()
-    """Fields of the model, such as model.rotary_base, that may differ from those which the weights were made with; others are refused. With
-    train.dtype the weights of a checkpoint may be rounded; a dtype that holds all their values needs no word."""
-
-    def __post_init__(self) -> None:
-        if self.step is not None and self.step < 0:
-            raise ValueError(f"step={self.step} must not be negative; give none for the newest")
-        if self.upcycle and (not self.path or self.take != "weights"):
-            raise ValueError(
-                f"upcycle=true makes a mixture of the weights of a dense model, found path={self.path!r} and take={self.take!r}; "
-                "name that model with load.path, and set load.take=weights"
-            )
-        if not self.path and (self.step is not None or self.take != "weights"):
-            raise ValueError(
-                f"step={self.step} and take={self.take!r} choose from path, which is empty: a run goes on from the newest step of its own; "
-                "to go back to an older one begin another folder with output=NEW load.path=OLD/checkpoints load.step=NUMBER load.take=all"
-            )
+from mcore_tools.recipes._train import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,8 @@ from mcore_moe import MoEConfig
 from mcore_parallel.models import TransformerConfig, hybrid_config
 from mcore_parallel.nn import LatentAttentionConfig, Llama3Scaling, MambaConfig, YarnScaling
 from mcore_parallel.optim import OptimizerConfig
-from mcore_tools.recipes._config import RunConfig, TrainConfig
+from mcore_tools.recipes._config import RunConfig
+from mcore_tools.recipes._train import TrainConfig
 
 _FSDP = ("data_parallel=fsdp",)
 _SLICED = ("optimizer.use_distributed_optimizer=true",)

@@ -14,10 +14,11 @@ from mcore_parallel.nn import MambaConfig
 from mcore_parallel.optim import OptimizerConfig
 from mcore_rl import GenericGenerationArgs
 from mcore_rl.envs import CountdownConfig
-from mcore_tools.recipes._config import RunConfig, TrainConfig
+from mcore_tools.recipes._config import RunConfig
 from mcore_tools.recipes._override import RecipeError, override
 from mcore_tools.recipes._published import LAYOUTS, PUBLISHED
 from mcore_tools.recipes._rl import RLConfig
+from mcore_tools.recipes._train import TrainConfig
 
 
 def moe_tiny() -> RunConfig:
