@@ -203,7 +203,7 @@ def test_further_tokens_are_weighed(factor: float, corpora: Path, tmp_path: Path
 
 
 def test_numbers_of_each_layer_may_be_left_out(corpora: Path, tmp_path: Path) -> None:
-    experts = ("moe.num_moe_experts=2", "moe.moe_router_load_balancing_type=aux_loss", "moe.moe_aux_loss_coeff=0.1", "train.steps=1")
+    experts = ("moe.num_moe_experts=2", "moe.moe_router_load_balancing_type=aux_loss", "moe.moe_aux_loss_coeff=0.1", "train.steps=2")
     names = []
     for number, choice in enumerate(("true", "false")):
         train(corpora, tmp_path / choice, *experts, f"log.per_layer_values={choice}")
