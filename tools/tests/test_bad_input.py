@@ -41,7 +41,7 @@ def fails(main: Callable[[], int], arguments: list[str], monkeypatch: pytest.Mon
         (["plan.tp=2"], ["tp=2", "dp=1", "= 2 ranks", "world has 1"]),
         (["plan.tp=3"], ["tp=3 must divide", "lower tp"]),
         (["data.prefix="], ["data.prefix is empty", "mcore-preprocess"]),
-        (["data.prefix={data}/nothing"], ["nothing.idx", "No such file"]),
+        (["data.prefix={data}/nothing"], ["data.prefix=", "nothing.idx", "mcore-preprocess"]),
         (["data.prefix={data}/broken"], ["broken.idx", "truncated"]),
         (["data.tokenizer={data}/nothing"], ["nothing", "tokenizer.json"]),
         (["data.split=100,0,0"], ["data.split='100,0,0'"]),

@@ -109,7 +109,9 @@ def test_a_result_that_cannot_be_right_has_a_status_of_its_own(
 
     monkeypatch.setattr(train, "train_rank", fails)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(sys, "argv", ["pretrain", "--recipe", "gpt_tiny", "--set", "data.prefix=x", "--set", "data.tokenizer=x"])
+    (tmp_path / "x.idx").touch()
+    places = ["--set", f"data.prefix={tmp_path}/x", "--set", "data.tokenizer=byte"]
+    monkeypatch.setattr(sys, "argv", ["pretrain", "--recipe", "gpt_tiny", *places])
     assert train.main() == status
     message = capsys.readouterr().err
     assert message.startswith("error: step 4: loss=9.0 on node") and "rank 1: gradient" in message

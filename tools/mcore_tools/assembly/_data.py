@@ -48,7 +48,7 @@ def check_data(config: RunConfig, owner: str = "") -> None:
         if "://" not in prefix and not Path(f"{prefix}.idx").is_file():
             raise ValueError(f"{owner}data.{name}={prefix!r}: there is no {prefix}.idx; give the --output-prefix of mcore-preprocess")
     if has_files(data.tokenizer) and not Path(data.tokenizer).exists():
-        raise ValueError(f"{owner}data.tokenizer={data.tokenizer!r} is neither a file nor a folder; give the tokenizer of the corpus")
+        raise ValueError(f"{owner}data.tokenizer={data.tokenizer!r} is neither a file nor a folder; give a tokenizer.json, or its folder")
 
 
 def validation_batches(config: RunConfig, dataset: Samples, groups: ProcessGroups, device: torch.device) -> list[Batch]:
