@@ -13,7 +13,7 @@ from torch import Tensor
 from mcore_moe import MoEConfig, MoELayer
 from mcore_moe.serving import StreamedExperts
 from mcore_parallel import ProcessGroups
-from mcore_parallel.backends import Scaled
+from mcore_parallel.backends import Scaled, quantize_rows
 from mcore_parallel.models import Site, TransformerConfig
 from mcore_parallel.nn import NormedStream, Step, StreamNorm
 from tests.support.interpreter import run_interpreted
@@ -110,6 +110,32 @@ def check(
                 close(result, normed(into, behind), tolerance)
 
 
+@torch.no_grad()
+def check_rows_in_fp8(device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Rows in e4m3 are multiplied as the values that they stand for, by tiles in both orders."""
+    from mcore_moe.serving import _triton_experts as kernels
+
+    experts, tokens, topk, depth, width = 3, 37, 2, 48, 40
+
+    def narrow(*shape: int) -> Scaled:
+        rows = quantize_rows(torch.randn(*shape, device=device).flatten(0, -2), torch.float8_e4m3fn)
+        return Scaled(rows.data.view(shape), rows.inverse.view(*shape[:-1], 1))
+
+    up, down, x, h = narrow(experts, 2 * width, depth), narrow(experts, depth, width), narrow(tokens, depth), narrow(tokens * topk, width)
+    picks = torch.randint(experts, (tokens * topk,), device=device)
+    order = torch.argsort(picks, stable=True).to(torch.int32)
+    ends = torch.bincount(picks, minlength=experts).cumsum(0).to(torch.int32)
+    weights = torch.rand(tokens, topk, device=device)
+    for turned in (False, True):
+        tiles = kernels.Tiles(lines=16, cols=64, depth=32, stages=2, turned=turned)
+        found = kernels.up_many(x, up, order, ends, weights, tiles, dtype=dtype)
+        wanted = kernels.up_many(x.value(), Scaled(up.data.float(), up.inverse), order, ends, weights, tiles, dtype=torch.float32)
+        close(found, wanted.double(), tolerance)
+        found = kernels.down_many(h, down, order, ends, tiles, dtype=dtype)
+        wanted = kernels.down_many(h.value(), Scaled(down.data.float(), down.inverse), order, ends, tiles, dtype=torch.float32)
+        close(found, wanted.double(), tolerance)
+
+
 def test_kernels_equal_the_layer_in_the_interpreter() -> None:
     run_interpreted(__file__)
 
@@ -126,6 +152,7 @@ def test_kernels_over_fp8_weights_equal_the_layer_with_their_values_on_a_gpu() -
     torch.manual_seed(0)
     # Stored values are exact in bfloat16: as far off as the kernels over bfloat16.
     check("cuda", torch.bfloat16, 3e-2, fp8=True)
+    check_rows_in_fp8("cuda", torch.bfloat16, 2e-2)
 
 
 @pytest.mark.parametrize(
@@ -161,8 +188,8 @@ def test_kernels_compile_for_hopper(
         used = ("up_few", "down_few")
     else:
         tiles, order = kernels.many_tiles(tokens * 8 / experts, fp8=fp8), torch.zeros(tokens * 8, dtype=torch.int32)
-        h = kernels.up_many(x, up, order, whole, torch.ones(tokens, 8), tiles[0])
-        kernels.down_many(h, down, order, whole, tiles[1])
+        h = kernels.up_many(x, up, order, whole, torch.ones(tokens, 8), tiles[0], dtype=x.dtype)
+        kernels.down_many(h, down, order, whole, tiles[1], dtype=x.dtype)
         used = ("up_many", "down_many")
     for name in used:
         [ptx] = launches[name].ptx
@@ -177,4 +204,5 @@ if __name__ == "__main__":
         check("cpu", torch.float32, 2e-5, choice=each, shapes=(*FEW, *MANY) if each == "softmax" else (FEW[1], MANY[1]))
     torch.manual_seed(0)
     check("cpu", torch.float32, 2e-5, fp8=True)
+    check_rows_in_fp8("cpu", torch.float32, 1e-5)
     print("same")

@@ -12,7 +12,7 @@ from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.backends import Fp8Config, TorchBackend, choose_backend
 from mcore_parallel.backends._factory import missing_units
 from mcore_parallel.backends._fp8_products import Fp8Products
-from mcore_parallel.backends._quantize import LEAST_AMAX, has_kernel, quantize, quantize_rows, scaled_product, turn
+from mcore_parallel.backends._quantize import LEAST_AMAX, has_kernel, quantize, quantize_columns, quantize_rows, scaled_product, turn
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import RecomputeConfig, Step
@@ -341,6 +341,15 @@ def check_kernels(device: str) -> None:
             wanted = quantize_rows(x, dtype)
             data, inverse = kernels.cast_rows(x.to(device), dtype, least_amax=LEAST_AMAX)
             assert torch.equal(inverse.cpu(), wanted.inverse) and torch.equal(data.cpu().view(torch.uint8), wanted.data.view(torch.uint8))
+        stack = torch.randn(3, 130, 70, generator=generator).mul(20).to(dtype).bfloat16()
+        stack[:, 5] = largest
+        stack[1, :, 9] = 0
+        wanted = quantize_columns(stack, dtype)
+        for matrix, turned, inverse in zip(stack, wanted.data, wanted.inverse, strict=True):
+            each = quantize_rows(matrix.t().contiguous(), dtype)
+            assert torch.equal(inverse, each.inverse) and torch.equal(turned.view(torch.uint8), each.data.view(torch.uint8))
+        data, inverse = kernels.cast_columns(stack.to(device), dtype, least_amax=LEAST_AMAX)
+        assert torch.equal(inverse.cpu(), wanted.inverse) and torch.equal(data.cpu().view(torch.uint8), wanted.data.view(torch.uint8))
     # The interpreter has no NaN of fp8.
     for bad in (float("inf"),) if device == "cpu" else (float("inf"), float("nan")):
         x = torch.ones(40, 48)

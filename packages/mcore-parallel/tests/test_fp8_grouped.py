@@ -189,6 +189,7 @@ def check_kernels(device: str) -> None:
         for fast in (False, True):
             for (left, _), right in zip(factors, (forth, back), strict=True):
                 check_product(kernels, left, right, ends, fast, tiles, device)
+                check_product(kernels, left, right, ends, fast, dataclasses.replace(tiles, turned=True), device)
         check_widened(kernels, x.to(dtype), forth, ends, tiles, device)
         check_weight_gradient(kernels, factors[1][1], factors[0][1], torch.randn(len(rows), out, width, generator=generator), tiles, device)
 
@@ -210,13 +211,13 @@ def check_widened(kernels, x: Tensor, weight: Scaled, ends: Tensor, tiles, devic
     (num_experts, out, _), total = weight.data.shape, int(ends[-1])
     inverse = torch.logspace(-3, 0, out).expand(num_experts, out)
     wanted = grouped_widened_product(x.double(), Scaled(weight.data, inverse.unsqueeze(2)), ends)
-    for rows in (16, tiles.rows):
+    for rows, turned in ((16, False), (tiles.rows, False), (tiles.rows, True)):
         product = kernels.grouped_widened_product(
             x.to(device),
             weight.data.to(device),
             inverse.contiguous().to(device),
             ends.to(device),
-            tiles=dataclasses.replace(tiles, rows=rows),
+            tiles=dataclasses.replace(tiles, rows=rows, turned=turned),
         )
         assert product.shape == wanted.shape and product.dtype == x.dtype
         assert not total or relative(product[:total].cpu(), wanted[:total]) < (1e-2 if device == "cuda" else 1e-6)

@@ -10,7 +10,7 @@ from mcore_parallel.backends import Scaled, grouped_scaled_product, grouped_wide
 
 # R rows in expert order, N experts of this rank, I input features, O output features (of this rank)
 
-FEW_ROWS = 64
+FEW_ROWS = 16
 """Rows an expert, on average, up to which activations keep their dtype: such a GEMM is bound by reading its weights."""
 _E4M3 = torch.float8_e4m3fn
 _MULTIPLE = 16
@@ -64,11 +64,22 @@ class Fp8Stack:
 
     def matmul(self, rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor) -> Tensor:
         """[R, O] in the dtype of the rows; arguments as of ``mcore_parallel.backends.grouped_matmul``."""
-        weight = self.scaled(weight_NOI)
-        num_experts, *features = weight_NOI.shape
-        if self.multiply and len(rows_RI) > FEW_ROWS * num_experts and not any(size % _MULTIPLE for size in features):
-            return grouped_scaled_product(quantize_rows(rows_RI, _E4M3), weight, ends_N, rows_RI.dtype)
-        return grouped_widened_product(rows_RI, weight, ends_N)
+        weight, rows = self.scaled(weight_NOI), self.multiplied(rows_RI, weight_NOI, len(rows_RI))
+        if isinstance(rows, Scaled):
+            return grouped_scaled_product(rows, weight, ends_N, rows_RI.dtype)
+        return grouped_widened_product(rows, weight, ends_N)
+
+    def multiplied(self, rows: Tensor, weight: Tensor, num_rows: int) -> Tensor | Scaled:
+        """Rows, or tokens [T, I], as they are multiplied by the weights: in fp8 with a scale each, or as they are.
+
+        Args:
+            rows: in the dtype of the model.
+            weight: the parameter.
+            num_rows: of all experts.
+        """
+        num_experts, *features = weight.shape
+        narrow = self.multiply and num_rows > FEW_ROWS * num_experts and not any(size % _MULTIPLE for size in features)
+        return quantize_rows(rows, _E4M3) if narrow else rows
 
     def scaled(self, weight: Tensor) -> Scaled:
         """The weights as [N, O, I], with their scales."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from mcore_moe._experts import GroupedMLP
-from mcore_moe._fp8_stack import FEW_ROWS
 from mcore_moe._router import TopKRouter
 from mcore_moe._stability import experimental_api
 from mcore_parallel.backends import Scaled, grouped_matmul, has_widening_kernel
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
 _COUNTERS = 64
 _MOST_EXPERTS = 1024
 """One program chooses among them."""
-_GROUPED_ROWS = FEW_ROWS
-"""Rows an expert from which on torch's grouped GEMMs are the faster ones, and those that fp8 activations pay for."""
+_GROUPED_ROWS = 64
+"""Rows an expert from which on grouped GEMMs of rows in the order of the experts are the faster ones."""
 
 
 # T tokens, D model, E experts, F width of an expert.
@@ -78,8 +77,10 @@ class StreamedExperts:
         order_P, ends_E, places_P = order(picks.experts_TK, num_experts, places=grouped)
         if not grouped:
             up, down = many_tiles(num_picks / num_experts, fp8=bool(experts.fp8))
-            h_PF = up_many(normed_TD, self._weight("up"), order_P, ends_E, picks.weights_TK, up)
-            return add_rows(down_many(h_PF, self._weight("down"), order_P, ends_E, down), None, x_TD, norm)
+            x = self._multiplied("up", normed_TD, num_picks)
+            h_PF = up_many(x, self._weight("up"), order_P, ends_E, picks.weights_TK, up, dtype=normed_TD.dtype)
+            h = self._multiplied("down", h_PF, num_picks)
+            return add_rows(down_many(h, self._weight("down"), order_P, ends_E, down, dtype=h_PF.dtype), None, x_TD, norm)
         rows_PD = normed_TD.index_select(0, order_P // picks.weights_TK.shape[1])
         weights_P = picks.weights_TK.flatten().index_select(0, order_P)
         h_PF = experts.activation(self._multiply("up", rows_PD, ends_E), weights=weights_P)
@@ -89,6 +90,11 @@ class StreamedExperts:
         """One of the stacks as the kernels read it: up [E, 2 F, D], down [E, D, F]."""
         weight, stack = getattr(self._experts, name), self._experts.fp8.get(name)
         return weight.flatten(1, -2) if stack is None else stack.scaled(weight)
+
+    def _multiplied(self, name: str, rows: Tensor, num_rows: int) -> Tensor | Scaled:
+        """Rows as one of the stacks multiplies them."""
+        stack = self._experts.fp8.get(name)
+        return rows if stack is None else stack.multiplied(rows, getattr(self._experts, name), num_rows)
 
     def _multiply(self, name: str, rows_PI: Tensor, ends_E: Tensor) -> Tensor:
         weight, stack = getattr(self._experts, name).flatten(1, -2), self._experts.fp8.get(name)

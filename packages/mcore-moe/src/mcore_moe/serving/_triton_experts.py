@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Triton kernels of experts without gradients, bound by reading the weights of those that are picked; imported only when they run.
 
-Weights in e4m3 are widened as they are read; their scales, powers of two, multiply the sums of an expert.
+Weights in e4m3 are widened as they are read, or multiplied by rows in e4m3; their scales, powers of two, multiply the sums of an expert.
 
 Few tokens: a program multiplies all of them by columns of one expert, and one of the second launch by columns of all experts that were
 picked, so that its sums are whole. More tokens: a program takes the rows of one expert, wherever their tokens lie, and the results of a
@@ -11,7 +11,7 @@ token's picks are added by a last launch, in order.
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false, reportOperatorIssue=false
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -34,6 +34,8 @@ class Tiles:
     depth: int
     warps: int = 4
     stages: int = 4
+    turned: bool = False
+    """Multiply weights by rows instead of rows by weights: what is widened goes to the tensor cores from registers."""
 
 
 FEW_UP = Tiles(lines=16, cols=32, depth=128)
@@ -45,10 +47,12 @@ FEW_DOWN_FP8 = Tiles(lines=16, cols=16, depth=256, stages=10)
 
 def many_tiles(rows: float, *, fp8: bool = False) -> tuple[Tiles, Tiles]:
     """Of the two launches, by the mean rows of an expert and whether weights are in fp8."""
-    if fp8 and rows <= 20:
-        # As many bytes on their way.
-        up, down = many_tiles(rows)
-        return replace(up, depth=2 * up.depth), replace(down, depth=2 * down.depth)
+    if fp8:
+        if rows <= 10:
+            return Tiles(lines=16, cols=64, depth=128, stages=3), Tiles(lines=16, cols=64, depth=128)
+        if rows <= 20:
+            return Tiles(lines=32, cols=64, depth=64), Tiles(lines=32, cols=64, depth=64, turned=True)
+        return Tiles(lines=64, cols=128, depth=64), Tiles(lines=64, cols=64, depth=64, turned=True)
     if rows <= 6:
         return Tiles(lines=16, cols=64, depth=64, stages=5), Tiles(lines=16, cols=64, depth=128)
     if rows <= 20:
@@ -99,9 +103,9 @@ def down_few(
     return NormedStream(x=y_TD, scaled=scaled_TD, squares=squares, epsilon=norm.epsilon)
 
 
-def _parts(weight: Tensor | Scaled) -> tuple[Tensor, Tensor | None]:
-    """The matrices, and where they are in e4m3 the scales of their rows."""
-    return (weight, None) if isinstance(weight, Tensor) else (weight.data, weight.inverse)
+def _parts(factor: Tensor | Scaled) -> tuple[Tensor, Tensor | None]:
+    """The values, and where they are in e4m3 the scales of their rows."""
+    return (factor, None) if isinstance(factor, Tensor) else (factor.data, factor.inverse)
 
 
 def _depth(most: int, size: int) -> int:
@@ -191,30 +195,42 @@ def _down_few_kernel(
     tl.store(squares_ptr + tl.program_id(0) * LINES + row, tl.sum(seen * seen, 1))
 
 
-def up_many(x_TD: Tensor, up: Tensor | Scaled, order_P: Tensor, ends_E: Tensor, weights_TK: Tensor, tiles: Tiles) -> Tensor:
-    """[P, F] in the order of the experts: ``silu(gate) * value * weight`` of each pick; ``up`` as of ``up_few``."""
-    up_EWD, inverse = _parts(up)
+def up_many(
+    x_TD: Tensor | Scaled, up: Tensor | Scaled, order_P: Tensor, ends_E: Tensor, weights_TK: Tensor, tiles: Tiles, *, dtype: torch.dtype
+) -> Tensor:
+    """[P, F] in ``dtype`` and the order of the experts: ``silu(gate) * value * weight`` of each pick.
+
+    Args:
+        x_TD: in the dtype of the model; or beside weights in e4m3, in that with a scale a token.
+        up: as of ``up_few``.
+        order_P: int32, the picks in the order of their experts.
+        ends_E: int32, the rows of an expert and of all before it.
+        weights_TK: of the picks.
+        tiles: of the launch.
+        dtype: of the result.
+    """
+    (x, x_inverse), (up_EWD, inverse) = _parts(x_TD), _parts(up)
     (experts, both, depth), picks = up_EWD.shape, order_P.shape[0]
     width = both // 2
-    h_PF = torch.empty((picks, width), dtype=x_TD.dtype, device=x_TD.device)
+    h_PF = torch.empty((picks, width), dtype=dtype, device=x.device)
     block = _depth(tiles.depth, depth)
     _up_many_kernel[(experts * triton.cdiv(width, tiles.cols),)](
-        x_TD, up_EWD, inverse, order_P, ends_E, weights_TK, h_PF, depth, width, x_TD.stride(0),
+        x, x_inverse, up_EWD, inverse, order_P, ends_E, weights_TK, h_PF, depth, width, x.stride(0),
         TOPK=weights_TK.shape[1], LINES=tiles.lines, COLS=tiles.cols, DEPTH=block, EVEN=depth % block == 0 and width % tiles.cols == 0,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        TURNED=tiles.turned, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return h_PF
 
 
-def down_many(h_PF: Tensor, down: Tensor | Scaled, order_P: Tensor, ends_E: Tensor, tiles: Tiles) -> Tensor:
-    """[P, D] by pick, from rows in the order of the experts; ``down`` as of ``down_few``."""
-    down_EDF, inverse = _parts(down)
+def down_many(h_PF: Tensor | Scaled, down: Tensor | Scaled, order_P: Tensor, ends_E: Tensor, tiles: Tiles, *, dtype: torch.dtype) -> Tensor:
+    """[P, D] by pick in ``dtype``, from rows in the order of the experts, which may be in e4m3 as tokens of ``up_many``."""
+    (h, h_inverse), (down_EDF, inverse) = _parts(h_PF), _parts(down)
     (experts, out, width), picks = down_EDF.shape, order_P.shape[0]
-    y_PD = torch.empty((picks, out), dtype=h_PF.dtype, device=h_PF.device)
+    y_PD = torch.empty((picks, out), dtype=dtype, device=h.device)
     block = _depth(tiles.depth, width)
     _down_many_kernel[(experts * triton.cdiv(out, tiles.cols),)](
-        h_PF, down_EDF, inverse, order_P, ends_E, y_PD, width, out,
-        LINES=tiles.lines, COLS=tiles.cols, DEPTH=block, EVEN=width % block == 0 and out % tiles.cols == 0,
+        h, h_inverse, down_EDF, inverse, order_P, ends_E, y_PD, width, out,
+        LINES=tiles.lines, COLS=tiles.cols, DEPTH=block, EVEN=width % block == 0 and out % tiles.cols == 0, TURNED=tiles.turned,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return y_PD
@@ -240,8 +256,8 @@ def add_rows(rows_PD: Tensor, places_P: Tensor | None, x_TD: Tensor, norm: Strea
 
 @triton.jit
 def _up_many_kernel(
-    x_ptr, up_ptr, inverse_ptr, order_ptr, ends_ptr, weights_ptr, h_ptr, depth, width, x_stride,
-    TOPK: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+    x_ptr, x_inverse_ptr, up_ptr, inverse_ptr, order_ptr, ends_ptr, weights_ptr, h_ptr, depth, width, x_stride,
+    TOPK: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, COLS)
     expert = tl.program_id(0) // blocks
@@ -249,7 +265,7 @@ def _up_many_kernel(
     begin = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     row, lane = tl.arange(0, LINES), tl.arange(0, DEPTH)
     column = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)
-    gate_rows = up_ptr + (expert.to(tl.int64) * 2 * width + column)[None, :] * depth
+    gate_rows = up_ptr + (expert.to(tl.int64) * 2 * width + column)[:, None] * depth
     value_rows = gate_rows + tl.cast(width, tl.int64) * depth
     if inverse_ptr is not None:
         gate_inverse = tl.load(inverse_ptr + expert.to(tl.int64) * 2 * width + column, mask=column < width, other=0.0)
@@ -258,24 +274,30 @@ def _up_many_kernel(
         real = start + row < end
         pick = tl.load(order_ptr + start + row, mask=real, other=0)
         x_rows = x_ptr + (pick // TOPK)[:, None].to(tl.int64) * x_stride
-        gate = tl.zeros((LINES, COLS), dtype=tl.float32)
-        value = tl.zeros((LINES, COLS), dtype=tl.float32)
+        gate = _sums(LINES, COLS, TURNED)
+        value = _sums(LINES, COLS, TURNED)
         for first in range(0, depth, DEPTH):
             at = first + lane
             if EVEN:
                 x = tl.load(x_rows + at[None, :], mask=real[:, None], other=0.0)
-                gates = tl.load(gate_rows + at[:, None])
-                values = tl.load(value_rows + at[:, None])
+                gates = tl.load(gate_rows + at[None, :])
+                values = tl.load(value_rows + at[None, :])
             else:
-                inside = (at[:, None] < depth) & (column[None, :] < width)
+                inside = (at[None, :] < depth) & (column[:, None] < width)
                 x = tl.load(x_rows + at[None, :], mask=real[:, None] & (at[None, :] < depth), other=0.0)
-                gates = tl.load(gate_rows + at[:, None], mask=inside, other=0.0)
-                values = tl.load(value_rows + at[:, None], mask=inside, other=0.0)
-            gate = tl.dot(x, gates.to(x.dtype), gate)
-            value = tl.dot(x, values.to(x.dtype), value)
+                gates = tl.load(gate_rows + at[None, :], mask=inside, other=0.0)
+                values = tl.load(value_rows + at[None, :], mask=inside, other=0.0)
+            gate = _add_product(x, gates, gate, TURNED)
+            value = _add_product(x, values, value, TURNED)
+        if TURNED:
+            gate, value = tl.trans(gate), tl.trans(value)
         if inverse_ptr is not None:
             gate *= gate_inverse[None, :]
             value *= value_inverse[None, :]
+        if x_inverse_ptr is not None:
+            x_inverse = tl.load(x_inverse_ptr + pick // TOPK, mask=real, other=0.0)
+            gate *= x_inverse[:, None]
+            value *= x_inverse[:, None]
         weight = tl.load(weights_ptr + pick, mask=real, other=0.0)
         y = gate / (1.0 + tl.exp(-gate)) * value * weight[:, None]
         places = (start + row)[:, None].to(tl.int64) * width + column[None, :]
@@ -284,8 +306,8 @@ def _up_many_kernel(
 
 @triton.jit
 def _down_many_kernel(
-    h_ptr, down_ptr, inverse_ptr, order_ptr, ends_ptr, y_ptr, width, out,
-    LINES: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+    h_ptr, h_inverse_ptr, down_ptr, inverse_ptr, order_ptr, ends_ptr, y_ptr, width, out,
+    LINES: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(out, COLS)
     expert = tl.program_id(0) // blocks
@@ -293,27 +315,46 @@ def _down_many_kernel(
     begin = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     row, lane = tl.arange(0, LINES), tl.arange(0, DEPTH)
     column = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)
-    rows = down_ptr + (expert.to(tl.int64) * out + column)[None, :] * width
+    rows = down_ptr + (expert.to(tl.int64) * out + column)[:, None] * width
     if inverse_ptr is not None:
         inverse = tl.load(inverse_ptr + expert.to(tl.int64) * out + column, mask=column < out, other=0.0)
     for start in range(begin, end, LINES):
         real = start + row < end
         h_rows = h_ptr + (start + row)[:, None].to(tl.int64) * width
-        total = tl.zeros((LINES, COLS), dtype=tl.float32)
+        total = _sums(LINES, COLS, TURNED)
         for first in range(0, width, DEPTH):
             at = first + lane
             if EVEN:
                 h = tl.load(h_rows + at[None, :], mask=real[:, None], other=0.0)
-                weight = tl.load(rows + at[:, None])
+                weight = tl.load(rows + at[None, :])
             else:
                 h = tl.load(h_rows + at[None, :], mask=real[:, None] & (at[None, :] < width), other=0.0)
-                weight = tl.load(rows + at[:, None], mask=(at[:, None] < width) & (column[None, :] < out), other=0.0)
-            total = tl.dot(h, weight.to(h.dtype), total)
+                weight = tl.load(rows + at[None, :], mask=(at[None, :] < width) & (column[:, None] < out), other=0.0)
+            total = _add_product(h, weight, total, TURNED)
+        if TURNED:
+            total = tl.trans(total)
         if inverse_ptr is not None:
             total *= inverse[None, :]
+        if h_inverse_ptr is not None:
+            total *= tl.load(h_inverse_ptr + start + row, mask=real, other=0.0)[:, None]
         pick = tl.load(order_ptr + start + row, mask=real, other=0)
         places = pick[:, None].to(tl.int64) * out + column[None, :]
         tl.store(y_ptr + places, total.to(y_ptr.dtype.element_ty), mask=real[:, None] & (column[None, :] < out))
+
+
+@triton.jit
+def _sums(LINES: tl.constexpr, COLS: tl.constexpr, TURNED: tl.constexpr):
+    return tl.zeros((COLS, LINES), dtype=tl.float32) if TURNED else tl.zeros((LINES, COLS), dtype=tl.float32)
+
+
+@triton.jit
+def _add_product(x, weight, total, TURNED: tl.constexpr):
+    """``total + x weight^T``, or its transpose; only weights in fp8 beside wider rows are cast."""
+    if TURNED:
+        total = tl.dot(weight.to(x.dtype), tl.trans(x), total)
+    else:
+        total = tl.dot(x, tl.trans(weight.to(x.dtype)), total)
+    return total
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcore_parallel.backends._fp8_config import Fp8Config
 from mcore_parallel.backends._grouped import ends_of, finish_weight_gradient
-from mcore_parallel.backends._quantize import Scaled, quantize_rows
+from mcore_parallel.backends._quantize import Scaled, quantize_columns, quantize_rows
 from mcore_parallel.backends._quantize_groups import (
     ScaledColumns,
     grouped_scaled_product,
@@ -79,13 +79,9 @@ class Fp8GroupedProducts:
         dtype, weight_NOI = torch.float8_e4m3fn, weight_NOI.detach()
         if not self.by_rows:
             return quantize_weights(weight_NOI, dtype, self._group)
-        matrices = weight_NOI.contiguous(), weight_NOI.transpose(1, 2).contiguous()
-        forth, back = (
-            Scaled(rows.data.view(matrix.shape), rows.inverse.view(*matrix.shape[:2], 1))
-            for matrix in matrices
-            for rows in (quantize_rows(matrix.flatten(0, 1), dtype),)
-        )
-        return forth, back
+        rows = quantize_rows(weight_NOI.flatten(0, 1), dtype)
+        forth = Scaled(rows.data.view(weight_NOI.shape), rows.inverse.view(*weight_NOI.shape[:2], 1))
+        return forth, quantize_columns(weight_NOI, dtype)
 
 
 class _Fp8GroupedMatmul(torch.autograd.Function):

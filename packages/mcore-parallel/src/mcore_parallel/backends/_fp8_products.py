@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mcore_parallel.backends._fp8_config import Fp8Config
-from mcore_parallel.backends._quantize import MULTIPLE, Scaled, quantize, quantize_rows, scaled_product, turn
+from mcore_parallel.backends._quantize import MULTIPLE, Scaled, quantize, quantize_columns, quantize_rows, scaled_product, turn
 from mcore_parallel.comm import all_gather, all_reduce, reduce_scatter, start_all_gather, start_all_reduce, start_reduce_scatter, wait
 from mcore_parallel.groups import Group
 from mcore_parallel.tensor_parallel import Route, column_product, row_product
@@ -83,7 +83,8 @@ class Fp8Products:
     def _cast_weight(self, weight_OI: Tensor, group: Group) -> tuple[Scaled, Scaled]:
         dtype, weight_OI = torch.float8_e4m3fn, weight_OI.detach()
         if self.by_rows:
-            return quantize_rows(weight_OI, dtype), quantize_rows(weight_OI.t().contiguous(), dtype)
+            back = quantize_columns(weight_OI.unsqueeze(0), dtype)
+            return quantize_rows(weight_OI, dtype), Scaled(back.data[0], back.inverse[0])
         rows, turned = quantize(weight_OI, dtype, group=self.shared(group), columns=True)
         assert rows is not None and turned is not None
         return rows, turned

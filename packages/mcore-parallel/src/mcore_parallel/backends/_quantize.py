@@ -90,6 +90,24 @@ def quantize_rows(x_TK: Tensor, dtype: torch.dtype, *, group: Group | None = Non
     return Scaled(_cast(x_TK, inverse, dtype), inverse)
 
 
+def quantize_columns(x_NTK: Tensor, dtype: torch.dtype) -> Scaled:
+    """Of each matrix its transpose, with one scale a column of ``x``.
+
+    Args:
+        x_NTK: [N, T, K].
+        dtype: of the result, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+
+    Returns:
+        Data [N, K, T] and scales [N, K, 1].
+    """
+    # Of float32, Triton 3.6 writes other bytes into a transposed copy on a GPU.
+    if has_kernel(x_NTK) and x_NTK.dtype.itemsize == 2:
+        return Scaled(*_kernels().cast_columns(x_NTK, dtype, least_amax=LEAST_AMAX))
+    turned_NKT = x_NTK.transpose(1, 2).contiguous()
+    rows = quantize_rows(turned_NKT.flatten(0, 1), dtype)
+    return Scaled(rows.data.view(turned_NKT.shape), rows.inverse.view(*turned_NKT.shape[:2], 1))
+
+
 def turn(scaled: Scaled) -> Scaled:
     """[T, K] -> [K, T], of one scale."""
     data = scaled.data

@@ -4,7 +4,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,8 +87,7 @@ def quantize_weights(weight_NOI: Tensor, dtype: torch.dtype, group: Group | None
 def grouped_scaled_product(x: Scaled, weight: Scaled, ends_N: Tensor, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
     """``x W_e^T`` [R, O] in ``dtype``, summed in float32 or wider; rows behind the last expert hold anything.
 
-    e4m3 factors go through one kernel of torch to bfloat16, other ones through Triton's. Where there is no unit for it (a CPU), the same
-    values are multiplied in float32, or float64 for a result of that.
+    Where there is no unit for it (a CPU), the same values are multiplied in float32, or float64 for a result of that.
 
     Args:
         x: [R, K], a scale a row.
@@ -106,10 +104,6 @@ def grouped_scaled_product(x: Scaled, weight: Scaled, ends_N: Tensor, dtype: tor
             product = x.data[begin:end].to(wide) @ weight.data[expert].to(wide).t()
             y_RO[begin:end] = product * x_inverse_R[begin:end, None].to(wide) * weight_inverse_NO[expert].to(wide)
         return y_RO.to(dtype)
-    if len(x.data) and dtype == torch.bfloat16 and x.data.dtype == weight.data.dtype == torch.float8_e4m3fn:
-        product: Any = torch.ops.aten._scaled_grouped_mm.default
-        scales = (x_inverse_R, weight_inverse_NO)
-        return product(x.data, weight.data.transpose(1, 2), *scales, offs=ends_N, out_dtype=dtype, use_fast_accum=fast)
     from mcore_parallel.backends import _triton_fp8_grouped as kernels
 
     return kernels.grouped_scaled_product(x.data, x_inverse_R, weight.data, weight_inverse_NO, ends_N, dtype, fast=fast)

@@ -14,7 +14,8 @@ from mcore_parallel.backends._triton_grouped import Tiles
 # R rows, N experts, K columns of rows, I input features, O output features, C padded rows; ends_N are the rows behind the last of
 # each expert, int32 on the device.
 
-PRODUCT = Tiles(rows=128, cols=128, depth=128, warps=8, stages=3)
+FAST_PRODUCT = Tiles(rows=128, cols=128, depth=128, warps=8, stages=3)
+PRODUCT = Tiles(rows=128, cols=128, depth=128, warps=4, stages=3)
 WEIGHT_GRADIENT = Tiles(rows=128, cols=128, depth=128, warps=8, stages=3)
 _AMAX_ROWS, _AMAX_BLOCK = 8, 1024
 _CAST_COLUMNS = 64
@@ -76,20 +77,22 @@ def cast_experts(
 
 def grouped_scaled_product(
     x_RK: Tensor, x_inverse_R: Tensor, weight_NOK: Tensor, weight_inverse_NO: Tensor, ends_N: Tensor, dtype: torch.dtype, *,
-    fast: bool, tiles: Tiles = PRODUCT,
+    fast: bool, tiles: Tiles | None = None,
 ) -> Tensor:  # fmt: skip
     """``x W_e^T`` [R, O] in ``dtype`` of factors in fp8, whose formats may differ; rows behind the last expert hold anything.
 
     With ``fast`` sums stay in the unit's own accumulators, otherwise they are added up in float32 each ``tiles.depth``.
     """
     (rows, depth), (num_experts, out, _) = x_RK.shape, weight_NOK.shape
+    tiles = tiles or (FAST_PRODUCT if fast else PRODUCT)
     y_RO = torch.empty((rows, out), dtype=dtype, device=x_RK.device)
     if rows:
         blocks = triton.cdiv(out, tiles.cols)
         _product_kernel[((rows // tiles.rows + min(rows, num_experts)) * blocks,)](
             x_RK, x_inverse_R, weight_NOK, weight_inverse_NO, ends_N, y_RO, num_experts, out, depth, blocks,
             EXPERTS=triton.next_power_of_2(num_experts), ROWS=tiles.rows, COLS=tiles.cols, DEPTH=tiles.depth,
-            EVEN=depth % tiles.depth == 0, IMPRECISE=None if fast else tiles.depth, num_warps=tiles.warps, num_stages=tiles.stages,
+            EVEN=depth % tiles.depth == 0, IMPRECISE=None if fast else tiles.depth, TURNED=tiles.turned, num_warps=tiles.warps,
+            num_stages=tiles.stages,
         )  # fmt: skip
     return y_RO
 
@@ -116,7 +119,7 @@ def grouped_widened_product(
         _product_kernel[((rows // tiles.rows + min(rows, num_experts)) * blocks,)](
             x_RK, None, weight_NOK, weight_inverse_NO, ends_N, y_RO, num_experts, out, depth, blocks,
             EXPERTS=triton.next_power_of_2(num_experts), ROWS=tiles.rows, COLS=tiles.cols, DEPTH=block,
-            EVEN=depth % block == 0, IMPRECISE=None, num_warps=tiles.warps, num_stages=tiles.stages,
+            EVEN=depth % block == 0, IMPRECISE=None, TURNED=tiles.turned, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return y_RO
 
@@ -193,7 +196,7 @@ def _cast_kernel(
 @triton.jit
 def _product_kernel(
     x_ptr, x_inverse_ptr, weight_ptr, weight_inverse_ptr, ends_ptr, y_ptr, num_experts, out, depth, blocks, EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, IMPRECISE: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, IMPRECISE: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
@@ -213,7 +216,10 @@ def _product_kernel(
         features = expert.to(tl.int64) * out + cols
         x_ptrs = x_ptr + rows[:, None] * depth + lanes[None, :]
         weight_ptrs = weight_ptr + features[:, None] * depth + lanes[None, :]
-        acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
+        if TURNED:
+            acc = tl.zeros((COLS, ROWS), dtype=tl.float32)
+        else:
+            acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
         for start in range(0, depth, DEPTH):
             x_mask, weight_mask = inside[:, None], within[:, None]
             if not EVEN:
@@ -224,7 +230,12 @@ def _product_kernel(
             if x_inverse_ptr is None:
                 # Only the weight is in fp8.
                 weight = weight.to(x.dtype)
-            acc = tl.dot(x, tl.trans(weight), acc, max_num_imprecise_acc=IMPRECISE)
+            if TURNED:
+                acc = tl.dot(weight, tl.trans(x), acc, max_num_imprecise_acc=IMPRECISE)
+            else:
+                acc = tl.dot(x, tl.trans(weight), acc, max_num_imprecise_acc=IMPRECISE)
+        if TURNED:
+            acc = tl.trans(acc)
         if x_inverse_ptr is not None:
             acc = acc * tl.load(x_inverse_ptr + rows, mask=inside, other=0.0)[:, None]
         acc = acc * tl.load(weight_inverse_ptr + features, mask=within, other=0.0)[None, :]

@@ -23,6 +23,8 @@ class Tiles:
     depth: int
     warps: int
     stages: int
+    turned: bool = False
+    """Multiply weights by rows instead of rows by weights: weights that are widened go to the tensor cores from registers."""
 
 
 WEIGHT_GRADIENT = Tiles(rows=128, cols=128, depth=64, warps=4, stages=3)

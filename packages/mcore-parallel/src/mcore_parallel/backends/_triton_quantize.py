@@ -75,6 +75,20 @@ def cast_rows(x_TK: Tensor, dtype: torch.dtype, *, least_amax: float) -> tuple[T
     return data_TK, inverse_T1
 
 
+def cast_columns(x_NTK: Tensor, dtype: torch.dtype, *, least_amax: float) -> tuple[Tensor, Tensor]:
+    """Of each matrix its transpose [N, K, T] in ``dtype`` with a scale for each of the K columns, and their reciprocals [N, K, 1]."""
+    x_NTK = x_NTK.contiguous()
+    matrices, tokens, width = x_NTK.shape
+    turned_NKT = torch.empty((matrices, width, tokens), dtype=dtype, device=x_NTK.device)
+    inverse_NK1 = torch.empty((matrices, width, 1), dtype=torch.float32, device=x_NTK.device)
+    if turned_NKT.numel():
+        _cast_columns_kernel[(matrices, triton.cdiv(width, _COLUMNS))](
+            x_NTK, turned_NKT, inverse_NK1, tokens, width, LARGEST=torch.finfo(dtype).max, LEAST=least_amax, ROWS=_ROWS, COLUMNS=_COLUMNS,
+            num_warps=8,
+        )  # fmt: skip
+    return turned_NKT, inverse_NK1
+
+
 @triton.jit
 def _amax_kernel(x_ptr, amax_ptr, numel, BLOCK: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
@@ -134,3 +148,30 @@ def _cast_rows_kernel(x_ptr, data_ptr, inverse_ptr, width, LARGEST: tl.constexpr
         x = tl.load(x_ptr + row * width + at, mask=at < width, other=0.0).to(tl.float32) * scale
         x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
         tl.store(data_ptr + row * width + at, x.to(data_ptr.dtype.element_ty), mask=at < width)
+
+
+@triton.jit
+def _cast_columns_kernel(
+    x_ptr, turned_ptr, inverse_ptr, tokens, width, LARGEST: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    matrix = tl.program_id(0).to(tl.int64)
+    rows, columns = tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    within = columns < width
+    x_ptr += matrix * tokens * width
+    amax = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for start in range(0, tokens, ROWS):
+        mask = (start + rows < tokens)[:, None] & within[None, :]
+        x = tl.load(x_ptr + (start + rows).to(tl.int64)[:, None] * width + columns[None, :], mask=mask, other=0.0)
+        amax = tl.maximum(amax, tl.abs(x.to(tl.float32)))
+    inverse = tl.div_rn(tl.maximum(tl.max(amax, 0), LEAST), LARGEST)
+    tl.store(inverse_ptr + matrix * width + columns, inverse, mask=within)
+    scale = tl.div_rn(1.0, inverse)
+    lines = turned_ptr + (matrix * width + columns)[:, None] * tokens
+    # The second reading comes from the cache.
+    for start in range(0, tokens, ROWS):
+        mask = (start + rows < tokens)[:, None] & within[None, :]
+        x = tl.load(x_ptr + (start + rows).to(tl.int64)[:, None] * width + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        x *= scale[None, :]
+        # The comparison leaves NaN as it is.
+        x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
+        tl.store(lines + (start + rows)[None, :], tl.trans(x.to(turned_ptr.dtype.element_ty)), mask=tl.trans(mask))
