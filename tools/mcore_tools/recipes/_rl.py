@@ -200,6 +200,8 @@ class RLConfig:
     """Of so many answers to each problem the one of the best reward is imitated; 1 teaches the form alone."""
     imitation_lr: float = 1e-3
     """Learning rate of these."""
+    imitation_lr_schedule: str = "constant"
+    """constant, or cosine: a twentieth of these updates warms up, and the rate falls to a tenth by the last one."""
     num_groups: int = 8
     """Problems an iteration, over all ranks."""
     group_size: int = 8
@@ -249,8 +251,12 @@ class RLConfig:
     """Limit of all answers of an iteration, in seconds."""
     eval_samples: int = 0
     """Answers that are drawn to each problem of an evaluation, beside the most likely one, for pass@k; 0 for none."""
+    eval_on_start: bool = False
+    """Evaluate before the first iteration, too, after imitation; ``train.jsonl`` has it as step 0."""
     cache_gb: float = 1.0
     """Memory of each engine for keys and values, in GB."""
+    max_requests: int = 64
+    """Answers that each engine draws at a time, where its memory suffices."""
 
     memory: MemorySwitch = field(default_factory=MemorySwitch)
     """What trainer and engine give up of a device while the other one works."""
@@ -274,9 +280,11 @@ class RLConfig:
             raise ValueError(f"group_size={self.group_size} must be at least {least}{reason}")
         if self.environment == "maths" and not self.maths.path:
             raise ValueError("maths.path is empty; name a file of JSON lines with question and answer: rl.maths.path=FILE")
-        for name, least in (("imitation_steps", 0), ("eval_samples", 0), ("imitation_tries", 1)):
+        for name, least in (("imitation_steps", 0), ("eval_samples", 0), ("imitation_tries", 1), ("max_requests", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        if self.imitation_lr_schedule not in ("constant", "cosine"):
+            raise ValueError(f"imitation_lr_schedule={self.imitation_lr_schedule!r} must be constant or cosine")
         if self.imitation_steps and self.environment == "character_share":
             raise ValueError("imitation_steps needs answers of a form, and character_share takes every text; set it to 0")
         for name in ("cache_gb", "imitation_lr"):

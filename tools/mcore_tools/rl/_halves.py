@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_inference import ExecutionConfig
+from mcore_inference import DynamicInferenceEngine, ExecutionConfig
+from mcore_parallel.data import Tokenizer
 from mcore_parallel.guard import Watchdog
 from mcore_rl import BestAndWorst, DisjointLoop, GRPOConfig, Learner, MegatronLocal, Placement, RolloutServer
 from mcore_tools.assembly import open_tokenizer
@@ -69,6 +70,21 @@ def run_grpo(config: RunConfig, pad_id: int | None) -> GRPOConfig:
     )
 
 
+def build_run_engine(config: RunConfig, tokenizer: Tokenizer, device: torch.device, seed: int) -> DynamicInferenceEngine:
+    """The engine that draws the answers of a run; its weights come by a refit."""
+    assert config.rl is not None
+    return build_engine(
+        config,
+        tokenizer,
+        device,
+        seed=seed,
+        max_length=config.train.seq_len,
+        max_requests=config.rl.max_requests,
+        cache_gb=config.rl.cache_gb,
+        execution=ExecutionConfig(record_routing=config.rl.router_replay),
+    )
+
+
 def serve_half(
     config: RunConfig, halves: Halves, device: torch.device, watchdog: Watchdog | None, stop: Callable[[], bool]
 ) -> tuple[float, int | None]:
@@ -81,19 +97,24 @@ def serve_half(
     environment.start_at(position, rank=rank, num_ranks=num_ranks)
     # What was drawn before the run was interrupted is not drawn again.
     seed = train.seed + rank + num_ranks * first
-    execution = ExecutionConfig(record_routing=rl.router_replay)
-    engine = build_engine(config, tokenizer, device, seed=seed, max_length=train.seq_len, cache_gb=rl.cache_gb, execution=execution)
+    engine = build_run_engine(config, tokenizer, device, seed)
     interface = MegatronLocal(engine)
     agent = environment if rl.dpo is None else BestAndWorst(environment, group_size=rl.group_size)
     server = RolloutServer(agent=agent, interface=interface, engine=engine)
     numbers, reward = range(first + 1, train.steps + 1), float("nan")
+
+    def evaluated() -> float:
+        sums = evaluation_sums(config, environment, interface, num_problems(config, rank, num_ranks))
+        return halves.evaluated(sums)["eval/reward"]
+
     with halves.loop(run_grpo(config, tokenizer.pad), server=server) as loop:
+        if rl.eval_on_start and not first:
+            evaluated()
         for step in numbers if watchdog is None else watchdog.watch(numbers, start=first + 1):
             # The learning rate is the other half's matter.
             reward = loop.iterate(0.0, train_policy=rl.trains_policy(step)).mean_reward
             if train.eval_interval and step % train.eval_interval == 0:
-                sums = evaluation_sums(config, environment, interface, num_problems(config, rank, num_ranks))
-                reward = halves.evaluated(sums)["eval/reward"]
+                reward = evaluated()
             if halves.agree(stop()):
                 return reward, step if step < train.steps else None
     return reward, None

@@ -5,14 +5,16 @@
 import asyncio
 import random
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from mcore_parallel.data import Tokenizer
+from mcore_parallel.optim import ConstantSchedule, CosineSchedule
 from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
 from mcore_rl import NumberedProblems, Problem
 from mcore_tools.assembly import Parts
-from mcore_tools.recipes import RunConfig
+from mcore_tools.recipes import RLConfig, RunConfig
 
 
 def texts(environment: NumberedProblems, count: int) -> Iterator[str]:
@@ -30,25 +32,41 @@ def imitate(config: RunConfig, parts: Parts, environment: NumberedProblems, toke
         ValueError: the environment shows no answers, or one with its problem exceeds ``train.seq_len``.
     """
     assert config.rl is not None
-    dp, loss = parts.groups.dp, float("nan")
-    per_rank = config.train.global_batch_size // dp.size
-    parts.model.train()
-    for step in range(config.rl.imitation_steps):
+    dp, loss, num_steps = parts.groups.dp, float("nan"), config.rl.imitation_steps
+    per_rank, rates = config.train.global_batch_size // dp.size, _rates(config.rl)
+
+    async def rows(step: int) -> list[tuple[list[int], int]]:
         begin = step * config.train.global_batch_size + dp.rank * per_rank
-        rows = [_row(config, environment, tokenizer, begin + number) for number in range(per_rank)]
-        batches = _batches(config, rows, device)
-        report = train_step(parts.model, batches, CrossEntropyObjective(), parts.sync, parts.optimizer, lr=config.rl.imitation_lr)
-        loss = report.loss
+        return [await _row(config, environment, tokenizer, begin + number) for number in range(per_rank)]
+
+    parts.model.train()
+    # The next rows are written while a step runs.
+    with ThreadPoolExecutor(1) as writer:
+        following = writer.submit(asyncio.run, rows(0))
+        for step in range(num_steps):
+            batches = _batches(config, following.result(), device)
+            if step + 1 < num_steps:
+                following = writer.submit(asyncio.run, rows(step + 1))
+            report = train_step(parts.model, batches, CrossEntropyObjective(), parts.sync, parts.optimizer, lr=rates.lr(step))
+            loss = report.loss
     return loss
 
 
-def _row(config: RunConfig, environment: NumberedProblems, tokenizer: Tokenizer, number: int) -> tuple[list[int], int]:
+def _rates(rl: RLConfig) -> ConstantSchedule | CosineSchedule:
+    """Learning rates of the updates."""
+    lr, num_steps = rl.imitation_lr, rl.imitation_steps
+    if rl.imitation_lr_schedule == "constant":
+        return ConstantSchedule(max_lr=lr)
+    return CosineSchedule(max_lr=lr, min_lr=lr / 10, warmup_steps=num_steps // 20, decay_steps=num_steps)
+
+
+async def _row(config: RunConfig, environment: NumberedProblems, tokenizer: Tokenizer, number: int) -> tuple[list[int], int]:
     """Tokens of a problem and its answer, and where that begins."""
     assert config.rl is not None
     generator = random.Random(f"imitation {config.train.seed} {number}")
     # Other problems than the first that are posed.
     problem = environment.problem((1 << 31) + number)
-    attempt = asyncio.run(best_attempt(environment, problem, generator, config.rl.imitation_tries))
+    attempt = await best_attempt(environment, problem, generator, config.rl.imitation_tries)
     prompt = list(tokenizer.tokenize(problem.prompt))
     tokens = [*prompt, *tokenizer.tokenize(attempt), tokenizer.eod]
     if len(tokens) > config.train.seq_len + 1:

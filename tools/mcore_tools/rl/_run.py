@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from mcore_ckpt import CheckpointManager
-from mcore_inference import ExecutionConfig
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.guard import Watchdog
 from mcore_parallel.training import NonFiniteLossError, TrainerState, TrainReport, Writer, model_state
@@ -39,12 +38,11 @@ from mcore_tools.reports import History
 from mcore_tools.rl._critic import RunCritic
 from mcore_tools.rl._environment import build_environment
 from mcore_tools.rl._evaluation import evaluation_means, evaluation_sums, num_problems
-from mcore_tools.rl._halves import Halves, run_grpo, serve_half
+from mcore_tools.rl._halves import Halves, build_run_engine, run_grpo, serve_half
 from mcore_tools.rl._imitation import imitate
 from mcore_tools.rl._policy import assemble_policy
 from mcore_tools.rl._served import served_engines
 from mcore_tools.rl._teacher import open_teacher
-from mcore_tools.serving import build_engine
 from mcore_tools.training import (
     RunCheckpoints,
     check_stored,
@@ -130,6 +128,8 @@ class _Run:
         if (newest := self.own.latest()) is not None:
             self.state = TrainerState(step=newest)
         self.stopped = False
+        self.first: dict[str, float] = {}
+        """What there is to say before the first iteration."""
 
     def _check_length(self) -> None:
         """Whether a row has room for a problem and its answer."""
@@ -169,8 +169,10 @@ class _Run:
         if self.halves is not None:
             self.halves.begin(self.state.step, self.position)
         if fresh and not self.state.step and self.rl.imitation_steps and self.environment is not None:
+            begin = time.perf_counter()
             loss = imitate(config, parts, self.environment, self.tokenizer, self.device)
-            self._tell(f"loss {loss:.4f} after {self.rl.imitation_steps} steps of imitation")
+            self.first |= {"imitation_loss": loss, "imitation_s": time.perf_counter() - begin}
+            self._tell(f"loss {loss:.4f} after {self.rl.imitation_steps} steps of imitation in {self.first['imitation_s']:.0f} s")
         if self.rl.needs_reference and fresh:
             newest = reference.latest()
             reference.save(0 if newest is None else newest + 1, model_state(parts.model, parts.groups))
@@ -216,11 +218,7 @@ class _Run:
             return
         # What was drawn before the run was interrupted is not drawn again.
         seed = config.train.seed + world.rank + world.size * self.state.step
-        length, cache_gb = config.train.seq_len, self.rl.cache_gb
-        execution = ExecutionConfig(record_routing=self.rl.router_replay)
-        self.engine = build_engine(
-            config, self.tokenizer, self.device, seed=seed, max_length=length, cache_gb=cache_gb, execution=execution
-        )
+        self.engine = build_run_engine(config, self.tokenizer, self.device, seed)
         refit(parts.model, parts.groups, self.engine)
         self.rl.memory.check(optimizer=parts.optimizer, sync=parts.sync, engine=self.engine)
         self.rl.memory.training(self.engine)
@@ -244,6 +242,10 @@ class _Run:
         grpo = run_grpo(self.config, self.tokenizer.pad)
         numbers = range(self.state.step + 1, train.steps + 1)
         reward, saved = float("nan"), self.state.step
+        if self.rl.eval_on_start and not self.state.step:
+            self.first |= self.evaluate()
+            for writer in writers:
+                writer.write(0, self.first)
         for step in numbers if watchdog is None else watchdog.watch(numbers, start=self.state.step + 1):
             begin = time.perf_counter()
             lr = self.rates.lr(self.state.step - self.state.skipped_steps)

@@ -47,6 +47,7 @@ def build_engine(
     *,
     seed: int = 0,
     max_length: int = 256,
+    max_requests: int = 64,
     cache_gb: float = 0.25,
     kv_cache_dtype: Literal["fp8"] | None = None,
     weight_dtype: Literal["fp8", "fp8_weight_only"] | None = None,
@@ -60,7 +61,7 @@ def build_engine(
     assert isinstance(model, GPTModel), "a BertModel generates nothing"
     sizes = InferenceConfig(
         max_sequence_length=max_length,
-        max_requests=64,
+        max_requests=max_requests,
         block_size_tokens=16,
         buffer_size_gb=cache_gb,
         kv_cache_dtype=kv_cache_dtype,
