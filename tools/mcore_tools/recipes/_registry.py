@@ -123,11 +123,11 @@ def arithmetic_tiny() -> RunConfig:
         ),
         rl=RLConfig(
             environment="arithmetic",
-            arithmetic=ArithmeticConfig(num_numbers=(3, 3), operators="+-", worked=0.4, slips=0.02, held_out=0.2),
-            imitation_steps=1000,
+            arithmetic=ArithmeticConfig(num_numbers=(3, 3), operators="+-", worked=0.4, slips=0.5, held_out=0.2),
+            imitation_steps=700,
             imitation_lr=3e-3,
             imitation_lr_schedule="cosine",
-            num_groups=16,
+            num_groups=32,
             group_size=8,
             generation_args=GenericGenerationArgs(temperature=1.0, max_tokens=12),
             eval_samples=4,
@@ -136,16 +136,16 @@ def arithmetic_tiny() -> RunConfig:
         ),
         data=DataConfig(tokenizer="byte"),
         train=TrainConfig(
-            steps=60,
+            steps=40,
             seq_len=20,
-            micro_batch_size=64,
-            global_batch_size=64,
+            micro_batch_size=128,
+            global_batch_size=128,
             warmup_steps=0,
             lr_schedule="constant",
             eval_interval=20,
-            eval_batches=16,
+            eval_batches=8,
         ),
-        optimizer=OptimizerConfig(lr=1e-3, min_lr=1e-4, weight_decay=0.0, clip_grad=1.0, adam_beta2=0.95),
+        optimizer=OptimizerConfig(lr=2e-4, min_lr=2e-5, weight_decay=0.0, clip_grad=1.0, adam_beta2=0.95),
         output="runs/arithmetic_tiny",
     )
 
@@ -155,7 +155,7 @@ def arithmetic_100m() -> RunConfig:
     tiny = arithmetic_tiny()
     assert tiny.rl is not None
     sums = ArithmeticConfig(
-        num_numbers=(3, 5), max_number=99, operators="+-*", max_value=999, worked=0.2, slips=0.03, held_out=0.1, format_reward=0.0
+        num_numbers=(3, 5), max_number=99, operators="+-*", max_value=999, worked=0.2, slips=0.25, held_out=0.1, format_reward=0.0
     )
     rl = dataclasses.replace(
         tiny.rl,

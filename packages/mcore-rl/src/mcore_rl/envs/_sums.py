@@ -38,9 +38,9 @@ class ArithmeticConfig:
     format_reward: float = 0.1
     """Of a wrong number; a text without one in its place earns 0."""
     worked: float = 0.0
-    """Share of the attempts that work a sum out, as 2+20=22 does with 2+4*5; the others give its value at once."""
+    """Share of the attempts that work a sum out, as 2+20=22 does with 2+4*5, and are right; the others give a value at once."""
     slips: float = 0.5
-    """Chance that an attempt has a wrong digit, for each operation."""
+    """Chance of these that a digit is wrong, for each operation."""
     held_out: float = 0.0
     """Share of the sets of numbers that evaluations alone pose, in any order and with any operators, and they pose no others; 0: a sum of
     an evaluation may have been trained on."""
@@ -114,11 +114,11 @@ class Arithmetic(NumberedProblems):
         return random.Random(f"held out {self.config.seed} {sorted(numbers)}").random() < self.config.held_out
 
     def attempt(self, problem: Problem, generator: random.Random) -> str:
-        """Each step, or the last one alone, with slips."""
+        """Each step, or a value alone, with slips."""
         tokens = re.findall(r"\d+|[-+*]", problem.golden.partition("=")[0])
-        steps = _steps([int(token) for token in tokens[::2]], tokens[1::2], generator, self.config.slips)
-        begin = 1 if generator.random() < self.config.worked else -1
-        return "=".join(_text(*step) for step in steps[begin:])
+        worked = generator.random() < self.config.worked
+        steps = _steps([int(token) for token in tokens[::2]], tokens[1::2], generator, 0.0 if worked else self.config.slips)
+        return "=".join(_text(*step) for step in steps[1 if worked else -1 :])
 
     async def get_reward(self, response: str, problem: Problem) -> float:
         match = _NUMBER.match(response.rpartition("=")[2])
