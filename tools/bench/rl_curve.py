@@ -58,7 +58,7 @@ def curve(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     for row in rows:
         elapsed += row.get("step_s", 0.0)
         shown.append({"step": row["step"], "iterations_s": round(elapsed, 1)})
-        shown[-1] |= {name.replace("/", "_"): round(row[name], 5) for name in _SHOWN if name in row}
+        shown[-1] |= {name.replace("/", "_"): float(f"{row[name]:.4g}") for name in _SHOWN if name in row}
     return {**result, "rows": shown}
 
 

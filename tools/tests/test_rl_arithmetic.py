@@ -76,5 +76,5 @@ def test_a_curve_says_how_far_it_rose() -> None:
 @pytest.mark.parametrize("seed", [1, 7])
 def test_rewards_raise_pass_at_1_on_problems_whose_numbers_were_never_trained_on(seed: int) -> None:
     result = rl_curve.learn("arithmetic_tiny", [], seed)
-    assert result["greedy"]["margin"] > 0.1 and result["sampled"]["margin"] > 0.1
+    assert result["greedy"]["margin"] > 0.05 and result["sampled"]["margin"] > 0.15
     assert result["max_logprob_mismatch"] < 1e-5
