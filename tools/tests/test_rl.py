@@ -258,7 +258,7 @@ def test_other_verbs_name_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture
     assert train.main(["--recipe", "countdown_tiny", "--set", f"output={tmp_path / 'run'}"]) == 1
     assert "start the run with `mcore rl`" in capsys.readouterr().err
     assert reinforce.main([]) == 1
-    assert "Recipes that learn from rewards: countdown_tiny" in capsys.readouterr().err
+    assert "Recipes that learn from rewards: arithmetic_100m, arithmetic_tiny, countdown_tiny" in capsys.readouterr().err
     assert reinforce.main(["--recipe", "gpt_tiny"]) == 1
     assert "this recipe learns from texts" in capsys.readouterr().err
 
