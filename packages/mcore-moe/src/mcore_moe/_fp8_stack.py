@@ -66,7 +66,7 @@ class Fp8Stack:
         """[R, O] in the dtype of the rows; arguments as of ``mcore_parallel.backends.grouped_matmul``."""
         weight, rows = self.scaled(weight_NOI), self.multiplied(rows_RI, weight_NOI, len(rows_RI))
         if isinstance(rows, Scaled):
-            return grouped_scaled_product(rows, weight, ends_N, rows_RI.dtype)
+            return grouped_scaled_product(rows, weight, ends_N, rows_RI.dtype, fast=True)
         return grouped_widened_product(rows, weight, ends_N)
 
     def multiplied(self, rows: Tensor, weight: Tensor, num_rows: int) -> Tensor | Scaled:

@@ -76,8 +76,8 @@ class StreamedExperts:
         grouped = num_picks > _GROUPED_ROWS * num_experts
         order_P, ends_E, places_P = order(picks.experts_TK, num_experts, places=grouped)
         if not grouped:
-            up, down = many_tiles(num_picks / num_experts, fp8=bool(experts.fp8))
             x = self._multiplied("up", normed_TD, num_picks)
+            up, down = many_tiles(num_picks / num_experts, fp8=bool(experts.fp8), narrow=isinstance(x, Scaled))
             h_PF = up_many(x, self._weight("up"), order_P, ends_E, picks.weights_TK, up, dtype=normed_TD.dtype)
             h = self._multiplied("down", h_PF, num_picks)
             return add_rows(down_many(h, self._weight("down"), order_P, ends_E, down, dtype=h_PF.dtype), None, x_TD, norm)

@@ -45,8 +45,19 @@ FEW_UP_FP8 = Tiles(lines=16, cols=32, depth=256)
 FEW_DOWN_FP8 = Tiles(lines=16, cols=16, depth=256, stages=10)
 
 
-def many_tiles(rows: float, *, fp8: bool = False) -> tuple[Tiles, Tiles]:
-    """Of the two launches, by the mean rows of an expert and whether weights are in fp8."""
+def many_tiles(rows: float, *, fp8: bool = False, narrow: bool = False) -> tuple[Tiles, Tiles]:
+    """Of the two launches.
+
+    Args:
+        rows: of an expert, on average.
+        fp8: weights are in fp8.
+        narrow: rows are, too.
+    """
+    if narrow:
+        if rows <= 24:
+            few = Tiles(lines=32, cols=64, depth=128, stages=3, turned=True)
+            return few, few
+        return Tiles(lines=64, cols=64, depth=128), Tiles(lines=64, cols=128, depth=128)
     if fp8:
         if rows <= 10:
             return Tiles(lines=16, cols=64, depth=128, stages=3), Tiles(lines=16, cols=64, depth=128)
