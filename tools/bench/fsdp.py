@@ -12,7 +12,7 @@ is compiled), ub (buffers registered with NCCL), norms (of trunk and ddp: their 
 ddp and fsdp2: whole layers are computed again in the backward), prefetchN (units gathered ahead), aheadN (at most that many MiB of them),
 epN (of trunk and ddp: ranks among which a layer's experts lie), cpN with heads or ring (of trunk, ddp and fsdp2: ranks among which a
 sequence lies, and how its parts meet), keep (of fsdp2: parameters stay gathered between forward and backward), fp8 or fp8_rows (of trunk
-and ddp: GEMMs in fp8, those of experts too, by the recipe tensorwise or rowwise).
+and ddp: GEMMs in fp8, those of experts too, by the recipe tensorwise or rowwise), head (with one of them: those of the loss, too).
 
 On a CPU runs of one size share a world and take turns, so that a busy machine meets them alike.
 """
@@ -84,6 +84,7 @@ _FLAGS = (
     "keep",
     "fp8",
     "fp8_rows",
+    "head",
 )
 
 
@@ -263,7 +264,7 @@ def _trunk(run: FsdpRun, device: torch.device) -> Step:
         experts = MoEConfig(num_moe_experts=count, moe_router_topk=choices, moe_ffn_hidden_size=width, moe_aux_loss_coeff=0.01)
         options["feed_forward"] = moe_feed_forward(experts)
     recipe = next((name for flag, name in _RECIPES.items() if flag in run.flags), None)
-    backend = None if recipe is None else choose_backend("torch", fp8=Fp8Config(recipe=recipe))
+    backend = None if recipe is None else choose_backend("torch", fp8=Fp8Config(recipe=recipe, output_layer="head" in run.flags))
     model = GPTModel(run.config(), groups, backend=backend, **options)
     with torch.no_grad():
         for module in model.modules():

@@ -138,10 +138,11 @@ def test_vocabulary_over_two_ranks_equals_one(world, sequence_parallel) -> None:
     world(check_layouts, sequence_parallel=sequence_parallel)
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_model_uses_it_for_the_loss_and_nothing_else(tied) -> None:
+def test_model_uses_it_for_the_loss_and_nothing_else(tied, recipe) -> None:
     config = replace(TINY, share_embeddings_and_output_weights=tied)
-    fp8 = Fp8Config(output_layer=True, num_layers_at_start_in_bf16=1)
+    fp8 = Fp8Config(recipe=recipe, output_layer=True, num_layers_at_start_in_bf16=1)
     plain, narrow = GPTModel(config, SINGLE), GPTModel(config, SINGLE, backend=choose_backend(fp8=fp8))
     tokens, weights, found = torch.arange(32), torch.ones(32), []
     for model in (plain, narrow):
@@ -170,9 +171,15 @@ def test_copies_of_the_weight_follow_the_parameter() -> None:
 
 
 def test_recipes_with_other_scales_are_refused() -> None:
-    for other in ({"recipe": "rowwise"}, {"weight_gradients": False}):
-        with pytest.raises(ValueError, match='output_layer=True needs recipe="tensorwise" and weight_gradients=True'):
+    for other in ({"recipe": "delayed"}, {"weight_gradients": False}):
+        with pytest.raises(ValueError, match='output_layer=True needs recipe="tensorwise" or "rowwise" and weight_gradients=True'):
             Fp8Config(output_layer=True, **other)
+
+
+def test_the_loss_has_one_scale_a_tensor_beside_every_recipe() -> None:
+    for recipe in ("tensorwise", "rowwise"):
+        products = Fp8LossProducts(Fp8Config(recipe=recipe, output_layer=True)).products
+        assert not products.by_rows and products.gradient_dtype == torch.float8_e5m2
 
 
 def check_kernel(device: str) -> None:

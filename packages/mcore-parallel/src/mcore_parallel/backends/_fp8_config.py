@@ -37,8 +37,9 @@ class Fp8Config:
     num_layers_at_end_in_bf16: int = 0
     """Last layers that keep the model's dtype."""
     output_layer: bool = False
-    """Compute the training loss from fp8 operands, too; with "tensorwise" only. Logits and log-probabilities keep the model's dtype.
-    The last layer is the one whose errors no later layer sees, and the usual recipes leave it wide: compare loss curves before."""
+    """Compute the training loss from fp8 operands, too, with one scale a tensor, beside layers of "tensorwise" or "rowwise". Logits and
+    log-probabilities keep the model's dtype. The last layer is the one whose errors no later layer sees, and the usual recipes leave it
+    wide: compare loss curves before."""
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
@@ -51,9 +52,9 @@ class Fp8Config:
         if self.reduce_amax and self.recipe not in ("tensorwise", "delayed"):
             raise ValueError(f'reduce_amax=True needs one scale a tensor, found recipe={self.recipe!r}; use "tensorwise" or leave it off')
 
-        if self.output_layer and (self.recipe != "tensorwise" or not self.weight_gradients):
+        if self.output_layer and (self.recipe not in ("tensorwise", "rowwise") or not self.weight_gradients):
             raise ValueError(
-                f'output_layer=True needs recipe="tensorwise" and weight_gradients=True, found recipe={self.recipe!r} and '
+                f'output_layer=True needs recipe="tensorwise" or "rowwise" and weight_gradients=True, found recipe={self.recipe!r} and '
                 f"weight_gradients={self.weight_gradients}; leave it off"
             )
 

@@ -3,7 +3,7 @@
 """Output projection and cross entropy from fp8 operands, a few tokens at a time."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,11 +40,11 @@ class Fp8LossProducts:
     log-probabilities that are asked for.
 
     Args:
-        config: "tensorwise".
+        config: whatever the recipe of the layers, the loss has one scale a tensor.
     """
 
     def __init__(self, config: Fp8Config) -> None:
-        self.products = Fp8Products(config)
+        self.products = Fp8Products(replace(config, recipe="tensorwise"))
 
     def losses(self, hidden: Tensor, weight_vD: Tensor, target_T: Tensor, weights_T: Tensor, route: Route, vocab_size: int) -> Tensor:
         if not fits(hidden, route, sharded=route.sequence_parallel) or any(size % MULTIPLE for size in weight_vD.shape):
