@@ -15,6 +15,7 @@ from mcore_parallel.optim import OptimizerConfig
 from mcore_rl import GenericGenerationArgs
 from mcore_rl.envs import ArithmeticConfig, CountdownConfig
 from mcore_tools.recipes._config import RunConfig
+from mcore_tools.recipes._data import DataConfig
 from mcore_tools.recipes._override import RecipeError, override
 from mcore_tools.recipes._published import LAYOUTS, PUBLISHED
 from mcore_tools.recipes._rl import RLConfig
