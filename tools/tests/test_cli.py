@@ -143,6 +143,15 @@ def test_an_interrupted_verb_ends_in_one_line(monkeypatch: pytest.MonkeyPatch, c
     assert capsys.readouterr().err == "interrupted\n"
 
 
+def test_a_library_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def start(arguments: object) -> int:
+        raise ModuleNotFoundError('uvicorn is not installed: pip install "mcore-inference[server]"', name="uvicorn")
+
+    monkeypatch.setattr("mcore_tools.serve.main", start)
+    assert main(["serve", "there"]) == 1
+    assert capsys.readouterr().err == 'error: uvicorn is not installed: pip install "mcore-inference[server]"\n'
+
+
 def test_a_reader_that_leaves_is_no_error() -> None:
     command = f"{sys.executable} -m mcore_tools doctor --json | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)

@@ -32,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
+    except ModuleNotFoundError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except BrokenPipeError:
         # What is still buffered has no reader either; the interpreter must not try to write it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

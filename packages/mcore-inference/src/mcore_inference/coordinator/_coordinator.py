@@ -41,9 +41,6 @@ class DataParallelInferenceCoordinator:
     Args:
         config: address, time-outs, limits, security.
 
-    Raises:
-        ModuleNotFoundError: pyzmq or msgspec is missing; names the extra.
-
     Example:
         >>> with DataParallelInferenceCoordinator() as coordinator:
         ...     coordinator.address.startswith("tcp://127.0.0.1:")
