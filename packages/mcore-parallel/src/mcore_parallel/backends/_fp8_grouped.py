@@ -130,6 +130,6 @@ def _narrow_gradient(grad: ScaledColumns, x: ScaledColumns, weight_NOI: Tensor, 
         grad_NOI = torch.empty_like(weight_NOI, memory_format=torch.contiguous_format)
         grouped_scaled_weight_gradient(grad, x, grad_NOI, add=False)
         return grad_NOI
-    with main_grad.open() as total:
-        grouped_scaled_weight_gradient(grad, x, total.view(weight_NOI.shape), add=True)
+    with main_grad.open_or_claim() as (total, fresh):
+        grouped_scaled_weight_gradient(grad, x, total.view(weight_NOI.shape), add=not fresh)
     return None

@@ -215,12 +215,13 @@ def narrow_weight_product(route: Route, grad_OT: Scaled, x: Scaled, dtype: torch
         return scaled_product(grad_OT, x_IT, dtype)
     width = x_IT.data.shape[0]
     step = max(MULTIPLE, _SUM_ELEMENTS // width)
-    with route.main_grad.open() as total:
+    with route.main_grad.open_or_claim() as (total, fresh):
         total_OI = total.view(-1, width)
         # The unit cannot add to what is there; a slice of the product goes through memory once more.
         for begin in range(0, total_OI.shape[0], step):
             part = Scaled(grad_OT.data[begin : begin + step], grad_OT.inverse)
-            total_OI[begin : begin + step].add_(scaled_product(part, x_IT, total.dtype))
+            rows = total_OI[begin : begin + step]
+            (rows.copy_ if fresh else rows.add_)(scaled_product(part, x_IT, total.dtype))
     return None
 
 

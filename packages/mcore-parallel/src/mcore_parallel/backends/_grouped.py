@@ -107,8 +107,8 @@ def finish_weight_gradient(
         grad_NOI = torch.empty_like(weight_NOI, memory_format=torch.contiguous_format)
         _weight_gradient(grad_RO, rows_RI, ends_N, grad_NOI, add=False)
         return grad_NOI
-    with main_grad.open() as total:
-        _weight_gradient(grad_RO, rows_RI, ends_N, total.view(weight_NOI.shape), add=True)
+    with main_grad.open_or_claim() as (total, fresh):
+        _weight_gradient(grad_RO, rows_RI, ends_N, total.view(weight_NOI.shape), add=not fresh)
     return None
 
 

@@ -347,6 +347,9 @@ class _Report(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, main_grad: MainGradient) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.main_grad = main_grad
+        # The shell adds in its backward, before this node's, so the sum must hold something by then.
+        if main_grad.begin is not None:
+            main_grad.begin()
         return weight.view_as(weight)
 
     @staticmethod

@@ -3,7 +3,7 @@
 """Data parallelism with flat gradient buffers."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -60,6 +60,10 @@ class DistributedDataParallel(nn.Module):
         # How often each gradient is reported in a backward that ends in a sum: learnt in the first one.
         self._expected: dict[str, int] | None = None
         self._reports = dict.fromkeys(self._grads, 0)
+        self._fresh: set[str] = set()
+        """Sums that hold nothing of this step yet, and anything of the last one."""
+        self._added: set[str] = set()
+        """Sums that somebody adds to without a claim, as recorded work does."""
         self._hooks = [shard.parameter.register_post_accumulate_grad_hook(self._collector(shard.name)) for shard in shards]
         self._fed = self._feed_layers(shards) if config.gradient_accumulation_fusion else []
         self._names = [shard.name for shard in shards][::-1]
@@ -82,6 +86,7 @@ class DistributedDataParallel(nn.Module):
 
         With the distributed optimizer only this rank's pieces of them are summed; the rest is scratch.
         """
+        self._zero_fresh(self._names)
         return {name: self._grads[name] for name in self._names}
 
     def pieces(self) -> list[Piece]:
@@ -96,6 +101,20 @@ class DistributedDataParallel(nn.Module):
             for bucket in buffer.buckets:
                 for accumulator in bucket.accumulators.values():
                     accumulator.zero_()
+        self._fresh.clear()
+
+    def discard_gradients(self) -> None:
+        """As ``zero_grad_buffer``, without writing zeros where the first gradient of a parameter can overwrite its sum.
+
+        What got no gradient is zero when its sum over the replicas starts, or in ``gradients()``; views that are held from before show the
+        last step until then. Work that an ``IterationGraph`` records begins with ``zero_grad_buffer()``: what is recorded may not depend
+        on what came before it.
+        """
+        for bucket in self._queue:
+            for name in bucket.accumulators:
+                bucket.grads[name].zero_()
+        self._fresh = set(self._grads)
+        self._zero_fresh(self._added)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -147,12 +166,13 @@ class DistributedDataParallel(nn.Module):
             raise RuntimeError("nccl_ub=True keeps the gradients in registered memory, which cannot be given back; set nccl_ub=False")
         for buffer in self.grad_buffers:
             buffer.data.untyped_storage().resize_(0)
+        self._fresh.clear()
 
     def restore_grad_buffers(self) -> None:
         """Undo ``offload_grad_buffers``; all gradients are zero then."""
         for buffer in self.grad_buffers:
             buffer.data.untyped_storage().resize_(buffer.data.numel() * buffer.data.element_size())
-            buffer.data.zero_()
+        self.zero_grad_buffer()
 
     def start_param_sync(self) -> None:
         """Gather the slices of all updated parameters; the optimizer calls this after its step.
@@ -209,14 +229,15 @@ class DistributedDataParallel(nn.Module):
                 dist.broadcast(tensor, src=group.ranks[0], group=group.pg)
 
     def _collector(self, name: str) -> Callable[[Tensor], None]:
-        grad = self._accumulator(name)
+        main_grad = self._main_gradient(name)
 
         def collect(parameter: Tensor) -> None:
-            fresh, parameter.grad = parameter.grad, None
-            self._begin(name)
-            if fresh is not None:
-                grad.add_(fresh)
-            self._done(name)
+            grad, parameter.grad = parameter.grad, None
+            if grad is None:
+                self._begin(name)
+                self._done(name)
+            else:
+                main_grad.add(grad)
 
         return collect
 
@@ -232,7 +253,8 @@ class DistributedDataParallel(nn.Module):
         return fed
 
     def _main_gradient(self, name: str) -> MainGradient:
-        return MainGradient(self._accumulator(name), functools.partial(self._begin, name), functools.partial(self._done, name))
+        begin, done, claim = (functools.partial(call, name) for call in (self._begin, self._done, self._claim))
+        return MainGradient(self._accumulator(name), begin, done, claim)
 
     def _drop_weight_copies(self) -> None:
         for layer in self._copy_holders:
@@ -247,6 +269,20 @@ class DistributedDataParallel(nn.Module):
                 f"a gradient of {name} came after its sum over the replicas had started: run all micro-batches but the last "
                 "inside no_sync(), call finish_grad_sync() between steps, and reset_overlap() after a change of the model's graph"
             )
+        if name in self._fresh:
+            self._added.add(name)
+            self._zero_fresh([name])
+
+    def _claim(self, name: str) -> bool:
+        fresh = name in self._fresh
+        self._fresh.discard(name)
+        return fresh
+
+    def _zero_fresh(self, names: Collection[str]) -> None:
+        zeroed = self._fresh.intersection(names)
+        if zeroed:
+            torch._foreach_zero_([self._accumulator(name) for name in zeroed])
+            self._fresh -= zeroed
 
     def _done(self, name: str) -> None:
         if self._syncing:
@@ -265,6 +301,7 @@ class DistributedDataParallel(nn.Module):
         if self.config.reduce_scatter_with_fp32_accumulation and self._next:
             # Its scratch is as large as a bucket: one at a time.
             self._queue[self._next - 1].drain()
+        self._zero_fresh(self._queue[self._next].grads)
         self._queue[self._next].launch()
         self._next += 1
 

@@ -181,14 +181,17 @@ def capture_pair(capture: Capture, work: Callable[..., Any], module: nn.Module, 
 
 @contextlib.contextmanager
 def silent_main_gradients(module: nn.Module) -> Iterator[tuple[list[Callable[[], None]], list[Callable[[], None]]]]:
-    """Inside, main gradients tell nobody about additions, which are recorded and not done; who is to be told, in order, is given out."""
+    """Inside, main gradients tell nobody about additions, which are recorded and not done; who is to be told, in order, is given out.
+
+    A replay adds whatever comes before it, so none of them is claimed.
+    """
     begins: list[Callable[[], None]] = []
     dones: list[Callable[[], None]] = []
 
     def silent(grad: MainGradient) -> MainGradient:
         begin = None if grad.begin is None else functools.partial(begins.append, grad.begin)
         done = None if grad.done is None else functools.partial(dones.append, grad.done)
-        return dataclasses.replace(grad, begin=begin, done=done)
+        return dataclasses.replace(grad, begin=begin, done=done, claim=None)
 
     swapped = list(_main_gradients(module))
     for part, name, value in swapped:

@@ -18,7 +18,7 @@ from mcore_parallel.groups import Group
 from mcore_parallel.tensor_parallel._row_maths import RowMaths, maths_dtype
 from mcore_parallel.tensor_parallel._rows import RowResult, combine, row_statistics, to_gradient_
 from mcore_parallel.tensor_parallel._vocab import check_ids
-from mcore_parallel.tensor_parallel._weight_gradient import MainGradient, WeightGradientQueue, add_product_, wide_product
+from mcore_parallel.tensor_parallel._weight_gradient import MainGradient, WeightGradientQueue, add_product_, put_product_, wide_product
 
 # T tokens, D model, V vocabulary, v = V / group size columns of this rank, C tokens of a chunk
 
@@ -201,12 +201,19 @@ class _Gradients:
     """Gradients of hidden and weight, grown chunk by chunk."""
 
     def __init__(
-        self, whole_TD: Tensor, weight_vD: Tensor, job: _FusedLinearJob, wants: tuple[bool, bool], total: Tensor | None = None
+        self,
+        whole_TD: Tensor,
+        weight_vD: Tensor,
+        job: _FusedLinearJob,
+        wants: tuple[bool, bool],
+        total: Tensor | None = None,
+        *,
+        fresh: bool = False,
     ) -> None:
         self.whole_TD, self.weight_vD, self.job, self.wants = whole_TD, weight_vD, job, wants
         self.hidden = torch.empty_like(whole_TD) if wants[0] else None
         self.pending: Tensor | None = None
-        self.weight = total
+        self.weight, self.fresh = total, fresh
         # One chunk needs no wider sum: the GEMM itself adds up in at least float32.
         self.dtype = weight_vD.dtype if len(job.chunks) == 1 else torch.promote_types(weight_vD.dtype, torch.float32)
 
@@ -226,7 +233,8 @@ class _Gradients:
             if self.weight is None:
                 self.weight = wide_product(grad_Cv, x_CD, self.dtype)
             else:
-                add_product_(self.weight, grad_Cv, x_CD)
+                (put_product_ if self.fresh else add_product_)(self.weight, grad_Cv, x_CD)
+            self.fresh = False
 
     def hidden_sum(self) -> Tensor | None:
         """Complete gradient of the hidden states this rank holds."""
@@ -347,8 +355,8 @@ def _gradients(job: _FusedLinearJob, arguments: tuple[Any, ...], wants: tuple[bo
         return None, None
     whole_TD, valid = job.whole(hidden), job.valid(weight_vD)
     main_grad = job.main_grad if wants[1] else None
-    with contextlib.nullcontext() if main_grad is None else main_grad.open() as total:
-        gradients = _Gradients(whole_TD, weight_vD, job, wants, total)
+    with contextlib.nullcontext((None, False)) if main_grad is None else main_grad.open_or_claim() as (total, fresh):
+        gradients = _Gradients(whole_TD, weight_vD, job, wants, total, fresh=fresh)
         for begin, end in job.chunks:
             logits_Cv = F.linear(whole_TD[begin:end], weight_vD)
             part = [None if x is None else x[begin:end] for x in (log_norm_T, grad_T, entropy_T, entropy_grad_T)]

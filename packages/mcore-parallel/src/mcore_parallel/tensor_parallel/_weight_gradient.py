@@ -28,9 +28,13 @@ class MainGradient:
     total: Tensor
     """Of the parameter's shape, in its dtype or a wider one."""
     begin: Callable[[], None] | None = None
-    """Called before each addition; raises when the gradient must not grow any more."""
+    """Called before each addition; raises when the gradient must not grow any more. A sum that holds nothing is zero afterwards, unless it
+    was claimed."""
     done: Callable[[], None] | None = None
     """Called after each addition that completes one use of the parameter."""
+    claim: Callable[[], bool] | None = None
+    """Whether the sum holds nothing yet, asked before ``begin`` by who will overwrite it then; it holds something from then on. None for
+    sums that begin at zero."""
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Tensor]:
@@ -41,20 +45,31 @@ class MainGradient:
         if self.done is not None:
             self.done()
 
+    @contextlib.contextmanager
+    def open_or_claim(self) -> Iterator[tuple[Tensor, bool]]:
+        """As ``open``, and whether the sum holds nothing yet: then all of it is to be overwritten inside the block."""
+        fresh = self.claim is not None and self.claim()
+        with self.open() as total:
+            yield total, fresh
+
     def add_product(self, grad_TO: Tensor, x_TI: Tensor) -> None:
         """``total += grad^T x``, seen as one matrix [O, I]."""
-        with self.open() as total:
-            add_product_(total.view(-1, total.shape[-1]), grad_TO, x_TI)
+        with self.open_or_claim() as (total, fresh):
+            (put_product_ if fresh else add_product_)(total.view(-1, total.shape[-1]), grad_TO, x_TI)
 
     def add(self, grad: Tensor) -> None:
         """``total += grad``, of any shape with as many elements."""
-        with self.open() as total:
-            total.add_(grad.view_as(total))
+        with self.open_or_claim() as (total, fresh):
+            (total.copy_ if fresh else total.add_)(grad.view_as(total))
 
     def add_scaled(self, grad: Tensor, scale: Tensor) -> None:
         """``total += grad * scale`` for a scalar ``scale``."""
-        with self.open() as total:
-            total.addcmul_(grad.view_as(total).to(total.dtype), scale.to(total.dtype))
+        with self.open_or_claim() as (total, fresh):
+            grad, scale = grad.view_as(total).to(total.dtype), scale.to(total.dtype)
+            if fresh:
+                torch.mul(grad, scale, out=total)
+            else:
+                total.addcmul_(grad, scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,25 +92,10 @@ class BorrowedGradBuffer(MainGradient):
         with self.lend() as (total, fresh):
             yield total.zero_() if fresh else total
 
-    def add_product(self, grad_TO: Tensor, x_TI: Tensor) -> None:
+    @contextlib.contextmanager
+    def open_or_claim(self) -> Iterator[tuple[Tensor, bool]]:
         with self.lend() as (total, fresh):
-            matrix = total.view(-1, total.shape[-1])
-            if fresh:
-                put_product_(matrix, grad_TO, x_TI)
-            else:
-                add_product_(matrix, grad_TO, x_TI)
-
-    def add(self, grad: Tensor) -> None:
-        with self.lend() as (total, fresh):
-            (total.copy_ if fresh else total.add_)(grad.view_as(total))
-
-    def add_scaled(self, grad: Tensor, scale: Tensor) -> None:
-        with self.lend() as (total, fresh):
-            grad, scale = grad.view_as(total).to(total.dtype), scale.to(total.dtype)
-            if fresh:
-                torch.mul(grad, scale, out=total)
-            else:
-                total.addcmul_(grad, scale)
+            yield total, fresh
 
 
 @dataclass(eq=False)

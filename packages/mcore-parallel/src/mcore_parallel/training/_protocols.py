@@ -29,6 +29,15 @@ class GradSync(Protocol):
     def finish_grad_sync(self) -> None: ...
 
 
+@runtime_checkable
+class DiscardsGradients(Protocol):
+    """A ``GradSync`` whose sums can begin with the first gradient instead of zero."""
+
+    def discard_gradients(self) -> None:
+        """Called by ``train_step`` in place of ``zero_grad_buffer``; after ``finish_grad_sync`` the sums are the same."""
+        ...
+
+
 class UpdateResult(Protocol):
     """What an update reports."""
 

@@ -29,7 +29,7 @@ from mcore_parallel.pipeline import (
 from mcore_parallel.training._aux import AuxReport, AuxSums
 from mcore_parallel.training._batch import Batch
 from mcore_parallel.training._objective import LossReport
-from mcore_parallel.training._protocols import DeferredResult, GradSync, LossScaler, Objective, Optimizer
+from mcore_parallel.training._protocols import DeferredResult, DiscardsGradients, GradSync, LossScaler, Objective, Optimizer
 from mcore_parallel.training._totals import Totals, add_up
 
 
@@ -286,7 +286,10 @@ class GradientPass:
         stage, pp = self.stage, self.stage.groups.pp
         stage.reports.clear()
         stage.aux.clear()
-        self.sync.zero_grad_buffer()
+        if isinstance(self.sync, DiscardsGradients):
+            self.sync.discard_gradients()
+        else:
+            self.sync.zero_grad_buffer()
         plan = plan_pipeline(self.pipeline or _default_schedule(len(stage.chunks)), pp.size, len(stage.batches))
         stage.slots.update(plan.slots(pp.rank))
         run_schedule(plan, stage.forwards, pp, hidden=stage.hidden_spec(), no_sync=self.sync.no_sync, overlap=self.overlap)
