@@ -171,6 +171,16 @@ def test_gradients_go_into_the_main_gradient_now_or_from_the_queue(config) -> No
                 queue.drain()
             assert layer.weight.grad is None and len(calls) == 2
             torch.testing.assert_close(total, 1 + 2 * wanted)
+            # What is claimed is overwritten.
+            claims = [True]
+            layer.accumulate_weight_gradients_into(
+                {"weight": MainGradient(total, claim=lambda claims=claims: bool(claims) and claims.pop())}
+            )
+            for _ in range(2):
+                layer(x.clone().requires_grad_()).backward(grad)
+            if queue is not None:
+                queue.drain()
+            torch.testing.assert_close(total, 2 * wanted)
 
 
 def test_one_of_two_gradients_can_be_asked_for_alone() -> None:

@@ -34,6 +34,8 @@ from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.pipeline import ModelChunks, PipelineConfig
 from mcore_parallel.training import Batch, CrossEntropyObjective, evaluate, train_step
 from mcore_parallel.training._aux import AuxSums
+from tests.support.stale_gradients import StaleGradients, ZeroedGradients
+from tests.support.stale_gradients import trained as stepwise
 
 CONFIG = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=32, vocab_size=32)
 B, S = 2, 8
@@ -128,6 +130,25 @@ def same(found: Run, wanted: Run) -> None:
     assert found.parameters.keys() == wanted.parameters.keys()
     for name, value in wanted.parameters.items():
         assert torch.equal(found.parameters[name], value), name
+
+
+@pytest.mark.parametrize("fusion", [False, True])
+@pytest.mark.parametrize("warmup_steps", [0, 1, 2, 3])
+def test_replayed_blocks_add_to_zero_where_others_overwrite(warmup_steps: int, fusion: bool) -> None:
+    """Captured before the first gradient of a step or between two, and replayed in both places."""
+
+    def build() -> GPTModel:
+        return GPTModel(CONFIG, ProcessGroups.single(), dtype=torch.float64, seed=3)
+
+    def with_graphs(ddp: DistributedDataParallel) -> StaleGradients:
+        graph_modules(ddp.module, config=CudaGraphConfig(warmup_steps=warmup_steps), capture=TapeCapture())
+        return StaleGradients(ddp)
+
+    options: dict[str, Any] = {"ddp": {"gradient_accumulation_fusion": fusion}}
+    arguments = (build, ProcessGroups.single(), lambda model, step: [batch(2 * step + number) for number in range(2)])
+    wanted, _ = stepwise(*arguments, ZeroedGradients, **options)
+    found, _ = stepwise(*arguments, with_graphs, **options)
+    assert all(torch.equal(ours, eager) for ours, eager in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("fusion", [False, True])

@@ -21,6 +21,7 @@ from mcore_parallel.tensor_parallel import (
     RowParallelLinear,
     WeightGradientQueue,
     WeightGradientSink,
+    fused_linear_cross_entropy,
 )
 
 CONFIG = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=16, ffn_hidden_size=12)
@@ -109,6 +110,25 @@ def test_fused_accumulation_has_the_bits_of_autograd_on_one_rank(dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_lent_is_overwritten_first_and_added_to_after(dtype) -> None:
     check_layouts(1, dtype, lender)
+
+
+@pytest.mark.parametrize("chunk_tokens", [4, None])
+@pytest.mark.parametrize("options", [{}, {"token_weights": torch.ones(12)}], ids=["recomputed", "weighted"])
+def test_a_loss_in_chunks_overwrites_once(options: dict[str, Tensor], chunk_tokens: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (
+        torch.randn(12, 8, generator=generator, requires_grad=True),
+        torch.randn(16, 8, generator=generator, requires_grad=True),
+    )
+    target = torch.randint(0, 16, (12,), generator=generator)
+    sums = [torch.zeros(16, 8), torch.zeros(16, 8)]
+    for main_grad in (MainGradient(sums[0]), lender(sums[1])):
+        for _ in range(2):
+            group = ProcessGroups.single().tp
+            fused_linear_cross_entropy(
+                hidden, weight, target, group, chunk_tokens=chunk_tokens, main_grad=main_grad, **options
+            ).sum().backward()
+    assert weight.grad is None and sums[0].any() and torch.equal(*sums)
 
 
 @pytest.mark.world(2)

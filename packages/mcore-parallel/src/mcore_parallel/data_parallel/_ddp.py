@@ -60,10 +60,10 @@ class DistributedDataParallel(nn.Module):
         # How often each gradient is reported in a backward that ends in a sum: learnt in the first one.
         self._expected: dict[str, int] | None = None
         self._reports = dict.fromkeys(self._grads, 0)
+        # Sums that hold nothing of this step yet, whatever is in their memory.
         self._fresh: set[str] = set()
-        """Sums that hold nothing of this step yet, and anything of the last one."""
-        self._added: set[str] = set()
-        """Sums that somebody adds to without a claim, as recorded work does."""
+        # Sums that somebody added to first without claiming them, as recorded work does; he will in later steps.
+        self._unclaimed: set[str] = set()
         self._hooks = [shard.parameter.register_post_accumulate_grad_hook(self._collector(shard.name)) for shard in shards]
         self._fed = self._feed_layers(shards) if config.gradient_accumulation_fusion else []
         self._names = [shard.name for shard in shards][::-1]
@@ -104,17 +104,17 @@ class DistributedDataParallel(nn.Module):
         self._fresh.clear()
 
     def discard_gradients(self) -> None:
-        """As ``zero_grad_buffer``, without writing zeros where the first gradient of a parameter can overwrite its sum.
+        """As ``zero_grad_buffer``, but the first gradient of a parameter overwrites its sum where it can; ``train_step`` calls this.
 
-        What got no gradient is zero when its sum over the replicas starts, or in ``gradients()``; views that are held from before show the
-        last step until then. Work that an ``IterationGraph`` records begins with ``zero_grad_buffer()``: what is recorded may not depend
-        on what came before it.
+        Sums without a gradient are zeroed when their reduction starts, and by ``gradients()``; until then views that are held from before
+        show the last step. Work that an ``IterationGraph`` records calls ``zero_grad_buffer()``: whether it overwrites or adds would be
+        recorded with it.
         """
         for bucket in self._queue:
             for name in bucket.accumulators:
                 bucket.grads[name].zero_()
         self._fresh = set(self._grads)
-        self._zero_fresh(self._added)
+        self._zero_fresh(self._unclaimed)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -253,8 +253,12 @@ class DistributedDataParallel(nn.Module):
         return fed
 
     def _main_gradient(self, name: str) -> MainGradient:
-        begin, done, claim = (functools.partial(call, name) for call in (self._begin, self._done, self._claim))
-        return MainGradient(self._accumulator(name), begin, done, claim)
+        return MainGradient(
+            self._accumulator(name),
+            begin=functools.partial(self._begin, name),
+            done=functools.partial(self._done, name),
+            claim=functools.partial(self._claim, name),
+        )
 
     def _drop_weight_copies(self) -> None:
         for layer in self._copy_holders:
@@ -270,7 +274,7 @@ class DistributedDataParallel(nn.Module):
                 "inside no_sync(), call finish_grad_sync() between steps, and reset_overlap() after a change of the model's graph"
             )
         if name in self._fresh:
-            self._added.add(name)
+            self._unclaimed.add(name)
             self._zero_fresh([name])
 
     def _claim(self, name: str) -> bool:
@@ -279,10 +283,10 @@ class DistributedDataParallel(nn.Module):
         return fresh
 
     def _zero_fresh(self, names: Collection[str]) -> None:
-        zeroed = self._fresh.intersection(names)
-        if zeroed:
-            torch._foreach_zero_([self._accumulator(name) for name in zeroed])
-            self._fresh -= zeroed
+        if fresh := self._fresh.intersection(names):
+            launch: Any = torch
+            launch._foreach_zero_([self._accumulator(name) for name in fresh])
+            self._fresh -= fresh
 
     def _done(self, name: str) -> None:
         if self._syncing:
