@@ -109,7 +109,7 @@ class _Fp8GroupedMatmul(torch.autograd.Function):
         narrow, columns = products.cast(grad_RO, ends_N, products.gradient_dtype, columns=ctx.narrow)
         grad_RI = None
         if back is not None:
-            grad_RI = grouped_scaled_product(narrow, Scaled(back, back_inverse), ends_N, grad_RO.dtype)
+            grad_RI = grouped_scaled_product(narrow, Scaled(back, back_inverse), ends_N, grad_RO.dtype, fast=products.by_rows)
         if not ctx.needs_input_grad[1]:
             return grad_RI, None, None, None, None
         if columns is not None:

@@ -133,7 +133,7 @@ class _Column(torch.autograd.Function):
         grad_x = None
         if back is not None:
             start = start_reduce_scatter if route.sequence_parallel else start_all_reduce
-            grad_x = start(scaled_product(rows, back, dtype), route.group)
+            grad_x = start(scaled_product(rows, back, dtype, fast=products.by_rows), route.group)
         grad_weight = _weight_gradient(ctx, route, weight_gradient)
         return None if grad_x is None else wait(grad_x, route.group), grad_weight, None, None
 
@@ -167,7 +167,7 @@ class _Row(torch.autograd.Function):
         elif saved is not None:
             whole_grad = all_gather(whole_grad, route.group) if gathers else whole_grad
             weight_gradient = functools.partial(_wide_weight_product, route, whole_grad, saved, gather=False)
-        grad_x = None if back is None else scaled_product(rows, back, dtype)
+        grad_x = None if back is None else scaled_product(rows, back, dtype, fast=products.by_rows)
         return grad_x, _weight_gradient(ctx, route, weight_gradient), None, None
 
 
