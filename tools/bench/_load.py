@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Requests that arrive at random at an OpenAI-compatible server, and how long its tokens take."""
+"""Requests that arrive at random at an OpenAI-compatible server, and how long its tokens take; as a program, one client of several."""
 
 import asyncio
 import contextlib
 import itertools
 import json
+import math
+import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,7 +25,7 @@ class PoissonLoad:
     """Requests of one run: equal fields give equal arrivals, prompts and lengths, whichever server takes them."""
 
     rate: float
-    """Requests/s on average; gaps between arrivals are exponential."""
+    """Requests/s on average; gaps between arrivals are exponential. Infinite for all at once."""
     num_requests: int
     inputs: int
     """Mean tokens of a prompt; lengths are uniform between half and one and a half times as many."""
@@ -60,13 +64,15 @@ class Answer:
     error: str = ""
 
 
-async def run_load(url: str, load: PoissonLoad, *, timeout_s: float = 600.0) -> dict[str, Any]:
+def run_load(url: str, load: PoissonLoad, *, timeout_s: float = 600.0, num_clients: int | None = None) -> dict[str, Any]:
     """Send the requests at their times, wait for all, and sum up.
 
     Args:
         url: of the server, without ``/v1``.
         load: what is sent.
         timeout_s: for each request; later ones count as failed.
+        num_clients: processes that send them, each its share; None for one of eight cores, since reading a stream takes a client about as
+            long as writing it takes a server.
 
     Returns:
         ``completed``, ``failed`` (and ``errors``, some of their messages), ``s`` from the first arrival to the last token, ``out_tok_s``,
@@ -76,10 +82,43 @@ async def run_load(url: str, load: PoissonLoad, *, timeout_s: float = 600.0) -> 
     Raises:
         OSError: no server is there.
         ValueError: it does not say its model.
+        RuntimeError: a client ended.
     """
-    model = await served_model(url)
-    begun = time.perf_counter()
+    model = asyncio.run(served_model(url))
+    num_clients = max(1, len(os.sched_getaffinity(0)) // 8) if num_clients is None else num_clients
+    if num_clients == 1:
+        return summary(load, asyncio.run(_answers(url, model, load.arrivals(), time.perf_counter(), timeout_s)))
+    plan = {"url": url, "model": model, "load": asdict(load), "timeout_s": timeout_s, "num_clients": num_clients}
+    command = [sys.executable, "-m", "tools.bench._load"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(subprocess.Popen([*command, json.dumps({**plan, "number": n})], **pipes)) for n in range(num_clients)]
+        stack.callback(lambda: [client.kill() for client in clients])
+        for client in clients:
+            # Its prompts are made.
+            client.stdout.readline()
+        # One clock for all processes of a machine.
+        begun = str(time.perf_counter())
+        for client in clients:
+            client.stdin.write(begun)
+            client.stdin.close()
+        texts = [client.stdout.read() for client in clients]
+        if codes := [code for client in clients if (code := client.wait())]:
+            raise RuntimeError(f"clients of the load ended with {codes}")
+    return summary(load, [Answer(**answer) for text in texts for answer in json.loads(text)])
 
+
+def main() -> None:
+    """One client: makes its requests, says so, and sends them from the time that comes back; prints the answers."""
+    plan = json.loads(sys.argv[1])
+    rows = PoissonLoad(**plan["load"]).arrivals()[plan["number"] :: plan["num_clients"]]
+    print(flush=True)
+    begun = float(sys.stdin.read())
+    answers = asyncio.run(_answers(plan["url"], plan["model"], rows, begun, plan["timeout_s"]))
+    print(json.dumps([asdict(answer) for answer in answers]))
+
+
+async def _answers(url: str, model: str, rows: Sequence[tuple[float, list[int], int]], begun: float, timeout_s: float) -> list[Answer]:
     async def one(due: float, prompt: list[int], outputs: int) -> Answer:
         await asyncio.sleep(max(0.0, begun + due - time.perf_counter()))
         body = {
@@ -97,15 +136,14 @@ async def run_load(url: str, load: PoissonLoad, *, timeout_s: float = 600.0) -> 
             answer.error = f"{type(error).__name__}: {error}"
         return answer
 
-    answers = await asyncio.gather(*(one(*row) for row in load.arrivals()))
-    return summary(load, answers)
+    return await asyncio.gather(*(one(*row) for row in rows))
 
 
 def summary(load: PoissonLoad, answers: Sequence[Answer]) -> dict[str, Any]:
     """One row; times are those of completed requests."""
     good = [answer for answer in answers if not answer.error]
     row: dict[str, Any] = {
-        "rate": load.rate, "n": load.num_requests, "isl": load.inputs, "osl": load.outputs,
+        "rate": load.rate if math.isfinite(load.rate) else None, "n": load.num_requests, "isl": load.inputs, "osl": load.outputs,
         "completed": len(good), "failed": len(answers) - len(good),
     }  # fmt: skip
     if errors := sorted({answer.error for answer in answers if answer.error}):
@@ -201,3 +239,7 @@ async def _chunks(reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
         if size > _GREATEST_CHUNK:
             raise ValueError(f"a chunk of {size} bytes is no part of a stream of tokens")
         yield (await reader.readexactly(size + 2))[:-2]
+
+
+if __name__ == "__main__":
+    main()

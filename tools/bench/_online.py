@@ -19,7 +19,8 @@ from typing import Any
 from tools.bench._load import PoissonLoad, run_load, served_model
 
 OURS = f"{shlex.quote(sys.executable)} -m tools.bench._online --model {{model}} --port {{port}}"
-_STOP_S = 20.0
+BEHIND = "mcore, coordinator"
+_STOP_S = 60.0
 
 
 class Numerals:
@@ -88,8 +89,8 @@ def online_rows(servers: Sequence[tuple[str, str]], model: str, loads: Sequence[
             with started(command, model=model, timeout_s=timeout_s) as url:
                 row["startup_s"] = round(time.perf_counter() - begun, 1)
                 warm_up = replace(loads[0], num_requests=max(2, loads[0].num_requests // 4), seed=loads[0].seed + 1)
-                asyncio.run(run_load(url, warm_up, timeout_s=timeout_s))
-                rows += [{**row, **asyncio.run(run_load(url, load, timeout_s=timeout_s))} for load in loads]
+                run_load(url, warm_up, timeout_s=timeout_s)
+                rows += [{**row, **run_load(url, load, timeout_s=timeout_s)} for load in loads]
         except (RuntimeError, OSError, ValueError) as error:
             rows.append({**row, "error": str(error)[-800:]})
     return rows
@@ -105,6 +106,30 @@ def with_online_ratios(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         shares = {f"mcore_{name}_ratio": round(own[name] / row[name], 3) for name in times if row.get(name) and own.get(name)}
         result.append({**row, **(shares if row["by"] != "mcore" else {})})
     return result
+
+
+def replica_rows(command: str, model: str, loads: Sequence[PoissonLoad], timeout_s: float, num_engines: int) -> list[dict[str, Any]]:
+    """Rows of one engine, of one behind a coordinator, and of several: each engine gets the loads.
+
+    Args:
+        command: of a server, as of ``online_rows``, that takes ``--data-parallel``.
+        model: by its name among ``MODELS``.
+        loads: for an engine; several get so many times the rate and the requests.
+        timeout_s: as of ``online_rows``.
+        num_engines: of the last server.
+
+    Returns:
+        As of ``online_rows``, with ``engines``, and of those behind a coordinator ``scaling``: output tokens/s beside the one engine's.
+    """
+    rows: list[dict[str, Any]] = []
+    for name, words, count in (("mcore", "", 1), (BEHIND, " --data-parallel 1", 1), (BEHIND, f" --data-parallel {num_engines}", num_engines)):
+        scaled = [replace(load, rate=load.rate * count, num_requests=load.num_requests * count) for load in loads]
+        measured = [{**row, "engines": count} for row in online_rows([(name, command + words)], model, scaled, timeout_s)]
+        for row, alone in zip(measured, rows, strict=False):
+            if row.get("out_tok_s") and alone.get("out_tok_s"):
+                row["scaling"] = round(row["out_tok_s"] / alone["out_tok_s"], 3)
+        rows += measured
+    return rows
 
 
 def _answers(url: str) -> bool:
@@ -125,20 +150,42 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Serve random weights until a signal."""
-    from mcore_inference.server import ServerLimits, StopSignals, serve
+    """Serve random weights until a signal, or work for a coordinator."""
+    from mcore_inference.server import ConnectionLimits, ServerLimits, StopSignals, serve, serve_runner
+    from mcore_tools.serving import EngineLayout, coordinated_replicas, work_for
     from tools.bench.serve import MODELS, build
 
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--model", required=True, choices=sorted(MODELS))
-    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--device", default=None)
     parser.add_argument("--memory-gb", type=float, default=30.0)
-    options = parser.parse_args(arguments)
-    with StopSignals() as signals:
-        engine, _ = build(options.model, options.device, options.memory_gb, tokenizer=Numerals(MODELS[options.model].vocab_size))
-        with serve(engine, port=options.port, model_name=options.model, limits=ServerLimits(max_waiting_requests=None)) as server:
-            server.wait(signals, drain_s=0.0)
+    parser.add_argument("--data-parallel", type=int, help="engines in processes of their own, as of `mcore serve`")
+    parser.add_argument("--join", metavar="ADDRESS", help="work for the coordinator at tcp://host:port instead of serving HTTP")
+    parser.add_argument("--name", default="engine")
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    options = parser.parse_args(words)
+    tokenizer = Numerals(MODELS[options.model].vocab_size)
+    # The load is to meet no limit.
+    limits = ServerLimits(max_waiting_requests=None, connections=ConnectionLimits(max_connections=2**16))
+    if options.join is not None:
+        engine, _ = build(options.model, options.device, options.memory_gb, tokenizer=tokenizer)
+        raise SystemExit(work_for(engine, options.join, options.name, limits))
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(StopSignals())
+        shown: dict[str, Any] = {"port": options.port, "model_name": options.model, "limits": limits}
+        if options.data_parallel is None:
+            engine, _ = build(options.model, options.device, options.memory_gb, tokenizer=tokenizer)
+            server = serve(engine, **shown)
+        else:
+            command = [sys.executable, "-m", "tools.bench._online", *words]
+            replicas = coordinated_replicas(
+                command, count=options.data_parallel, layout=EngineLayout(), is_stopped=lambda: signals.count > 0
+            )
+            if (connect := stack.enter_context(replicas)) is None:
+                return
+            server = serve_runner(connect, tokenizer, **shown)
+        stack.enter_context(server).wait(signals, drain_s=0.0)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,12 @@ python -m tools.bench.serve --model llama-1b --rate 8 16 32 --requests 512 --len
     --server "vllm=vllm serve folder/of/{model} --load-format dummy --port {port}"
 
 With --rate servers are measured instead, ours and each --server, an OpenAI-compatible one: requests arrive as a Poisson process, the same
-ones at the same times for each server, and the time to the first token and the gaps between tokens count.
+ones at the same times for each server, and the time to the first token and the gaps between tokens count. --rate inf sends all at once.
+
+python -m tools.bench.serve --model qwen3-8b --rate inf --requests 512 --lengths 512 256 --data-parallel 2 --output docs/benchmarks/serve_replicas.json
+
+With --data-parallel N too, mcore's server of one engine is measured, then one engine and N engines behind a coordinator, started as by
+`mcore serve --data-parallel N`, one a GPU; each engine gets --requests at --rate.
 """
 
 import argparse
@@ -46,7 +51,7 @@ from mcore_parallel import ProcessGroups
 from mcore_parallel.backends import choose_backend
 from mcore_parallel.models import GPTModel, TransformerConfig, dense_feed_forward
 from tools.bench._load import PoissonLoad
-from tools.bench._online import OURS, online_rows, with_online_ratios
+from tools.bench._online import OURS, online_rows, replica_rows, with_online_ratios
 from tools.bench._record import record
 
 _LLAMA: dict[str, Any] = {"normalization": "RMSNorm", "activation": "swiglu"}
@@ -205,8 +210,10 @@ def measure_online(options: argparse.Namespace) -> None:
     for model in options.model:
         shape = {"num_requests": options.requests, "inputs": options.lengths[0], "outputs": options.lengths[1]}
         loads = [PoissonLoad(rate=rate, vocab_size=MODELS[model].vocab_size, **shape) for rate in options.rate]
-        rows += online_rows(servers, model, loads, options.timeout_s)
-    rows = with_online_ratios(rows)
+        if options.data_parallel is not None:
+            rows += replica_rows(ours, model, loads, options.timeout_s, options.data_parallel)
+        else:
+            rows += with_online_ratios(online_rows(servers, model, loads, options.timeout_s))
     for row in rows:
         print(json.dumps(row), flush=True)
     if options.output is not None:
@@ -225,7 +232,8 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", choices=("fp8",), help="of keys and values; None for the model's")
     parser.add_argument("--weight-dtype", choices=("fp8", "fp8_weight_only"), help="of linear layers and experts; None for the model's")
     parser.add_argument("--batch-invariant", action="store_true", help="measure a batch-invariant engine too, after the plain one")
-    parser.add_argument("--rate", type=float, nargs="+", help="measure servers under so many requests/s instead")
+    parser.add_argument("--rate", type=float, nargs="+", help="measure servers under so many requests/s instead; inf for all at once")
+    parser.add_argument("--data-parallel", type=int, metavar="N", help="of --rate: measure one engine, and one and N behind a coordinator")
     parser.add_argument("--requests", type=int, default=256, help="of each rate")
     parser.add_argument(
         "--lengths", type=int, nargs=2, default=(512, 256), metavar=("IN", "OUT"), help="mean tokens of prompts and outputs"
@@ -233,6 +241,8 @@ def main() -> None:
     parser.add_argument("--server", action="append", default=[], metavar="NAME=COMMAND", help="with {model} and {port} to be filled in")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if arguments.data_parallel is not None and (not arguments.rate or arguments.server or arguments.data_parallel < 1):
+        parser.error(f"--data-parallel {arguments.data_parallel} measures our own servers; give --rate, no --server, and an N from 1")
     if arguments.rate:
         measure_online(arguments)
         return

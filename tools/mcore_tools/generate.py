@@ -19,7 +19,7 @@ import torch
 from mcore_ckpt import CheckpointingException
 from mcore_inference import DynamicInferenceEngine, FinishReason, SamplingParams
 from mcore_tools.arguments import Parser, integer, number
-from mcore_tools.serving import EngineLayout, EngineRanks, open_engine, served_length, served_model, speculating
+from mcore_tools.serving import PROGRAM, EngineLayout, EngineRanks, open_engine, served_length, served_model, speculating
 from mcore_tools.torchrun import report_error
 from mcore_tools.training import device_of
 
@@ -101,7 +101,7 @@ def opened(
                 "--max-length"
             )
         layout = EngineLayout(tp=options.tp, pp=options.pp, num_sharing=num_sharing)
-        ranks = None if layout.num_ranks == 1 else EngineRanks(layout, [verb, *words])
+        ranks = None if layout.num_ranks == 1 else EngineRanks(layout, [*PROGRAM, verb, *words])
         if ranks is not None:
             # Settings and tokenizer are read a second time, so that no process is started for a model that cannot be split so. Ranks
             # that are there already find out when they build it.

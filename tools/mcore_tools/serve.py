@@ -17,10 +17,8 @@ Exit code: 0 done; 1 something was refused, and why; 75 the engine failed severa
 import argparse
 import logging
 import os
-import secrets
 import socket
 import sys
-import time
 from collections.abc import Sequence
 from ipaddress import ip_address
 from pathlib import Path
@@ -28,7 +26,6 @@ from pathlib import Path
 from mcore_ckpt import CheckpointingException
 from mcore_ckpt.hf import import_hf
 from mcore_inference import DynamicInferenceEngine, EngineDeadError
-from mcore_inference.coordinator import CoordinatedRunner, CoordinatorConfig, CoordinatorSecurity, DataParallelInferenceCoordinator
 from mcore_inference.server import InferenceServer, ServerLimits, StopSignals, WeightFolders, serve, serve_runner
 from mcore_parallel.guard import STALLED_EXIT_CODE
 from mcore_tools.arguments import Parser, endpoint, integer, number, secret
@@ -40,7 +37,15 @@ from mcore_tools.generate import (
     generate,
     opened,
 )
-from mcore_tools.serving import EngineLayout, Replicas, end_process, open_served_tokenizer, served_model, work_for
+from mcore_tools.serving import (
+    PROGRAM,
+    EngineLayout,
+    coordinated_replicas,
+    end_process,
+    open_served_tokenizer,
+    served_model,
+    work_for,
+)
 from mcore_tools.torchrun import report_error
 
 
@@ -173,8 +178,7 @@ def _serve_replicas(options: argparse.Namespace, token: str | None, weights: Wei
     """Serve by engines in processes of their own."""
     layout = EngineLayout(tp=options.tp, pp=options.pp, num_sharing=options.data_parallel if options.expert_parallel else 1)
     layout.check(*served_model(options.checkpoint))
-    secret = secrets.token_hex(32)
-    words = [options.checkpoint, "--cache-gb", str(options.cache_gb), "--max-waiting", str(options.max_waiting)]
+    words = [*PROGRAM, "serve", options.checkpoint, "--cache-gb", str(options.cache_gb), "--max-waiting", str(options.max_waiting)]
     words += [] if options.tp == 1 else ["--tp", str(options.tp)]
     words += ["--data-parallel", str(options.data_parallel), "--expert-parallel"] if options.expert_parallel else []
     words += [] if options.pp == 1 else ["--pp", str(options.pp)]
@@ -184,20 +188,14 @@ def _serve_replicas(options: argparse.Namespace, token: str | None, weights: Wei
     words += [] if options.speculation is None else ["--speculation", options.speculation]
     words += [] if options.speculation_tokens is None else ["--speculation-tokens", str(options.speculation_tokens)]
     tokenizer = open_served_tokenizer(options.checkpoint)
-    security = CoordinatorSecurity(secret=secret)
     with (
         StopSignals() as signals,
-        DataParallelInferenceCoordinator(CoordinatorConfig(security=security)) as coordinator,
-        Replicas(words, count=options.data_parallel, coordinator=coordinator, layout=layout) as replicas,
+        coordinated_replicas(words, count=options.data_parallel, layout=layout, is_stopped=lambda: signals.count > 0) as connect,
     ):
-        while coordinator.num_engines < options.data_parallel:
-            if signals.count:
-                return 0
-            if replicas.num_given_up:
-                raise ValueError("an engine ended at its start; the reason stands above")
-            time.sleep(0.05)
+        if connect is None:
+            return 0
         server = serve_runner(
-            lambda: CoordinatedRunner(coordinator.address, security=security),
+            connect,
             tokenizer,
             host=options.host,
             port=options.port,

@@ -171,7 +171,7 @@ def test_engines_of_their_own_processes_get_the_layout(
     def refuse(words: list[str], **options: Any) -> None:
         raise ValueError(f"{' '.join(words[-4:])} takes {options['layout'].ranks_each} GPUs each of {options['count']} times")
 
-    monkeypatch.setattr("mcore_tools.serve.Replicas", refuse)
+    monkeypatch.setattr("mcore_tools.serve.coordinated_replicas", refuse)
     assert main([str(saved_run[1]), "--port", "0", "--data-parallel", "4", "--tp", "2", "--pp", "2"]) == 1
     assert "--tp 2 --pp 2 takes 4 GPUs each of 4 times" in capsys.readouterr().err
 

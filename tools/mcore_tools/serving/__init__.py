@@ -5,16 +5,17 @@
 from mcore_tools.serving._engine import Served, build_engine, serve_exported
 from mcore_tools.serving._layout import EngineLayout
 from mcore_tools.serving._open import open_engine, open_served_tokenizer, served_length, served_model
-from mcore_tools.serving._ranks import EngineRanks, end_process
-from mcore_tools.serving._replicas import Replicas, work_for
+from mcore_tools.serving._ranks import PROGRAM, EngineRanks, end_process
+from mcore_tools.serving._replicas import coordinated_replicas, work_for
 from mcore_tools.serving._speculation import speculating
 
 __all__ = [
+    "PROGRAM",
     "EngineLayout",
     "EngineRanks",
-    "Replicas",
     "Served",
     "build_engine",
+    "coordinated_replicas",
     "end_process",
     "open_engine",
     "open_served_tokenizer",

@@ -25,6 +25,8 @@ from mcore_tools.serving._layout import EngineLayout
 _POLL_S = 0.05
 _MEET_S = 600.0
 _END_S = 10.0
+PROGRAM = (sys.executable, "-m", "mcore_tools")
+"""What stands before the words of a command."""
 
 
 class EngineRanks:
@@ -35,7 +37,7 @@ class EngineRanks:
 
     Args:
         layout: of all ranks.
-        command: words behind ``mcore`` that start the others.
+        command: starts one of the others.
 
     Raises:
         ValueError: another number of processes or GPUs than ranks, or a rank that ended instead of coming.
@@ -155,7 +157,7 @@ def start_rank(command: Sequence[str], rank: int, size: int, port: int, environm
     """One process of a world on this machine.
 
     Args:
-        command: words behind ``mcore``.
+        command: that it runs.
         rank: of the process.
         size: of the world.
         port: of the store where its ranks meet.
@@ -163,7 +165,7 @@ def start_rank(command: Sequence[str], rank: int, size: int, port: int, environm
     """
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     # In a session of its own: Ctrl-C is for the server, or the first rank, which lets open requests end.
-    return subprocess.Popen([sys.executable, "-m", "mcore_tools", *command], env={**environment, **place}, start_new_session=True)
+    return subprocess.Popen(command, env={**environment, **place}, start_new_session=True)
 
 
 def end_process(code: int) -> int:

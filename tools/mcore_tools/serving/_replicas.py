@@ -2,19 +2,27 @@
 # Copyright (c) 2026 the mcore authors
 """Engines in processes of their own, one a device, which work for a coordinator and are started again when one ends."""
 
+import contextlib
 import logging
 import os
+import secrets
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
 from mcore_inference import DynamicInferenceEngine, EngineRunner
-from mcore_inference.coordinator import CoordinatorSecurity, DataParallelInferenceCoordinator, EngineWorker
+from mcore_inference.coordinator import (
+    CoordinatedRunner,
+    CoordinatorConfig,
+    CoordinatorSecurity,
+    DataParallelInferenceCoordinator,
+    EngineWorker,
+)
 from mcore_parallel.guard import STALLED_EXIT_CODE
 from mcore_tools.serving._layout import EngineLayout
 from mcore_tools.serving._ranks import start_rank
@@ -62,13 +70,13 @@ class _World:
 
 
 class Replicas:
-    """A context manager that runs processes ``mcore serve CHECKPOINT --join ADDRESS``, one a device.
+    """A context manager that runs processes ``mcore serve CHECKPOINT --join ADDRESS --name NAME``, one a device.
 
     When a process ends, those of its engine do, and of all engines that share experts with it. They are started again together, unless that
     happened ``3`` times, each time within a minute. The coordinator hears of it at once, and gives the requests to other engines.
 
     Args:
-        command: words behind ``mcore serve``, without those that the coordinator adds.
+        command: of a process, ``mcore serve CHECKPOINT`` or another that takes ``--join ADDRESS --name NAME``, which are added.
         count: engines.
         coordinator: of this process.
         layout: of each engine, or of all that share experts.
@@ -125,7 +133,7 @@ class Replicas:
         else:
             environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._num_ranks)))
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        words = ["serve", *self._command, "--join", self._coordinator.address, "--name"]
+        words = [*self._command, "--join", self._coordinator.address, "--name"]
         world.began, world.store = time.monotonic(), store
         world.processes = [
             start_rank([*words, self._name_of(world, rank)], rank, layout.num_ranks, store.port, environment)
@@ -161,6 +169,36 @@ class Replicas:
         else:
             _LOG.error("%s and is started again%s", what, beside)
             self._start(world)
+
+
+@contextlib.contextmanager
+def coordinated_replicas(
+    command: Sequence[str], *, count: int, layout: EngineLayout, is_stopped: Callable[[], bool]
+) -> Iterator[Callable[[], CoordinatedRunner] | None]:
+    """Engines of ``Replicas`` behind a coordinator of this process, which end with the block.
+
+    Args:
+        command: of a process, as of ``Replicas``.
+        count: engines.
+        layout: of each engine, or of all that share experts.
+        is_stopped: whether nobody waits for their start any more.
+
+    Yields:
+        What connects a runner to them, once all have come; None when it was stopped before.
+
+    Raises:
+        ValueError: as of ``Replicas``, or an engine ended at its start.
+    """
+    security = CoordinatorSecurity(secret=secrets.token_hex(32))
+    with (
+        DataParallelInferenceCoordinator(CoordinatorConfig(security=security)) as coordinator,
+        Replicas(command, count=count, coordinator=coordinator, layout=layout) as replicas,
+    ):
+        while coordinator.num_engines < count and not is_stopped():
+            if replicas.num_given_up:
+                raise ValueError("an engine ended at its start; the reason stands above")
+            time.sleep(0.05)
+        yield None if is_stopped() else lambda: CoordinatedRunner(coordinator.address, security=security)
 
 
 def work_for(engine: DynamicInferenceEngine, address: str, name: str, limits: "ServerLimits") -> int:
