@@ -195,8 +195,8 @@ def _hostile_coordinator(plan: Plan) -> Plan:
     draw, encode = random.Random(plan["seed"]), msgspec.msgpack.encode
     samples = [
         [1, 2, ""], [3, 0, [1, 2, 3], {"num_tokens_to_generate": 3}, True, 0], [4, 0, {}, [], [], [], ""], [5, 1], [6, 1], [7, 1], [8, 1],
-        [9, 1], [12, 0, "RequestError", "x", False], [13, 0], [14, 0, [1], [0.5], [], "x"], [15], [16], [17, 2, "", "dp-9", "running", 64],
-        [20, 1],
+        [9, 1], [12, 0, "RequestError", "x", False], [13, 0], [14, [[0, [1], [0.5], [], "x"]]], [15], [16],
+        [17, 2, "", "dp-9", "running", 64], [20, 1],
     ]  # fmt: skip
     port, context, sent, pace = plan["ports"][0], zmq.Context(), 0, _Pace(plan.get("per_s", 0))
     end = time.monotonic() + (plan.get("seconds") or float("inf"))

@@ -39,6 +39,7 @@ from mcore_inference.coordinator import (  # noqa: E402
     GroupState,
     InferenceClient,
 )
+from mcore_inference.coordinator._messages import Message, Partials, encode  # noqa: E402
 from mcore_parallel import named_shards  # noqa: E402
 from mcore_parallel.data import ByteTokenizer  # noqa: E402
 
@@ -98,6 +99,34 @@ def test_answers_are_those_of_one_engine(runners: list[EngineRunner], make_model
         coordinator = serve(stack, runners)
         asyncio.run(ask(coordinator.address))
         assert coordinator.num_open_requests == 0
+
+
+def test_a_message_has_the_tokens_of_a_step_of_all_streams(runners: list[EngineRunner], monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def counted(message: Message) -> bytes:
+        if isinstance(message, Partials):
+            sizes.append(len(message.items))
+        return encode(message)
+
+    async def ask(runner: CoordinatedRunner) -> None:
+        async def one(prompt: str) -> None:
+            stream = await runner.submit(prompt, SamplingParams(num_tokens_to_generate=40, ignore_eos=True))
+            tokens, text = [], ""
+            async for increment in stream:
+                tokens, text = tokens + increment.tokens, text + increment.text
+            assert increment.record is not None
+            assert len(tokens) == 40 and (tokens, text) == (increment.record.generated_tokens, increment.record.generated_text)
+
+        await asyncio.gather(*(one(f"prompt {number}") for number in range(8)))
+        assert runner.health().unfinished_requests == 0
+
+    monkeypatch.setattr("mcore_inference.coordinator._worker.encode", counted)
+    with ExitStack() as stack:
+        coordinator = serve(stack, runners[:1])
+        asyncio.run(ask(stack.enter_context(CoordinatedRunner(coordinator.address))))
+    # The last token of a stream comes with its record.
+    assert sum(sizes) <= 8 * 39 and len(sizes) < sum(sizes) / 2, sizes
 
 
 def test_refusals_of_engines_reach_the_client_and_end_one_request(runners: list[EngineRunner]) -> None:

@@ -25,6 +25,7 @@ from mcore_inference.coordinator._messages import (
     LoadWeights,
     Message,
     Partial,
+    Partials,
     Pause,
     Refusal,
     Register,
@@ -61,6 +62,11 @@ def connect() -> Connect:
 
 def reply(number: int) -> EngineReply:
     return EngineReply(request_id=number, record={})
+
+
+def partials(*numbers: int) -> Partials:
+    """A token each."""
+    return Partials(items=[Partial(request_id=number, tokens=[number], log_probs=[], top_n_logprobs=[], text="") for number in numbers])
 
 
 class Group:
@@ -134,6 +140,24 @@ def test_two_clients_may_use_one_number() -> None:
     # The number is free again.
     group.send(b"c0", submit(5))
     assert len(group.got(b"e0", SubmitRequest)) == 3 and not group.got(b"c0", Refusal)
+
+
+def test_tokens_of_a_step_reach_each_client_in_one_message_under_its_numbers() -> None:
+    group = Group(engines=2, clients=2)
+    for client, number in ((b"c0", 7), (b"c1", 5), (b"c0", 5), (b"c1", 9)):
+        group.send(client, submit(number, stream=True))
+    # Round about: an engine has one request of each client, or both of one.
+    group.send(b"c0", submit(8))
+    held = {engine: [message.request_id for message in group.got(engine, SubmitRequest)] for engine in (b"e0", b"e1")}
+    # Those of another engine, those that nobody knows, and those that are not streamed, are dropped.
+    for engine in held:
+        group.send(engine, partials(*(number for numbers in held.values() for number in numbers), 1000))
+    got = {client: group.got(client, Partials) for client in (b"c0", b"c1")}
+    assert all(len(messages) <= 2 for messages in got.values())
+    numbers = {client: sorted(part.request_id for message in messages for part in message.items) for client, messages in got.items()}
+    assert numbers == {b"c0": [5, 7], b"c1": [5, 9]}
+    tokens = [part.tokens[0] for messages in got.values() for message in messages for part in message.items]
+    assert len(set(tokens)) == 4 and set(tokens) < {number for numbers in held.values() for number in numbers}
 
 
 def test_clients_that_are_not_connected_are_told_and_served_nothing() -> None:
@@ -436,8 +460,8 @@ def test_every_request_has_one_end_whatever_happens(events: list[tuple[str, int,
                         assert message.request_id in open_by_client[peer]
                         open_by_client[peer].remove(message.request_id)
                         ends[peer, message.request_id] += 1
-                    elif isinstance(message, Partial):
-                        assert message.request_id in open_by_client[peer]
+                    elif isinstance(message, Partials):
+                        assert {part.request_id for part in message.items} <= open_by_client[peer]
                     elif isinstance(message, Refusal) and peer in engines and message.call == -1:
                         engines.discard(peer)
                         held.pop(peer, None)
@@ -458,7 +482,7 @@ def test_every_request_has_one_end_whatever_happens(events: list[tuple[str, int,
             held[engine].remove(some)
             group.send(engine, Failure(request_id=some, kind="X", message="", is_transient=False))
         elif event == "partial" and some is not None:
-            group.send(engine, Partial(request_id=some, tokens=[1], log_probs=[], top_n_logprobs=[], text=""))
+            group.send(engine, partials(some))
         elif event == "lost" and engine in engines:
             engines.discard(engine)
             held.pop(engine, None)

@@ -15,6 +15,7 @@ from mcore_inference import (
     EngineDeadError,
     EngineRunner,
     FinishReason,
+    Increment,
     InvalidTokenError,
     QueueFullError,
     SamplingParams,
@@ -94,12 +95,36 @@ def test_increments_join_to_the_record_and_to_a_run_without_thread(engine: Dynam
     assert not engine_threads()
 
 
+def test_a_slow_reader_gets_what_came_meanwhile_in_one_increment(engine: DynamicInferenceEngine) -> None:
+    async def main() -> None:
+        with EngineRunner(engine) as runner:
+            stream = await runner.submit("abc", TEN)
+            while runner.health().unfinished_requests:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
+            [increment] = [each async for each in stream]
+            record = increment.record
+            assert record is not None and len(increment.tokens) == 10
+            assert (increment.tokens, increment.text) == (record.generated_tokens, record.generated_text)
+            assert (increment.log_probs, increment.top_n_logprobs) == (record.generated_log_probs, record.generated_top_n_logprobs)
+            # What came before an error comes first.
+            first = Increment(tokens=[1])
+            stream.put(first)
+            stream.put(EngineDeadError("gone"))
+            increments = aiter(stream)
+            assert await anext(increments) is first
+            with pytest.raises(EngineDeadError, match="gone"):
+                await anext(increments)
+
+    asyncio.run(main())
+
+
 def test_what_is_not_streamed_comes_in_one_increment(engine: DynamicInferenceEngine) -> None:
     [wanted] = engine.generate(["abc"], TEN)
 
     async def main() -> None:
         with EngineRunner(engine) as runner:
-            streamed, whole = await runner.submit("abc", TEN), await runner.submit("abc", TEN, stream=False)
+            streamed, whole = await runner.submit("abc", LONG), await runner.submit("abc", TEN, stream=False)
             [increment] = [increment async for increment in whole]
             assert increment.tokens == wanted.generated_tokens
             assert increment.log_probs == pytest.approx(wanted.generated_log_probs, abs=1e-5)

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
+import zmq
 import zmq.asyncio
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from mcore_inference.coordinator._messages import (
     LoadWeights,
     Message,
     Partial,
+    Partials,
     Pause,
     Refusal,
     Resume,
@@ -56,6 +58,9 @@ from mcore_inference.requests import (
 )
 from mcore_inference.sampling import SamplingParams
 
+_TURN_S = 0.005
+"""That messages are taken for, before the loop does something else."""
+
 
 @experimental_api
 class RemoteStream:
@@ -66,14 +71,16 @@ class RemoteStream:
         self.whole = whole
         """One increment at the end, with everything."""
         self.request_id = number
-        self.queue: asyncio.Queue[Increment | Exception] = asyncio.Queue()
+        self._queue: asyncio.Queue[Increment | Exception] = asyncio.Queue()
+        self.take: Callable[[Increment | Exception], None] = self._queue.put_nowait
+        """Called with all that comes; another one, set before anything came, stands for the iteration."""
 
     def __aiter__(self) -> AsyncIterator[Increment]:
         return self._increments()
 
     async def _increments(self) -> AsyncIterator[Increment]:
         while True:
-            item = await self.queue.get()
+            item = await self._queue.get()
             if isinstance(item, Exception):
                 raise item
             yield item
@@ -346,31 +353,43 @@ class InferenceClient:
                 self._fail_all(CoordinatorError(f"the coordinator at {self._address} was silent for {silent:.1f} s"))
 
     async def _receive(self) -> None:
+        # As in the coordinator: a future for each message costs more than the message.
+        socket = zmq.Socket.shadow(self._socket)
         while True:
             frame = await self._socket.recv()
-            try:
-                message = decode_for_client(frame)
-            except msgspec.DecodeError as error:
-                self._fail_all(CoordinatorError(f"a message of {self._address} was not understood ({error}); use one version"))
-                continue
-            self._heard = time.monotonic()
-            if isinstance(message, Partial):
-                self._deliver(message.request_id, _increment(message, None))
-            elif isinstance(message, EngineReply):
-                record = DynamicInferenceRequestRecord.deserialize(message.record)
-                stream = self._streams.pop(message.request_id, None)
-                if stream is not None:
-                    stream.queue.put_nowait(_whole(record) if stream.whole else _increment(message, record))
-            elif isinstance(message, Failure):
-                self._deliver(message.request_id, _error(message))
-                self._streams.pop(message.request_id, None)
-            elif isinstance(message, SignalAck | Status | WeightAck):
-                self._settle(message.call, message)
-            elif isinstance(message, ConnectAck):
-                if self._connected is not None and not self._connected.done():
-                    self._connected.set_result(message)
-            elif isinstance(message, Refusal):
-                self._refused(message)
+            end = time.monotonic() + _TURN_S
+            self._take(frame)
+            with contextlib.suppress(zmq.Again):
+                while time.monotonic() < end:
+                    self._take(socket.recv(zmq.DONTWAIT))
+            await asyncio.sleep(0)
+
+    def _take(self, frame: bytes) -> None:
+        """One message of the coordinator."""
+        try:
+            message = decode_for_client(frame)
+        except msgspec.DecodeError as error:
+            self._fail_all(CoordinatorError(f"a message of {self._address} was not understood ({error}); use one version"))
+            return
+        self._heard = time.monotonic()
+        if isinstance(message, Partials):
+            for part in message.items:
+                self._deliver(part.request_id, _increment(part, None))
+        elif isinstance(message, EngineReply):
+            record = DynamicInferenceRequestRecord.deserialize(message.record)
+            stream = self._streams.pop(message.request_id, None)
+            if stream is not None:
+                stream.take(_whole(record) if stream.whole else _increment(message, record))
+        elif isinstance(message, Failure):
+            self._deliver(message.request_id, _error(message))
+            self._streams.pop(message.request_id, None)
+        elif isinstance(message, SignalAck | Status | WeightAck):
+            self._settle(message.call, message)
+        elif isinstance(message, ConnectAck):
+            if self._connected is not None and not self._connected.done():
+                self._connected.set_result(message)
+        elif isinstance(message, Refusal):
+            self._refused(message)
 
     def _refused(self, refusal: Refusal) -> None:
         error = CoordinatorError(refusal.message)
@@ -386,7 +405,7 @@ class InferenceClient:
     def _deliver(self, number: int, item: Increment | Exception) -> None:
         stream = self._streams.get(number)
         if stream is not None:
-            stream.queue.put_nowait(item)
+            stream.take(item)
 
     def _settle(self, number: int, value: Any) -> None:
         call = self._calls.get(number)
@@ -400,7 +419,7 @@ class InferenceClient:
     def _fail_all(self, error: Exception) -> None:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            stream.queue.put_nowait(error)
+            stream.take(error)
         for number in list(self._calls):
             self._settle(number, error)
 

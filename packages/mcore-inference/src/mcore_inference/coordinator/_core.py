@@ -24,7 +24,7 @@ from mcore_inference.coordinator._messages import (
     Incoming,
     LoadWeights,
     Message,
-    Partial,
+    Partials,
     Refusal,
     Register,
     RegisterAck,
@@ -297,17 +297,15 @@ class CoordinatorCore:
     def _from_engine(self, peer: bytes, message: Incoming, now: float) -> None:
         engine = self._engines[peer]
         engine.heard = now
-        if isinstance(message, Partial):
-            request = self._attempts.get(message.request_id) if message.request_id in engine.requests else None
-            if request is not None and request.message.stream:
-                request.started = True
-                self._send(request.client, _with_number(message, request.message.request_id))
+        if isinstance(message, Partials):
+            self._forward(engine, message)
         elif isinstance(message, EngineReply | Failure):
             request = self._take(peer, message.request_id)
             if request is not None:
                 engine.finished += 1
                 del self._clients[request.client].requests[request.message.request_id]
-                self._send(request.client, _with_number(message, request.message.request_id))
+                message.request_id = request.message.request_id
+                self._send(request.client, message)
         elif isinstance(message, SignalAck):
             operation = self._operation
             if operation is not None and operation.number == message.call:
@@ -319,6 +317,18 @@ class CoordinatorCore:
             self._send(peer, Heartbeat())
         elif isinstance(message, Disconnect):
             self._lose(peer, "it left", now, tell=False)
+
+    def _forward(self, engine: Engine, message: Partials) -> None:
+        """Tokens of a step to the clients of its streams, each under the client's number."""
+        by_client: dict[bytes, Partials] = {}
+        for part in message.items:
+            request = self._attempts.get(part.request_id) if part.request_id in engine.requests else None
+            if request is not None and request.message.stream:
+                request.started = True
+                part.request_id = request.message.request_id
+                by_client.setdefault(request.client, Partials(items=[])).items.append(part)
+        for client, parts in by_client.items():
+            self._send(client, parts)
 
     # -- signals -----------------------------------------------------------------------------------------------------
 
@@ -484,9 +494,3 @@ class CoordinatorCore:
 
 def _name(signal: Signal) -> str:
     return "load_weights" if isinstance(signal, LoadWeights) else type(signal).__name__.lower()
-
-
-def _with_number(message: EngineReply | Failure | Partial, number: int) -> Message:
-    """The same message with the client's number."""
-    fields = {name: getattr(message, name) for name in message.__struct_fields__}
-    return type(message)(**{**fields, "request_id": number})

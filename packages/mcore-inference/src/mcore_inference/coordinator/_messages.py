@@ -8,7 +8,7 @@ import msgspec
 
 from mcore_inference._stability import experimental_api
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version that both sides name when they meet."""
 
 
@@ -105,7 +105,7 @@ class Abort(Message, tag=13):
     request_id: int
 
 
-class Partial(Message, tag=14):
+class Partial(msgspec.Struct, array_like=True, kw_only=True, forbid_unknown_fields=True):
     """Tokens of a request that goes on."""
 
     request_id: int
@@ -226,15 +226,21 @@ class WeightAck(Message, tag=24):
     is_over: bool = False
 
 
+class Partials(Message, tag=14):
+    """What one step brought to several requests: a message for each would cost more than its tokens."""
+
+    items: list[Partial]
+
+
 Incoming = (
-    Connect | SubmitRequest | EngineReply | Pause | SignalAck | Unpause | Suspend | Resume | Stop | Failure | Abort | Partial | Heartbeat
+    Connect | SubmitRequest | EngineReply | Pause | SignalAck | Unpause | Suspend | Resume | Stop | Failure | Abort | Partials | Heartbeat
     | Disconnect | Register | AskStatus | LoadWeights | WeightBucket | WeightAck
 )  # fmt: skip
 """What a coordinator may get."""
 ToEngine = (
     SubmitRequest | Pause | Unpause | Suspend | Resume | Stop | Abort | Heartbeat | RegisterAck | Refusal | LoadWeights | WeightBucket
 )
-ToClient = ConnectAck | EngineReply | SignalAck | Failure | Partial | Heartbeat | Refusal | Status | WeightAck
+ToClient = ConnectAck | EngineReply | SignalAck | Failure | Partials | Heartbeat | Refusal | Status | WeightAck
 SIGNALS: tuple[type[Signal], ...] = (Pause, Unpause, Suspend, Resume, Stop)
 
 UNKNOWN = Refusal(call=-1, message="you are not known here; connect or register first")

@@ -14,7 +14,8 @@ from mcore_inference._stability import experimental_api
 from mcore_inference.coordinator._client import InferenceClient, RemoteStream
 from mcore_inference.coordinator._config import CoordinatorSecurity
 from mcore_inference.coordinator._messages import Status
-from mcore_inference.engine import EngineHealth, RequestStream, WeightSlice
+from mcore_inference.engine import EngineHealth, Increment, RequestStream, WeightSlice
+from mcore_inference.engine._stream import News, deliver
 from mcore_inference.requests import CoordinatorError, RequestError
 from mcore_inference.sampling import SamplingParams
 
@@ -40,7 +41,9 @@ class CoordinatedRunner:
 
     def __init__(self, address: str, *, security: CoordinatorSecurity | None = None, timeout_s: float = 30.0) -> None:
         self._client = InferenceClient(address, security=security, timeout_s=timeout_s)
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._open: dict[int, tuple[RemoteStream, RequestStream]] = {}
+        self._news: list[News] = []
+        """Of this turn of the loop, in which whole messages come."""
         self._status: Status | None = None
         self._ready = threading.Event()
         self._failure: BaseException | None = None
@@ -83,7 +86,7 @@ class CoordinatedRunner:
             reason = "the coordinator has no engine"
         elif status.state == "stopped":
             reason = "the engines are stopped"
-        return EngineHealth(alive=reason is None, last_step_age_s=None, unfinished_requests=len(self._tasks), failure=reason)
+        return EngineHealth(alive=reason is None, last_step_age_s=None, unfinished_requests=len(self._open), failure=reason)
 
     def stats(self) -> dict[str, float]:
         """Engines, open requests and tokens, as the coordinator knows them."""
@@ -159,10 +162,11 @@ class CoordinatedRunner:
             self._ready.set()
             watching = asyncio.ensure_future(self._watch())
             await self._closing.wait()
-            tasks = [watching, *self._tasks.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            for number in list(self._open):
+                self._cancel(number)
+            self._deliver()
 
     async def _watch(self) -> None:
         while True:
@@ -173,24 +177,29 @@ class CoordinatedRunner:
                 self._status = None
 
     async def _begin(self, prompt: str | Sequence[int], params: SamplingParams | None, priority: int, stream: RequestStream) -> int:
+        def take(item: Increment | Exception) -> None:
+            if isinstance(item, Exception) or item.record is not None:
+                self._open.pop(remote.request_id, None)
+            self._add((stream, item))
+
         remote = await self._client.submit(prompt, params, priority=priority, stream=not stream.whole)
-        task = asyncio.ensure_future(self._pump(remote, stream))
-        self._tasks[remote.request_id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(remote.request_id, None))
+        remote.take = take
+        self._open[remote.request_id] = (remote, stream)
         return remote.request_id
 
-    async def _pump(self, remote: RemoteStream, stream: RequestStream) -> None:
-        try:
-            async for increment in remote:
-                stream.deliver(increment)
-        except asyncio.CancelledError:
-            remote.abort()
-            stream.deliver(RequestError(remote.request_id, "the request was aborted"))
-            raise
-        except Exception as error:
-            stream.deliver(error)
-
     def _cancel(self, request_id: int) -> None:
-        task = self._tasks.get(request_id)
-        if task is not None:
-            task.cancel()
+        remote, stream = self._open.pop(request_id, (None, None))
+        if remote is not None and stream is not None:
+            remote.abort()
+            self._add((stream, RequestError(request_id, "the request was aborted")))
+
+    def _add(self, news: News) -> None:
+        if not self._news:
+            assert self._loop is not None, "called in it"
+            self._loop.call_soon(self._deliver)
+        self._news.append(news)
+
+    def _deliver(self) -> None:
+        """One call into the loop of each server for all that came, since each wakes it."""
+        news, self._news = self._news, []
+        deliver(news)

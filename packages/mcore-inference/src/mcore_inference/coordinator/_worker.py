@@ -22,6 +22,7 @@ from mcore_inference.coordinator._messages import (
     LoadWeights,
     Message,
     Partial,
+    Partials,
     Refusal,
     Register,
     RegisterAck,
@@ -79,6 +80,8 @@ class EngineWorker:
         self._state = GroupState.RUNNING
         self._registered = False
         self._requests: dict[int, asyncio.Task[None]] = {}
+        self._parts: list[Partial] = []
+        """Of this turn of the loop, in which all streams get what a step brought."""
         self._load: WeightReceiver | None = None
         """Of the load in progress."""
         self._load_error = ""
@@ -276,7 +279,24 @@ class EngineWorker:
         except Exception as error:
             transient = error.is_transient if isinstance(error, RequestError) else isinstance(error, EngineDeadError)
             text = error.message if isinstance(error, RequestError) else str(error)
-            await self._send(Failure(request_id=message.request_id, kind=type(error).__name__, message=text, is_transient=transient))
+            await self._reply(Failure(request_id=message.request_id, kind=type(error).__name__, message=text, is_transient=transient))
+
+    async def _reply(self, message: EngineReply | Failure) -> None:
+        """The end of a request, behind the tokens that it had before."""
+        self._send_parts()
+        await self._send(message)
+
+    def _add_part(self, part: Partial) -> None:
+        if not self._parts:
+            # Behind the other streams that the step has woken.
+            asyncio.get_running_loop().call_soon(self._send_parts)
+        self._parts.append(part)
+
+    def _send_parts(self) -> None:
+        parts, self._parts = self._parts, []
+        if parts:
+            # Queued at once, before all that is sent later; nobody waits for the rest.
+            self._socket.send(encode(Partials(items=parts)))
 
     async def _generate(self, message: SubmitRequest) -> None:
         params = SamplingParams.deserialize(message.sampling_params)
@@ -285,9 +305,9 @@ class EngineWorker:
             async for increment in stream:
                 pieces = _pieces(increment) if message.stream else {}
                 if increment.record is not None:
-                    await self._send(EngineReply(request_id=message.request_id, record=increment.record.serialize(), **pieces))
+                    await self._reply(EngineReply(request_id=message.request_id, record=increment.record.serialize(), **pieces))
                 elif message.stream:
-                    await self._send(Partial(request_id=message.request_id, **pieces))
+                    self._add_part(Partial(request_id=message.request_id, **pieces))
         finally:
             stream.abort()
 

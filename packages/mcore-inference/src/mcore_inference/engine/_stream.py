@@ -3,7 +3,7 @@
 """What a request gains, on its way from an engine's thread to an event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ class Increment:
 class RequestStream:
     """Increments of one request, for one event loop.
 
-    Iterate it to the end, or ``abort`` it: an abandoned request goes on for nobody.
+    Iterate it to the end, or ``abort`` it: an abandoned request goes on for nobody. Increments that wait for a slow reader are joined.
     """
 
     def __init__(self, abort: Callable[[int], None], loop: asyncio.AbstractEventLoop, *, whole: bool = False) -> None:
@@ -50,9 +50,17 @@ class RequestStream:
     async def _increments(self) -> AsyncIterator[Increment]:
         while True:
             item = await self._queue.get()
+            waiting: list[Increment] = []
+            while not isinstance(item, Exception):
+                waiting.append(item)
+                if self._queue.empty():
+                    break
+                item = self._queue.get_nowait()
+            # A reader that is slower than the engine gets fewer, longer ones.
+            if waiting:
+                yield _joined(waiting)
             if isinstance(item, Exception):
                 raise item
-            yield item
             if item.record is not None:
                 return
 
@@ -90,6 +98,19 @@ def deliver(news: Iterable[News]) -> None:
         by_loop.setdefault(stream.loop, []).append((stream, item))
     for loop, items in by_loop.items():
         call_in(loop, _put_all, items)
+
+
+def _joined(parts: Sequence[Increment]) -> Increment:
+    """One of several that follow each other, at least one."""
+    if len(parts) == 1:
+        return parts[0]
+    return Increment(
+        tokens=[token for part in parts for token in part.tokens],
+        log_probs=[value for part in parts for value in part.log_probs],
+        top_n_logprobs=[best for part in parts for best in part.top_n_logprobs],
+        text="".join(part.text for part in parts),
+        record=parts[-1].record,
+    )
 
 
 def _put_all(items: Iterable[News]) -> None:

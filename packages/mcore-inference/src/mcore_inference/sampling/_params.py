@@ -179,7 +179,7 @@ class SamplingParams:
 
     def serialize(self) -> dict[str, Any]:
         """All fields as JSON-ready data."""
-        data = dataclasses.asdict(self)
+        data = dict(vars(self))
         data["stop_token_ids"] = list(self.stop_token_ids)
         data["stop_words"] = None if self.stop_words is None else list(self.stop_words)
         # JSON and msgpack maps want string keys or lists of pairs; pairs keep ids as integers.

@@ -47,6 +47,10 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
 
 async def merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, Increment]]:
     """Increments of several requests as they come, with the number of the request."""
+    if len(streams) == 1:
+        async for increment in streams[0]:
+            yield 0, increment
+        return
     queue: asyncio.Queue[tuple[int, Increment | Exception]] = asyncio.Queue()
 
     async def pump(index: int, stream: RequestStream) -> None:
