@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import os
 import random
 import socket
 import struct
@@ -340,6 +341,7 @@ _KINDS: dict[str, Callable[[Plan], Plan | Awaitable[Plan]]] = {
 def main() -> None:
     """Do what the plan says and print what came of it."""
     plan = json.loads(sys.argv[1])
+    os.sched_setaffinity(0, plan["cores"])
     result = _KINDS[plan["kind"]](plan)
     if not isinstance(result, dict):
         result = asyncio.run(result)  # type: ignore[arg-type]

@@ -2,6 +2,10 @@
 # Copyright (c) 2026 the mcore authors
 """A tiny engine, what its weights should generate, and a process that works for a coordinator with it."""
 
+import contextlib
+import multiprocessing
+from collections.abc import Iterator
+
 import torch
 
 from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, EngineRunner, InferenceConfig, PagedAttention
@@ -11,7 +15,7 @@ from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import Step
 
-__all__ = ["HEARTBEAT_S", "make_engine", "make_model", "most_probable", "work"]
+__all__ = ["HEARTBEAT_S", "engines_apart", "make_engine", "make_model", "most_probable", "work"]
 
 HEARTBEAT_S = 0.25
 
@@ -46,3 +50,18 @@ def work(address: str, name: str, secret: str) -> None:
         EngineWorker(runner, address, name=name, security=security, heartbeat_s=HEARTBEAT_S) as worker,
     ):
         worker.join()
+
+
+@contextlib.contextmanager
+def engines_apart(count: int, address: str, secret: str) -> Iterator[None]:
+    """Processes of ``work``, which end with the block."""
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=work, args=(address, f"dp-{index}", secret), daemon=True) for index in range(count)]
+    try:
+        for process in processes:
+            process.start()
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()

@@ -2,14 +2,18 @@
 # Copyright (c) 2026 the mcore authors
 """Servers under attack: hostile bytes, clients that leave or hold on, oversize requests, killed engines, suspends, new weights, long use.
 
-A tiny engine serves twice, by its own HTTP server and by one over a coordinator. Every client is in a process of its own.
+A tiny engine serves twice, by its own HTTP server and by one over a coordinator. Every client is in a process of its own. Where there are
+eight cores and more, servers, clients whose requests are timed, and all other clients have cores of their own.
 
 python -m tests.campaigns.serving --frames 100000 --output docs/benchmarks/serving_trust.json
+python -m tests.campaigns.serving --only-attack --engine-processes 1 --frames 1000000 --attack-seconds 30 --seconds 30 --rate 50 \\
+    --attackers 4 --rounds 5 --output docs/benchmarks/serving_attack_cores.json
 python -m tests.campaigns.serving --soak-minutes 120 --rate 5 --output docs/benchmarks/serving_soak.json
 """
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import json
 import os
@@ -33,11 +37,12 @@ from mcore_inference.coordinator import (
     DataParallelInferenceCoordinator,
     EngineWorker,
 )
-from mcore_inference.server import ConnectionLimits, ServerLimits, serve, serve_runner
+from mcore_inference.server import ConnectionLimits, InferenceServer, ServerLimits, serve, serve_runner
 from mcore_parallel.data import ByteTokenizer
 from tests.campaigns._serving_changes import killed_engines, suspended, swapped_weights
 from tests.campaigns._serving_clients import http_request
-from tests.campaigns._serving_engine import make_engine
+from tests.campaigns._serving_cores import FEWEST, Cores, assigned, physical_core
+from tests.campaigns._serving_engine import engines_apart, make_engine
 from tests.campaigns._serving_soak import soaked
 from tools.bench._record import record
 
@@ -55,7 +60,8 @@ class Service:
     runners: list[EngineRunner]
     coordinator: DataParallelInferenceCoordinator
     ports: list[int]
-    """Of HTTP: of the first engine itself, and of the coordinator over the second."""
+    """Of HTTP: of the first engine itself, and of the coordinator over the second; or of one over engines of other processes only."""
+    cores: Cores
     text: str = ""
     """What a good request is answered."""
 
@@ -84,23 +90,28 @@ class Service:
 
 
 @contextlib.contextmanager
-def _service(max_refused_per_s: float | None = None) -> Iterator[Service]:
+def _service(cores: Cores, max_refused_per_s: float | None = None, engine_processes: int = 0) -> Iterator[Service]:
     limits = ServerLimits(connections=ConnectionLimits(max_refused_per_s=max_refused_per_s))
     security = CoordinatorSecurity(secret="of the campaign")
     with contextlib.ExitStack() as stack:
-        direct = stack.enter_context(serve(make_engine(), limits=limits))
-        runner = stack.enter_context(EngineRunner(make_engine()))
+        runners: list[EngineRunner] = []
+        servers: list[InferenceServer] = []
+        if not engine_processes:
+            servers.append(stack.enter_context(serve(make_engine(), limits=limits)))
+            assert isinstance(servers[0].runner, EngineRunner)
+            runners += [servers[0].runner, stack.enter_context(EngineRunner(make_engine()))]
         coordinator = stack.enter_context(DataParallelInferenceCoordinator(CoordinatorConfig(security=security)))
-        stack.enter_context(EngineWorker(runner, coordinator.address, name="dp-0", security=security))
-        coordinator.wait_for_engines(1)
-        over = stack.enter_context(
-            serve_runner(lambda: CoordinatedRunner(coordinator.address, security=security), ByteTokenizer(), limits=limits)
-        )
-        assert isinstance(direct.runner, EngineRunner)
-        service = Service([direct.runner, runner], coordinator, [direct.port, over.port])
+        if engine_processes:
+            stack.enter_context(engines_apart(engine_processes, coordinator.address, security.secret))
+        else:
+            stack.enter_context(EngineWorker(runners[1], coordinator.address, name="dp-0", security=security))
+        coordinator.wait_for_engines(engine_processes or 1, 120)
+        over = serve_runner(lambda: CoordinatedRunner(coordinator.address, security=security), ByteTokenizer(), limits=limits)
+        servers.append(stack.enter_context(over))
+        service = Service(runners, coordinator, [server.port for server in servers], cores)
         texts = {json.loads(_answer(port, http_request(_GOOD))[1])["choices"][0]["text"] for port in service.ports}
         assert len(texts) == 1, texts
-        yield Service(service.runners, coordinator, service.ports, texts.pop())
+        yield dataclasses.replace(service, text=texts.pop())
 
 
 def _answer(port: int, request: bytes) -> tuple[int, bytes]:
@@ -119,8 +130,9 @@ def _answer(port: int, request: bytes) -> tuple[int, bytes]:
 # -- clients in processes of their own ---------------------------------------------------------------------------------
 
 
-def _start(kind: str, ports: Sequence[int], **plan: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.campaigns._serving_clients", json.dumps({"kind": kind, "ports": list(ports), **plan})]
+def _start(kind: str, ports: Sequence[int], cores: Sequence[int], **plan: Any) -> subprocess.Popen[str]:
+    everything = {"kind": kind, "ports": list(ports), "cores": list(cores), **plan}
+    command = [sys.executable, "-m", "tests.campaigns._serving_clients", json.dumps(everything)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -134,7 +146,7 @@ def _end(client: subprocess.Popen[str]) -> Figures:
 
 def _beside(service: Service, rate: float, attack: Callable[[], Any], kind: str = "steady") -> tuple[Figures, Any]:
     """The steady requests' figures while ``attack`` runs, and what it returned."""
-    steady = _start(kind, service.ports, rate=rate, body=_GOOD, text=service.text)
+    steady = _start(kind, service.ports, service.cores.good, rate=rate, body=_GOOD, text=service.text)
     try:
         result = attack()
     finally:
@@ -155,17 +167,24 @@ def _lost(steady: Figures) -> list[str]:
 
 
 def _flood(
-    ports: list[int], coordinator_port: int, frames: int, seed: int, seconds: float, attackers: int, rates: tuple[float, float] = (0, 0)
+    cores: Sequence[int],
+    ports: list[int],
+    coordinator_port: int,
+    frames: int,
+    seed: int,
+    seconds: float,
+    attackers: int,
+    rates: tuple[float, float] = (0, 0),
 ) -> list[Figures]:
     """Messages to a coordinator's port and to HTTP ports, at once and at rates of their own; 0 for as fast as may be."""
     plan = {"count": frames // 2, "seed": seed, "seconds": seconds}
-    http = _start("hostile_http", ports, attackers=attackers, per_s=rates[1], **plan)
-    return [_end(_start("hostile_coordinator", [coordinator_port], per_s=rates[0], **plan)), _end(http)]
+    http = _start("hostile_http", ports, cores, attackers=attackers, per_s=rates[1], **plan)
+    return [_end(_start("hostile_coordinator", [coordinator_port], cores, per_s=rates[0], **plan)), _end(http)]
 
 
 def _elsewhere(service: Service, hostile: Figures, rate: float, seed: int, attackers: int) -> Figures:
     """What the senders of ``hostile`` alone cost the good requests: they send as much, as fast, to a process that drops it."""
-    sink = _start("sink", [])
+    sink = _start("sink", [], service.cores.others)
     assert sink.stdout is not None
     try:
         http, coordinator = json.loads(sink.stdout.readline())
@@ -173,7 +192,7 @@ def _elsewhere(service: Service, hostile: Figures, rate: float, seed: int, attac
 
         def attack() -> list[Figures]:
             rates = counts[0] / seconds, counts[1] / seconds
-            return _flood([http], coordinator, 2 * max(counts), seed, seconds, attackers, rates)
+            return _flood(service.cores.others, [http], coordinator, 2 * max(counts), seed, seconds, attackers, rates)
 
         steady, (frames_sent, requests_sent) = _beside(service, rate, attack)
     finally:
@@ -204,7 +223,7 @@ def _hostile(service: Service, frames: int, rate: float, seed: int, seconds: flo
     """Half of the messages to the HTTP ports, half to the coordinator's."""
 
     def attack() -> list[Figures]:
-        return _flood(service.ports, service.coordinator_port, frames, seed, seconds, attackers)
+        return _flood(service.cores.others, service.ports, service.coordinator_port, frames, seed, seconds, attackers)
 
     begin, used = time.monotonic(), time.process_time()
     steady, (frames_sent, requests_sent) = _beside(service, rate, attack)
@@ -225,13 +244,13 @@ def _hostile(service: Service, frames: int, rate: float, seed: int, seconds: flo
 
 
 def _leaving(service: Service, aborts: int, seed: int) -> Figures:
-    figures = _end(_start("leaving", service.ports, count=aborts, seed=seed))
+    figures = _end(_start("leaving", service.ports, service.cores.others, count=aborts, seed=seed))
     left = service.left()
     return {**figures, "blocks_leaked": sum(runner.engine.context.allocator.total_used for runner in service.runners), "problems": left}
 
 
 def _slow(service: Service, clients: int, seconds: float, rate: float) -> Figures:
-    slow = _start("slow", service.ports, count=clients)
+    slow = _start("slow", service.ports, service.cores.others, count=clients)
     try:
         steady, _ = _beside(service, rate, lambda: time.sleep(seconds))
     finally:
@@ -302,7 +321,7 @@ def _memory(service: Service, requests: int) -> Figures:
 
     failed, sizes = 0, []
     for _ in range(2):
-        failed += _end(_start("many", service.ports, count=requests // 2, body=_GOOD))["failed"]
+        failed += _end(_start("many", service.ports, service.cores.others, count=requests // 2, body=_GOOD))["failed"]
         sizes.append(resident())
     growth = sizes[1] - sizes[0]
     problems = [f"{failed} requests failed"] * bool(failed) + [f"{growth} bytes more after {requests // 2} requests"] * (
@@ -317,12 +336,12 @@ def _soak(service: Service, minutes: float, every_s: float, rate: float) -> Figu
     return {**figures, "problems": figures["problems"] + _lost(figures["good"]) + service.left()}
 
 
-def _run(options: argparse.Namespace) -> Figures:
+def _run(options: argparse.Namespace, cores: Cores) -> Figures:
     trials: dict[str, Figures] = {}
     if options.soak_minutes:
-        with _service(options.max_refused_per_s) as service:
+        with _service(cores, options.max_refused_per_s) as service:
             return {"soak": _soak(service, options.soak_minutes, options.sample_seconds, options.rate)}
-    with _service(options.max_refused_per_s) as service:
+    with _service(cores, options.max_refused_per_s, options.engine_processes) as service:
         if options.only_attack:
             return _attacked(service, options)
         trials["without attack"] = _quiet(service, options.seconds, options.rate)
@@ -360,6 +379,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only-attack", action="store_true", help="the trials without attack, of hostile bytes, and of their senders alone"
     )
+    parser.add_argument(
+        "--engine-processes",
+        type=int,
+        default=0,
+        help="of --only-attack: serve by so many engines behind a coordinator, as --data-parallel does",
+    )
     parser.add_argument("--soak-minutes", type=float, default=0, help="serve a steady load for so long, and nothing else")
     parser.add_argument("--sample-seconds", type=float, default=30, help="of the soak, between two looks at memory, tasks and descriptors")
     parser.add_argument("--seed", type=int, default=0)
@@ -367,12 +392,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.soak_minutes and 60 * options.soak_minutes < 8 * options.sample_seconds:
         parser.error(f"--soak-minutes {options.soak_minutes:g} has less than 8 samples; lower --sample-seconds {options.sample_seconds:g}")
+    if options.engine_processes and not options.only_attack:
+        parser.error(f"--engine-processes {options.engine_processes} is of --only-attack; the other trials look into the engines")
     torch.set_num_threads(1)
-    start, load = time.monotonic(), os.getloadavg()[0]
-    trials = _run(options)
+    start, load, available = time.monotonic(), os.getloadavg()[0], os.sched_getaffinity(0)
+    cores = assigned(available, {core: physical_core(core) for core in available})
+    # Threads and processes that are started from here on are bound with this one.
+    os.sched_setaffinity(0, cores.server)
+    trials = _run(options, cores)
     problems = [f"{name}: {problem}" for name, trial in trials.items() for problem in trial.pop("problems")]
     # What else the machine does shows in every time.
-    machine = {"cores": len(os.sched_getaffinity(0)), "load_average_before": round(load, 1)}
+    places = dataclasses.asdict(cores) if len(available) >= FEWEST else "all parts share all cores"
+    machine = {"cores": len(available), "cores_of": places, "load_average_before": round(load, 1)}
     figures = {**machine, **trials, "problems": problems, "seconds": round(time.monotonic() - start, 1)}
     print(json.dumps(figures, indent=1))
     if options.output:

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("zmq", reason="the campaign has a coordinator")
 pytest.importorskip("uvicorn", reason="the campaign has servers")
 
+from tests.campaigns._serving_cores import assigned
 from tests.campaigns._serving_soak import Sample, growth
 
 # Times depend on what else the machine does; those of the documentation are of a run of their own.
@@ -20,9 +21,9 @@ SHORT = {"frames": 300, "aborts": 60, "kills": 2, "swaps": 8, "repeats": 1, "slo
 SHORT["oversize-ms"] = 5000
 
 
-def run(sizes, timeout):
+def run(sizes, timeout, *flags):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.campaigns.serving"]
+    command = [sys.executable, "-m", "tests.campaigns.serving", *flags]
     command += [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
@@ -41,6 +42,32 @@ def check(figures, sizes):
 @pytest.mark.timeout(180)
 def test_the_short_campaign_loses_and_leaks_nothing():
     check(run(SHORT, 170), SHORT)
+
+
+@pytest.mark.timeout(180)
+def test_an_attack_on_engines_of_other_processes_loses_nothing_and_says_where_all_ran():
+    words = {"engine-processes": 2, "frames": 400, "seconds": 1, "rate": 10}
+    figures = run(words, 170, "--only-attack")
+    assert not figures["problems"] and figures["cores"] == len(os.sched_getaffinity(0))
+    places = figures["cores_of"]
+    assert places == "all parts share all cores" if figures["cores"] < 8 else not set(places["server"]) & set(places["others"])
+    assert figures["hostile bytes"]["http_statuses"]["400"] > 10 and figures["p99 to that without attack"]["hostile bytes"] > 0
+
+
+@pytest.mark.parametrize(("threads", "sizes"), [(1, (4, 2, 2)), (2, (4, 2, 2)), (1, (16, 8, 8)), (2, (16, 8, 8)), (2, (6, 4, 2))])
+def test_parts_of_the_campaign_share_no_physical_core(threads, sizes):
+    count = sum(sizes)
+    # The second threads have the higher numbers.
+    shared = {core: core % (count // threads) for core in range(count)}
+    cores = assigned(shared, shared)
+    parts = (cores.server, cores.good, cores.others)
+    assert tuple(map(len, parts)) == sizes and sorted(core for part in parts for core in part) == list(range(count))
+    assert sum(len({shared[core] for core in part}) for part in parts) == count // threads
+
+
+def test_parts_of_the_campaign_share_few_cores():
+    cores = assigned(range(4), {core: core for core in range(4)})
+    assert cores.server == cores.good == cores.others == [0, 1, 2, 3]
 
 
 @pytest.mark.slow
