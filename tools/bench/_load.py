@@ -92,17 +92,21 @@ def run_load(url: str, load: PoissonLoad, *, timeout_s: float = 600.0, num_clien
     command = [sys.executable, "-m", "tools.bench._load"]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(subprocess.Popen([*command, json.dumps({**plan, "number": n})], **pipes)) for n in range(num_clients)]
+        clients = [
+            stack.enter_context(subprocess.Popen([*command, json.dumps({**plan, "number": n})], **pipes)) for n in range(num_clients)
+        ]
         stack.callback(lambda: [client.kill() for client in clients])
-        for client in clients:
-            # Its prompts are made.
-            client.stdout.readline()
+        starts = [client.stdin for client in clients if client.stdin is not None]
+        results = [client.stdout for client in clients if client.stdout is not None]
+        # Their prompts are made.
+        if not all(result.readline() for result in results):
+            raise RuntimeError(f"clients of the load ended at their start, with {[client.wait() for client in clients]}")
         # One clock for all processes of a machine.
         begun = str(time.perf_counter())
-        for client in clients:
-            client.stdin.write(begun)
-            client.stdin.close()
-        texts = [client.stdout.read() for client in clients]
+        for start in starts:
+            start.write(begun)
+            start.close()
+        texts = [result.read() for result in results]
         if codes := [code for client in clients if (code := client.wait())]:
             raise RuntimeError(f"clients of the load ended with {codes}")
     return summary(load, [Answer(**answer) for text in texts for answer in json.loads(text)])

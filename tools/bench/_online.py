@@ -122,7 +122,11 @@ def replica_rows(command: str, model: str, loads: Sequence[PoissonLoad], timeout
         As of ``online_rows``, with ``engines``, and of those behind a coordinator ``scaling``: output tokens/s beside the one engine's.
     """
     rows: list[dict[str, Any]] = []
-    for name, words, count in (("mcore", "", 1), (BEHIND, " --data-parallel 1", 1), (BEHIND, f" --data-parallel {num_engines}", num_engines)):
+    for name, words, count in (
+        ("mcore", "", 1),
+        (BEHIND, " --data-parallel 1", 1),
+        (BEHIND, f" --data-parallel {num_engines}", num_engines),
+    ):
         scaled = [replace(load, rate=load.rate * count, num_requests=load.num_requests * count) for load in loads]
         measured = [{**row, "engines": count} for row in online_rows([(name, command + words)], model, scaled, timeout_s)]
         for row, alone in zip(measured, rows, strict=False):

@@ -17,7 +17,8 @@ python -m tools.bench.serve --model llama-1b --rate 8 16 32 --requests 512 --len
 With --rate servers are measured instead, ours and each --server, an OpenAI-compatible one: requests arrive as a Poisson process, the same
 ones at the same times for each server, and the time to the first token and the gaps between tokens count. --rate inf sends all at once.
 
-python -m tools.bench.serve --model qwen3-8b --rate inf --requests 512 --lengths 512 256 --data-parallel 2 --output docs/benchmarks/serve_replicas.json
+python -m tools.bench.serve --model qwen3-8b --rate inf --requests 512 --lengths 512 256 --data-parallel 2 \\
+    --output docs/benchmarks/serve_replicas.json
 
 With --data-parallel N too, mcore's server of one engine is measured, then one engine and N engines behind a coordinator, started as by
 `mcore serve --data-parallel N`, one a GPU; each engine gets --requests at --rate.

@@ -2,27 +2,28 @@
 # Copyright (c) 2026 the mcore authors
 """Servers under random arrivals: what is sent, what is measured, and what counts as failed."""
 
-import asyncio
 import contextlib
 import json
+import math
 import shlex
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from tools.bench._load import PoissonLoad, percentile, run_load
-from tools.bench._online import OURS, online_rows, with_online_ratios
+from tools.bench._online import BEHIND, OURS, online_rows, replica_rows, with_online_ratios
 
 LOAD = PoissonLoad(rate=100.0, num_requests=12, inputs=8, outputs=4, vocab_size=64)
 Write = Callable[[bytes], Any]
 
 
-def run_scripted(load: PoissonLoad, complete: Callable[[dict[str, Any], Write], None], timeout_s: float = 5.0) -> Any:
+def run_scripted(load: PoissonLoad, complete: Callable[[dict[str, Any], Write], None], timeout_s: float = 5.0, num_clients: int = 1) -> Any:
     """The row of a load on a server whose completions are written by ``complete``."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -54,7 +55,7 @@ def run_scripted(load: PoissonLoad, complete: Callable[[dict[str, Any], Write], 
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            return asyncio.run(run_load(f"http://127.0.0.1:{server.server_port}", load, timeout_s=timeout_s))
+            return run_load(f"http://127.0.0.1:{server.server_port}", load, timeout_s=timeout_s, num_clients=num_clients)
         finally:
             server.shutdown()
             thread.join()
@@ -134,6 +135,39 @@ def test_answers_that_are_short_cut_off_wrong_or_late_fail_by_what_they_lack() -
         and "no memory" in reasons
         and "no end within 0.5 s" in reasons
     )
+
+
+def test_several_clients_send_each_request_once_and_at_once() -> None:
+    load = replace(LOAD, rate=math.inf, num_requests=7)
+    assert {due for due, _, _ in load.arrivals()} == {0.0}
+    prompts, begun = [], []
+
+    def complete(body: dict[str, Any], write: Write) -> None:
+        prompts.append(body["prompt"])
+        begun.append(time.perf_counter())
+        time.sleep(0.3)
+        write(event("x") + event(tokens=body["max_tokens"]))
+
+    row = run_scripted(load, complete, num_clients=3)
+    assert sorted(prompts) == sorted(prompt for _, prompt, _ in load.arrivals())
+    assert (row["completed"], row["failed"], row["rate"]) == (7, 0, None) and max(begun) - min(begun) < 0.25
+    assert json.loads(json.dumps(row, allow_nan=False)) == row
+
+
+def test_a_client_that_ends_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.bench._load.sys.executable", "false")
+    with pytest.raises(RuntimeError, match=r"clients of the load ended at their start, with \[1, 1\]"):
+        run_scripted(LOAD, lambda body, write: None, num_clients=2)
+
+
+def test_engines_behind_a_coordinator_are_measured_beside_one() -> None:
+    load = PoissonLoad(rate=math.inf, num_requests=6, inputs=12, outputs=6, vocab_size=512)
+    rows = replica_rows(f"{OURS} --device cpu --memory-gb 0.05", "tiny", [load], 60.0, 2)
+    assert [(row["by"], row["engines"], row["n"]) for row in rows] == [("mcore", 1, 6), (BEHIND, 1, 6), (BEHIND, 2, 12)]
+    for row in rows:
+        assert row["completed"] == row["n"] and row["failed"] == 0 and row["itl_ms_p99"] >= row["itl_ms_p50"] > 0
+    for row in rows[1:]:
+        assert row["scaling"] == round(row["out_tok_s"] / rows[0]["out_tok_s"], 3)
 
 
 def test_our_server_answers_every_request_and_a_server_that_ends_is_a_row_with_its_words() -> None:
