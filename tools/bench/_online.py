@@ -5,6 +5,7 @@
 import argparse
 import asyncio
 import contextlib
+import json
 import shlex
 import signal
 import socket
@@ -13,9 +14,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
+from mcore_inference import DynamicInferenceEngine, SamplingParams
 from tools.bench._load import PoissonLoad, run_load, served_model
 
 OURS = f"{shlex.quote(sys.executable)} -m tools.bench._online --model {{model}} --port {{port}}"
@@ -108,19 +110,37 @@ def with_online_ratios(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     return result
 
 
-def replica_rows(command: str, model: str, loads: Sequence[PoissonLoad], timeout_s: float, num_engines: int) -> list[dict[str, Any]]:
-    """Rows of one engine, of one behind a coordinator, and of several: each engine gets the loads.
+def engine_row(command: str, model: str, load: PoissonLoad, timeout_s: float) -> dict[str, Any]:
+    """All requests of a load at once, by an engine in a process without a server.
 
     Args:
-        command: of a server, as of ``online_rows``, that takes ``--data-parallel``.
+        command: of mcore's server, as of ``online_rows``.
+        model: by its name among ``MODELS``.
+        load: whose prompts and lengths.
+        timeout_s: for all.
+    """
+    row = {"by": "mcore, no server", "model": model, "engines": 1}
+    words = [*shlex.split(command.format(model=model, port=0)), "--load", json.dumps(asdict(load))]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    return {**row, **(json.loads(lines[-1]) if lines else {"error": (done.stderr or done.stdout)[-800:]})}
+
+
+def replica_rows(command: str, model: str, loads: Sequence[PoissonLoad], timeout_s: float, num_engines: int) -> list[dict[str, Any]]:
+    """Rows of an engine alone, of its server, of one behind a coordinator, and of several: each engine gets the loads.
+
+    Args:
+        command: of mcore's server, as of ``online_rows``.
         model: by its name among ``MODELS``.
         loads: for an engine; several get so many times the rate and the requests.
         timeout_s: as of ``online_rows``.
         num_engines: of the last server.
 
     Returns:
-        As of ``online_rows``, with ``engines``, and of those behind a coordinator ``scaling``: output tokens/s beside the one engine's.
+        As of ``online_rows``, with ``engines``; ``scaling`` is output tokens/s beside those of the first server, and of loads that come at
+        once ``of_engine`` beside those of as many engines without a server.
     """
+    bare = [engine_row(command, model, load, timeout_s) for load in loads]
     rows: list[dict[str, Any]] = []
     for name, words, count in (
         ("mcore", "", 1),
@@ -129,11 +149,14 @@ def replica_rows(command: str, model: str, loads: Sequence[PoissonLoad], timeout
     ):
         scaled = [replace(load, rate=load.rate * count, num_requests=load.num_requests * count) for load in loads]
         measured = [{**row, "engines": count} for row in online_rows([(name, command + words)], model, scaled, timeout_s)]
-        for row, alone in zip(measured, rows, strict=False):
-            if row.get("out_tok_s") and alone.get("out_tok_s"):
-                row["scaling"] = round(row["out_tok_s"] / alone["out_tok_s"], 3)
+        for row, first in zip(measured, rows, strict=False):
+            if row.get("out_tok_s") and first.get("out_tok_s"):
+                row["scaling"] = round(row["out_tok_s"] / first["out_tok_s"], 3)
+        for row, engine in zip(measured, bare, strict=False):
+            if row.get("out_tok_s") and row["rate"] is None and engine.get("out_tok_s"):
+                row["of_engine"] = round(row["out_tok_s"] / count / engine["out_tok_s"], 3)
         rows += measured
-    return rows
+    return bare + rows
 
 
 def _answers(url: str) -> bool:
@@ -153,6 +176,18 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
+def _generated(engine: DynamicInferenceEngine, load: PoissonLoad) -> dict[str, Any]:
+    """Requests of a load by an engine, after a quarter of them drawn anew."""
+    for each in (replace(load, num_requests=max(2, load.num_requests // 4), seed=load.seed + 1), load):
+        rows = each.arrivals()
+        params = [SamplingParams(temperature=1.0, num_tokens_to_generate=outputs, ignore_eos=True) for _, _, outputs in rows]
+        begun = time.perf_counter()
+        records = engine.generate([prompt for _, prompt, _ in rows], params)
+        seconds = time.perf_counter() - begun
+    shape = {"n": load.num_requests, "isl": load.inputs, "osl": load.outputs}
+    return {**shape, "s": round(seconds, 3), "out_tok_s": round(sum(record.num_generated for record in records) / seconds, 1)}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve random weights until a signal, or work for a coordinator."""
     from mcore_inference.server import ConnectionLimits, ServerLimits, StopSignals, serve, serve_runner
@@ -167,6 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data-parallel", type=int, help="engines in processes of their own, as of `mcore serve`")
     parser.add_argument("--join", metavar="ADDRESS", help="work for the coordinator at tcp://host:port instead of serving HTTP")
     parser.add_argument("--name", default="engine")
+    parser.add_argument("--load", help="of a PoissonLoad as JSON: serve nobody, generate its requests at once and print how long it took")
     words = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(words)
     tokenizer = Numerals(MODELS[options.model].vocab_size)
@@ -175,6 +211,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.join is not None:
         engine, _ = build(options.model, options.device, options.memory_gb, tokenizer=tokenizer)
         raise SystemExit(work_for(engine, options.join, options.name, limits))
+    if options.load is not None:
+        engine, _ = build(options.model, options.device, options.memory_gb)
+        print(json.dumps(_generated(engine, PoissonLoad(**json.loads(options.load)))))
+        return
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(StopSignals())
         shown: dict[str, Any] = {"port": options.port, "model_name": options.model, "limits": limits}

@@ -20,8 +20,8 @@ ones at the same times for each server, and the time to the first token and the 
 python -m tools.bench.serve --model qwen3-8b --rate inf --requests 512 --lengths 512 256 --data-parallel 2 \\
     --output docs/benchmarks/serve_replicas.json
 
-With --data-parallel N too, mcore's server of one engine is measured, then one engine and N engines behind a coordinator, started as by
-`mcore serve --data-parallel N`, one a GPU; each engine gets --requests at --rate.
+With --data-parallel N too, an engine without a server is measured, its server, then one engine and N engines behind a coordinator, started
+as by `mcore serve --data-parallel N`, one a GPU; each engine gets --requests at --rate.
 """
 
 import argparse

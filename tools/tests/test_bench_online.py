@@ -162,10 +162,13 @@ def test_a_client_that_ends_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_engines_behind_a_coordinator_are_measured_beside_one() -> None:
     load = PoissonLoad(rate=math.inf, num_requests=6, inputs=12, outputs=6, vocab_size=512)
-    rows = replica_rows(f"{OURS} --device cpu --memory-gb 0.05", "tiny", [load], 60.0, 2)
+    bare, *rows = replica_rows(f"{OURS} --device cpu --memory-gb 0.05", "tiny", [load], 60.0, 2)
+    assert (bare["by"], bare["n"]) == ("mcore, no server", 6)
+    assert bare["out_tok_s"] == pytest.approx(sum(outputs for _, _, outputs in load.arrivals()) / bare["s"], rel=0.05)
     assert [(row["by"], row["engines"], row["n"]) for row in rows] == [("mcore", 1, 6), (BEHIND, 1, 6), (BEHIND, 2, 12)]
     for row in rows:
         assert row["completed"] == row["n"] and row["failed"] == 0 and row["itl_ms_p99"] >= row["itl_ms_p50"] > 0
+        assert row["of_engine"] == round(row["out_tok_s"] / row["engines"] / bare["out_tok_s"], 3)
     for row in rows[1:]:
         assert row["scaling"] == round(row["out_tok_s"] / rows[0]["out_tok_s"], 3)
 
