@@ -121,7 +121,10 @@ def engine_row(command: str, model: str, load: PoissonLoad, timeout_s: float) ->
     """
     row = {"by": "mcore, no server", "model": model, "engines": 1}
     words = [*shlex.split(command.format(model=model, port=0)), "--load", json.dumps(asdict(load))]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=False)
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return {**row, "error": f"no end within {timeout_s:g} s"}
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     return {**row, **(json.loads(lines[-1]) if lines else {"error": (done.stderr or done.stdout)[-800:]})}
 

@@ -28,6 +28,7 @@ import argparse
 import itertools
 import json
 import random
+import resource
 import shlex
 import subprocess
 import time
@@ -205,6 +206,9 @@ def with_cost(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]
 
 def measure_online(options: argparse.Namespace) -> None:
     """Servers of the models under each rate, one server at a time."""
+    # A connection a request, of servers and clients, which inherit the limit.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     ours = f"{OURS} --device {options.device} --memory-gb {options.memory_gb}"
     servers = [("mcore", ours), *((name, command) for name, _, command in (text.partition("=") for text in options.server))]
     rows: list[dict[str, Any]] = []
