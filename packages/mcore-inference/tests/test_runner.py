@@ -343,3 +343,20 @@ def test_the_loop_of_a_thread_is_kept_until_closed() -> None:
     assert get_asyncio_loop(loop) is loop
     fresh.close()
     asyncio.set_event_loop(None)
+
+
+def test_a_stream_that_was_read_to_its_end_ends_again(engine: DynamicInferenceEngine) -> None:
+    async def check(runner: EngineRunner) -> None:
+        stream = await runner.submit([1, 2, 3], TEN)
+        record = await stream.record()
+        assert record.status is Status.COMPLETED and [increment async for increment in stream] == []
+        with pytest.raises(RuntimeError, match="read before"):
+            await stream.record()
+        open_stream = await runner.submit([1, 2, 3], LONG)
+        await asyncio.to_thread(runner.close)
+        with pytest.raises(EngineDeadError):
+            await open_stream.record()
+        assert [increment async for increment in open_stream] == []
+
+    with EngineRunner(engine) as runner:
+        asyncio.run(asyncio.wait_for(check(runner), 30))

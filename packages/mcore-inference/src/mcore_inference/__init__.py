@@ -19,6 +19,8 @@ from mcore_inference.engine import (
     StaticInferenceEngine,
     WeightLoadError,
     WeightSlice,
+    asyncio_Queue,
+    asyncio_QueueShutDown,
     follow_runner,
     get_asyncio_loop,
 )
@@ -148,6 +150,8 @@ __all__ = [
     "Work",
     "advise_managed_tensor_accessed_by",
     "advise_managed_tensor_preferred_location",
+    "asyncio_Queue",
+    "asyncio_QueueShutDown",
     "chat_tokens",
     "create_unified_mempool",
     "deprecated",

@@ -49,6 +49,7 @@ from mcore_inference.coordinator._messages import (
 from mcore_inference.coordinator._peer import connect
 from mcore_inference.coordinator._weights import pack
 from mcore_inference.engine import Increment, WeightLoadError, WeightSlice
+from mcore_inference.engine._stream import EndingQueue
 from mcore_inference.requests import (
     CoordinatorError,
     DynamicInferenceRequestRecord,
@@ -71,21 +72,12 @@ class RemoteStream:
         self.whole = whole
         """One increment at the end, with everything."""
         self.request_id = number
-        self._queue: asyncio.Queue[Increment | Exception] = asyncio.Queue()
-        self.take: Callable[[Increment | Exception], None] = self._queue.put_nowait
+        self._queue = EndingQueue()
+        self.take: Callable[[Increment | Exception], None] = self._queue.add
         """Called with all that comes; another one, set before anything came, stands for the iteration."""
 
     def __aiter__(self) -> AsyncIterator[Increment]:
-        return self._increments()
-
-    async def _increments(self) -> AsyncIterator[Increment]:
-        while True:
-            item = await self._queue.get()
-            if isinstance(item, Exception):
-                raise item
-            yield item
-            if item.record is not None:
-                return
+        return self._queue.increments()
 
     async def record(self) -> DynamicInferenceRequestRecord:
         """The finished record.
@@ -95,11 +87,9 @@ class RemoteStream:
             EngineLostError: its engine was lost.
             EngineDeadError: the engines were stopped.
             CoordinatorError: the coordinator is gone.
+            RuntimeError: the end of the stream was read before.
         """
-        async for increment in self:
-            if increment.record is not None:
-                return increment.record
-        raise AssertionError("a stream ends with a record or an error")
+        return await self._queue.record()
 
     def abort(self) -> None:
         """End the request; nothing happens when it has ended."""

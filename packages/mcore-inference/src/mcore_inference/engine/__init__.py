@@ -7,6 +7,7 @@ from mcore_inference.engine._event_loop import get_asyncio_loop
 from mcore_inference.engine._executor import ExecutionConfig
 from mcore_inference.engine._follower import follow_runner
 from mcore_inference.engine._lockstep_config import LockstepConfig
+from mcore_inference.engine._queue import asyncio_Queue, asyncio_QueueShutDown
 from mcore_inference.engine._runner import EngineHealth, EngineRunner
 from mcore_inference.engine._static import StaticInferenceEngine
 from mcore_inference.engine._stream import Increment, RequestStream
@@ -24,6 +25,8 @@ __all__ = [
     "StaticInferenceEngine",
     "WeightLoadError",
     "WeightSlice",
+    "asyncio_Queue",
+    "asyncio_QueueShutDown",
     "follow_runner",
     "get_asyncio_loop",
 ]

@@ -3,14 +3,16 @@
 """What a request gains, on its way from an engine's thread to an event loop."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_inference._stability import experimental_api
+from mcore_inference.engine._queue import asyncio_Queue, asyncio_QueueShutDown
 from mcore_inference.requests import DynamicInferenceRequestRecord
 
-__all__ = ["Increment", "News", "RequestStream", "call_in", "deliver", "settle"]
+__all__ = ["EndingQueue", "Increment", "News", "RequestStream", "call_in", "deliver", "settle"]
 
 
 @experimental_api
@@ -26,6 +28,49 @@ class Increment:
     """The finished record, with the last increment only."""
 
 
+class EndingQueue:
+    """Increments of one request until it ends, by a record or an error; who reads further finds the end, and does not wait."""
+
+    def __init__(self) -> None:
+        self._items: asyncio_Queue[Increment | Exception] = asyncio_Queue()
+
+    def add(self, item: Increment | Exception) -> None:
+        """Nothing happens behind the end."""
+        with contextlib.suppress(asyncio_QueueShutDown):
+            self._items.put_nowait(item)
+        if isinstance(item, Exception) or item.record is not None:
+            self._items.shutdown()
+
+    async def increments(self) -> AsyncIterator[Increment]:
+        """What has not been read; a reader that is slower than the engine gets fewer, longer ones."""
+        while True:
+            try:
+                item = await self._items.get()
+            except asyncio_QueueShutDown:
+                return
+            waiting: list[Increment] = []
+            while not isinstance(item, Exception):
+                waiting.append(item)
+                if self._items.empty():
+                    break
+                item = self._items.get_nowait()
+            if waiting:
+                yield _joined(waiting)
+            if isinstance(item, Exception):
+                raise item
+
+    async def record(self) -> DynamicInferenceRequestRecord:
+        """Of the last increment.
+
+        Raises:
+            RuntimeError: it was read before.
+        """
+        async for increment in self.increments():
+            if increment.record is not None:
+                return increment.record
+        raise RuntimeError("the end of this stream was read before; keep the record of its last increment")
+
+
 @experimental_api
 class RequestStream:
     """Increments of one request, for one event loop.
@@ -38,42 +83,23 @@ class RequestStream:
         self.loop = loop
         self.whole = whole
         """One increment at the end, with everything."""
-        self._queue: asyncio.Queue[Increment | Exception] = asyncio.Queue()
+        self._queue = EndingQueue()
         self.request_id = -1
         # Owned by the engine's thread:
         self.num_tokens = 0
         self.num_characters = 0
 
     def __aiter__(self) -> AsyncIterator[Increment]:
-        return self._increments()
-
-    async def _increments(self) -> AsyncIterator[Increment]:
-        while True:
-            item = await self._queue.get()
-            waiting: list[Increment] = []
-            while not isinstance(item, Exception):
-                waiting.append(item)
-                if self._queue.empty():
-                    break
-                item = self._queue.get_nowait()
-            # A reader that is slower than the engine gets fewer, longer ones.
-            if waiting:
-                yield _joined(waiting)
-            if isinstance(item, Exception):
-                raise item
-            if item.record is not None:
-                return
+        return self._queue.increments()
 
     async def record(self) -> DynamicInferenceRequestRecord:
         """The finished record.
 
         Raises:
             EngineDeadError: the engine failed or was closed before the request ended.
+            RuntimeError: the end of the stream was read before.
         """
-        async for increment in self:
-            if increment.record is not None:
-                return increment.record
-        raise AssertionError("a stream ends with a record or an error")
+        return await self._queue.record()
 
     def abort(self) -> None:
         """End the request at the next step; nothing happens when it has ended."""
@@ -85,7 +111,7 @@ class RequestStream:
 
     def put(self, item: Increment | Exception) -> None:
         """In the thread of the event loop."""
-        self._queue.put_nowait(item)
+        self._queue.add(item)
 
 
 News = tuple[RequestStream, Increment | Exception]
