@@ -73,6 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=Path,
         help="a trainer may have weights of Hugging Face folders below it loaded by POST /update_weights_from_disk; needs --token-file",
     )
+    parser.add_argument(
+        "--weights-token-file",
+        metavar="FILE",
+        type=secret,
+        help="file with a secret of --weights-folder's own: the one of --token-file generates, and replaces no weights then",
+    )
     parser.add_argument("--token-file", metavar="FILE", type=secret, help="file with the secret that clients must send")
     parser.add_argument(
         "--data-parallel",
@@ -144,13 +150,15 @@ def _check_address(host: str, port: int, token: str | None) -> None:
 def _weights(options: argparse.Namespace) -> WeightFolders | None:
     """Where new weights may come from; refused before a model is loaded."""
     if options.weights_folder is None:
+        if options.weights_token_file is not None:
+            raise ValueError("--weights-token-file guards --weights-folder; give both, or neither")
         return None
     if options.token_file is None or options.prompt or options.join or options.expert_parallel:
         raise ValueError(
             "--weights-folder lets a client of the server replace the model; give --token-file, and leave out --prompt, --join and "
             "--expert-parallel"
         )
-    return WeightFolders(root=options.weights_folder, read=lambda folder: import_hf(folder).tensors)
+    return WeightFolders(root=options.weights_folder, read=lambda folder: import_hf(folder).tensors, token=options.weights_token_file)
 
 
 def _limits(options: argparse.Namespace) -> ServerLimits:

@@ -68,3 +68,7 @@ def test_what_servers_cannot_do_is_one_line(change: str, reason: str, tmp_path: 
 def test_a_server_takes_weights_only_with_a_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert serving.main([str(tmp_path), "--weights-folder", str(tmp_path)]) == 1
     assert "--weights-folder lets a client of the server replace the model; give --token-file" in capsys.readouterr().err
+    secret = tmp_path / "secret"
+    secret.write_text("s")
+    assert serving.main([str(tmp_path), "--weights-token-file", str(secret)]) == 1
+    assert "--weights-token-file guards --weights-folder" in capsys.readouterr().err

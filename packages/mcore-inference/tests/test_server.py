@@ -366,8 +366,12 @@ def test_a_token_is_asked_for(make_model: Make, make_engine: Make) -> None:
                 else:
                     with pytest.raises(openai.AuthenticationError):
                         client.completions.create(prompt="x", max_tokens=1, model="")
-        assert httpx.get(f"{running.url}/health").status_code == 200
-        assert httpx.get(f"{running.url}/v1/models").status_code == 401
+        # Probes have no token, and learn nothing of the load.
+        assert httpx.get(f"{running.url}/health").json() == {"status": "ok"}
+        told = httpx.get(f"{running.url}/health", headers={"Authorization": "Bearer secret"}).json()
+        assert set(told) == {"status", "last_step_age_s", "unfinished_requests"}
+        for path in ("/v1/models", "/metrics", "/openapi.json"):
+            assert httpx.get(f"{running.url}{path}").status_code == 401
 
 
 def test_where_a_server_may_bind(make_model: Make, make_engine: Make) -> None:

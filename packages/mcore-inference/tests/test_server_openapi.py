@@ -84,7 +84,7 @@ def test_answers_are_those_of_the_document(server: InferenceServer, mode: str) -
         strategy = operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode))
         statuses = answers(strategy, LABELS[label], excluded_checks=unsaid)
         assert statuses[200 if mode == "positive" else 422] > 0, (label, statuses)
-    assert httpx.get(f"{server.url}/health").json() == {"status": "ok", "last_step_age_s": None, "unfinished_requests": 0}
+    assert httpx.get(f"{server.url}/health", headers=TOKEN).json() == {"status": "ok", "last_step_age_s": None, "unfinished_requests": 0}
 
 
 def test_the_document_is_behind_the_token(server: InferenceServer) -> None:

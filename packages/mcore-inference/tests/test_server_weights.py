@@ -119,6 +119,24 @@ def test_without_the_setting_there_is_no_such_route(make_model: Make, make_engin
         assert "/update_weights_from_disk" not in document["paths"]
 
 
+def test_a_token_of_its_own_replaces_weights_and_no_other_does(make_model: Make, make_engine: Make, root: Path) -> None:
+    model = make_model(vocab_size=272, dtype=torch.float32, layers=1)
+    SHAPES.clear()
+    SHAPES.update({name: parameter.shape for name, parameter in model.named_parameters()})
+    with pytest.raises(ValueError, match="token='' is empty"):
+        WeightFolders(root=root, read=read, token="")
+    folders = WeightFolders(root=root, read=read, token="trainer")
+    assert "trainer" not in repr(folders)
+    with serve(make_engine(model, ByteTokenizer(), max_sequence_length=48), token="secret", weights=folders) as running:
+        before = answer(running)
+        assert update(running, root / "version-3").status_code == 401 and answer(running) == before
+        body = {"model_path": str(root / "version-3"), "weight_version": 3}
+        trainer = {"Authorization": "Bearer trainer"}
+        assert httpx.post(f"{running.url}/v1/completions", json={"prompt": "x"}, headers=trainer).status_code == 401
+        assert httpx.post(f"{running.url}/update_weights_from_disk", json=body, headers=trainer, timeout=30).status_code == 200
+        assert set(answer(running)["weight_versions"]) == {3}
+
+
 class Bare:
     """A runner that takes no weights."""
 

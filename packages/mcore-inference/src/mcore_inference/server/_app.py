@@ -2,7 +2,6 @@
 # Copyright (c) 2026 the mcore authors
 """The routes."""
 
-import hmac
 import json
 import logging
 import time
@@ -33,6 +32,7 @@ from mcore_inference.server._runner import Runner
 from mcore_inference.server._schema import MAX_CHOICES, ChatBody, CompletionBody
 from mcore_inference.server._stream import ClientGone, EventStream, merged, unless_gone
 from mcore_inference.server._tokenize import TokenizeRoutes
+from mcore_inference.server._tokens import BearerToken
 from mcore_inference.server._tools import ToolUse
 from mcore_inference.server._weights import WeightRoute
 from mcore_inference.tool_calls import ToolCallParser, ToolFormat
@@ -95,7 +95,8 @@ class Routes:
         self._encoder = encoder
         self._tokenizer = encoder.tokenizer
         self._model_name = reader.model_name
-        self._token = token
+        self._token = BearerToken(token)
+        self._needs_token = token is not None
         self._metrics = metrics
         self._tool_format = tool_format
         self._created = int(time.time())
@@ -109,7 +110,7 @@ class Routes:
         app.add_exception_handler(HTTPException, self._http_error)
         app.add_exception_handler(ClientGone, self._client_gone)
         app.add_exception_handler(Exception, self._our_error)
-        guard = [Depends(self._check_token)]
+        guard = [Depends(self._token)]
         app.add_api_route("/", Playground().page, methods=["GET"])
         app.add_api_route("/openapi.json", self.openapi, methods=["GET"], dependencies=guard)
         app.add_api_route("/health", self.health, methods=["GET"])
@@ -122,24 +123,22 @@ class Routes:
         app.add_api_route("/tokenize", texts.tokenize, methods=["POST"], dependencies=guard)
         app.add_api_route("/detokenize", texts.detokenize, methods=["POST"], dependencies=guard)
         if self._weights is not None:
-            app.add_api_route("/update_weights_from_disk", self._weights.update, methods=["POST"], dependencies=guard)
+            own_guard = self._weights.guard or guard
+            app.add_api_route("/update_weights_from_disk", self._weights.update, methods=["POST"], dependencies=own_guard)
         return RequestIds(app, self._metrics.count_response)
 
     # -- small routes ------------------------------------------------------------------------------------------------
 
-    async def health(self) -> JSONResponse:
+    async def health(self, request: Request) -> JSONResponse:
+        """For probes without a token too, which learn no more than the status."""
         health = self._runner.health()
-        body = {
-            "status": "ok" if health.alive else "dead",
-            "last_step_age_s": health.last_step_age_s,
-            "unfinished_requests": health.unfinished_requests,
-        }
+        body: dict[str, Any] = {"status": "ok" if health.alive else "dead"}
+        if self._token.admits(request):
+            body |= {"last_step_age_s": health.last_step_age_s, "unfinished_requests": health.unfinished_requests}
         return JSONResponse(body, 200 if health.alive else 503)
 
     async def openapi(self) -> JSONResponse:
-        return JSONResponse(
-            openapi_document(self._model_name, needs_token=self._token is not None, takes_weights=self._weights is not None)
-        )
+        return JSONResponse(openapi_document(self._model_name, needs_token=self._needs_token, takes_weights=self._weights is not None))
 
     async def metrics(self, request: Request) -> Response:
         write, content_type = choose_encoder(request.headers.get("accept", ""))
@@ -374,13 +373,6 @@ class Routes:
             return body.sampling_params(budget=budget, choice=choice, **more)
         except ValueError as error:
             raise ApiError.of(error) from error
-
-    async def _check_token(self, request: Request) -> None:
-        if self._token is None:
-            return
-        scheme, _, bearer_token = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(bearer_token.strip().encode(), self._token.encode()):
-            raise ApiError(401, "the bearer token is missing or wrong", code="invalid_api_key")
 
     async def _api_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)

@@ -119,7 +119,7 @@ def _answers() -> dict[str, dict[str, Any]]:
     return {
         "Error": _object({"error": _object(error)}),
         "Health": _object(
-            {"status": {"enum": ["ok", "dead"]}, "last_step_age_s": _or_null(_NUMBER), "unfinished_requests": {**_INTEGER, "minimum": 0}}
+            {"status": {"enum": ["ok", "dead"]}}, last_step_age_s=_or_null(_NUMBER), unfinished_requests={**_INTEGER, "minimum": 0}
         ),
         "Model": _object(model),
         "ModelList": _object({"object": {"const": "list"}, "data": _array(_ref("Model"))}),

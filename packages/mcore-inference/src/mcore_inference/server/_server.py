@@ -159,13 +159,13 @@ def serve(
         tokenizer: None for the engine's.
         host: address to bind; other than loopback it needs a token.
         port: 0 for a free one, see ``InferenceServer.port``.
-        token: bearer token that clients must send (``api_key`` of OpenAI's client); ``/health`` stays open.
+        token: bearer token that clients must send (``api_key`` of OpenAI's client); ``/health`` says to others no more than its status.
         model_name: name in answers and ``/v1/models``.
         limits: on bodies, the queue, the engine and connections; None for the defaults.
         tool_call_parser: how the model writes calls of tools: ``hermes`` (Hermes, Qwen), ``llama3_json`` or ``mistral``; None to refuse
             ``tools``. The tokenizer's chat template has to write tools.
-        weights: folders whose weights a client may have loaded by ``/update_weights_from_disk``, which needs a token; None for no such
-            route.
+        weights: folders whose weights a client may have loaded by ``/update_weights_from_disk``, which needs a token, the server's or one of
+            its own; None for no such route.
 
     Returns:
         The server, accepting requests.
@@ -233,8 +233,8 @@ def serve_runner(
         raise ValueError("token='' is empty; give a secret, or None on a loopback address")
     if token is None and not is_loopback(host):
         raise ValueError(f"host={host!r} is reachable from other machines; give a token, or bind to 127.0.0.1")
-    if token is None and weights is not None:
-        raise ValueError(f"weights={weights.root} lets clients replace the model; give a token")
+    if token is None and weights is not None and weights.token is None:
+        raise ValueError(f"weights={weights.root} lets clients replace the model; give a token, to it or to the server")
     if not 0 <= port < 2**16:
         raise ValueError(f"port={port} must lie in 0..65535; 0 takes a free one")
     limits = ServerLimits() if limits is None else limits

@@ -4,11 +4,12 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from fastapi import Request
+from fastapi import Depends, Request
+from fastapi.params import Depends as Dependency
 from torch import Tensor
 
 from mcore_inference._stability import experimental_api
@@ -16,6 +17,7 @@ from mcore_inference.engine import WeightLoadError, WeightSlice
 from mcore_inference.server._bodies import BodyReader
 from mcore_inference.server._errors import ApiError
 from mcore_inference.server._schema import UpdateWeightsBody
+from mcore_inference.server._tokens import BearerToken
 
 
 @experimental_api
@@ -24,7 +26,7 @@ class WeightFolders:
     """Where a server may take weights from, when a client asks it to.
 
     Raises:
-        ValueError: the root is no folder.
+        ValueError: the root is no folder, or the token is empty.
 
     Example:
         >>> folders = WeightFolders(root=shared, read=lambda folder: import_hf(folder).tensors)
@@ -34,8 +36,12 @@ class WeightFolders:
     """Only folders below it are read."""
     read: Callable[[Path], Iterable[tuple[str, Tensor | WeightSlice]]]
     """The weights of a folder, by their global names."""
+    token: str | None = field(default=None, repr=False)
+    """Bearer token of this route alone, so that who may generate cannot replace the model; None for the token of the server."""
 
     def __post_init__(self) -> None:
+        if self.token is not None and not self.token:
+            raise ValueError("token='' is empty; give a secret, or None for the token of the server")
         if not self.root.is_dir():
             raise ValueError(f"root={str(self.root)!r} is no folder; make it, or name the one that the trainer writes to")
 
@@ -79,6 +85,8 @@ class WeightRoute:
     def __init__(self, reader: BodyReader, runner: WeightLoader, folders: WeightFolders) -> None:
         self._reader, self._runner, self._folders = reader, runner, folders
         self._turn = asyncio.Lock()
+        self.guard: list[Dependency] = [] if folders.token is None else [Depends(BearerToken(folders.token))]
+        """In place of the server's; empty for that one."""
 
     async def update(self, request: Request) -> dict[str, Any]:
         """Load a folder between two steps."""
