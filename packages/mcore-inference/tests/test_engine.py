@@ -128,6 +128,30 @@ def test_preemption_by_recompute_changes_nothing_but_the_events(make_model: Make
     check_idle(engine)
 
 
+def test_pauses_are_events_where_they_are_asked_for(make_model: Make, make_engine: Make) -> None:
+    prompts, params = random_prompts(random.Random(1), 6, 8), replace(GREEDY, num_tokens_to_generate=20)
+    engine = make_engine(make_model(), num_blocks=9, block_size_tokens=4, track_paused_request_events=True)
+    add, pause, evict = EventType.ADD, EventType.PAUSE, EventType.EVICT
+    records = engine.generate(prompts, params)
+    assert engine.num_preemptions > 3
+    for record in records:
+        kinds = [event.type for event in record.merge().events]
+        assert kinds == [add, pause, evict] * record.num_preemptions + [add, EventType.FINISH]
+    number = engine.add_request(prompts[0], params)
+    engine.step()
+    record = engine.get_request(number)
+    engine.suspend()
+    engine.suspend()
+    assert [event.type for event in record.merge().events] == [add, pause, evict]
+    engine.resume()
+    while engine.has_unfinished_requests():
+        engine.step()
+    copy = type(record).deserialize(record.serialize())
+    assert [event.type for event in copy.merge().events] == [add, pause, evict, add, EventType.FINISH]
+    with pytest.raises(ValueError, match="track_paused_request_events"):
+        InferenceConfig(track_paused_request_events=1)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("max_tokens", [2, 5, 7, 8, 9, 64])
 def test_a_prompt_in_parts_gives_the_tokens_and_log_probs_of_a_whole_one(make_model: Make, make_engine: Make, max_tokens: int) -> None:
     model = make_model()

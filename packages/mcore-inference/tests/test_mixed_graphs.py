@@ -70,6 +70,43 @@ def test_recorded_steps_with_prompts_give_the_tokens_of_plain_ones(world: Callab
     assert sum(counts.values()) > 5 and len(counts) > 1
 
 
+def check_recorded_at_once() -> None:
+    serve_as_on_a_gpu()
+    settings = SamplingParams(temperature=0, num_tokens_to_generate=6)
+    engine = make_engine(RECORDED)
+    engine.create_cuda_graphs()
+    graphs, mixed = engine._executor.graphs, engine._executor.mixed_graphs
+    assert graphs is not None and mixed is not None
+    decode, prompts = dict(graphs._recorded), dict(mixed._recorded)
+    assert sorted(decode) == graphs._sizes and set(prompts) == set(mixed._sizes)
+    # What was recorded is padding: no request and no counter saw it, and nothing is in the cache.
+    assert engine.step_count == 0 and engine.cuda_graph_request_count_map == {} and engine.stats()["used_blocks"] == 0
+    wanted = make_engine(ExecutionConfig(use_graphs=False)).generate(PROMPTS, settings)
+    assert [record.generated_tokens for record in engine.generate(PROMPTS, settings)] == [record.generated_tokens for record in wanted]
+    assert graphs._recorded == decode and mixed._recorded == prompts
+    engine.generate([PROMPTS[9]], settings)
+    engine.create_cuda_graphs(reset_context=False)
+    assert graphs._recorded == decode
+    assert engine.generate([PROMPTS[9]], settings)[0].cached_prompt_tokens > 0
+    engine.create_cuda_graphs()
+    assert engine.generate([PROMPTS[9]], settings)[0].cached_prompt_tokens == 0
+    engine.add_request([1, 2], settings)
+    with pytest.raises(RuntimeError, match="idle engine, and this one has 1 unfinished requests"):
+        engine.create_cuda_graphs()
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.suspend()
+    with pytest.raises(RuntimeError, match="this one is suspended"):
+        engine.create_cuda_graphs()
+    with pytest.raises(ValueError, match="records no steps: use_graphs=False"):
+        make_engine(ExecutionConfig(use_graphs=False)).create_cuda_graphs()
+
+
+@pytest.mark.world(1)
+def test_all_sizes_are_recorded_at_once_when_asked_for(world: Callable[..., Any]) -> None:
+    world(check_recorded_at_once)
+
+
 def test_sizes_are_those_of_the_plan() -> None:
     assert [str(size) for size in mixed_sizes(512, 8192, 4096) if size.decode_req_count] == [
         "[1024]: 16 P + 496 D",
@@ -98,6 +135,8 @@ def test_what_cuts_prompts_on_the_host_is_refused_by_name(world: Callable[..., A
 
 
 def test_steps_with_prompts_are_not_recorded_where_decode_steps_are_not() -> None:
+    with pytest.raises(ValueError, match="this engine records no steps: graphs need a GPU"):
+        make_engine().create_cuda_graphs()
     with pytest.raises(ValueError, match="use_cuda_graphs_for_non_decode_steps=True: graphs need a GPU"):
         make_engine(RECORDED)
     with pytest.raises(ValueError, match="use_cuda_graphs_for_non_decode_steps=True and use_graphs=False exclude each other"):

@@ -57,6 +57,9 @@ class InferenceConfig:
     """0: a suspended engine gives the memory of its cache back, and computes again what was there. 1: the cache is managed memory, and a
     suspended engine's moves to the host with what it holds. 2: the tensors of steps are managed memory too. 1 and 2 need a GPU and a C
     compiler, and as much host memory as the cache takes."""
+    track_paused_request_events: bool = False
+    """Whether requests record an event ``PAUSE`` each time that they stop: before they give up their blocks to others, and when the engine
+    is suspended."""
     watermark: float = 0.01
     """Share of the blocks that an admission leaves to running requests."""
 
@@ -67,6 +70,7 @@ class InferenceConfig:
                 object.__setattr__(self, name, as_integer(name, value, 1, 2**48))
         as_number("buffer_size_gb", self.buffer_size_gb, 2**-30, 2**30)
         as_flag("enable_chunked_prefill", self.enable_chunked_prefill)
+        as_flag("track_paused_request_events", self.track_paused_request_events)
         if self.enable_prefix_caching is not None:
             as_flag("enable_prefix_caching", self.enable_prefix_caching)
         if self.kv_cache_dtype not in (None, "fp8"):

@@ -4,6 +4,7 @@
 
 import bisect
 import dataclasses
+from collections.abc import Iterable
 
 from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.engine._active_request import ActiveRequest
@@ -87,6 +88,12 @@ class Admission:
         segment.status = Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
         segment.weight_version = weight_version
         segment.add_event_add()
+
+    def note_pause(self, entries: Iterable[ActiveRequest]) -> None:
+        """Record that these stop, where that is asked for."""
+        if self._context.config.track_paused_request_events:
+            for entry in entries:
+                entry.segment.add_event_pause()
 
     def preempt(self, entry: ActiveRequest) -> None:
         """Back to the queue, to be computed again; the tokens stay, and so does the place among all requests."""

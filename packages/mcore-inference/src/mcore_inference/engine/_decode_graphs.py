@@ -14,7 +14,7 @@ from torch import Tensor
 from mcore_inference.context import HostStep, StepBuilder, StepInputs
 from mcore_inference.scheduling import CUDAGraphBatchDimensionBuilder
 
-__all__ = ["CudaRecorder", "DecodeGraphs", "Recorder", "graph_sizes"]
+__all__ = ["CudaRecorder", "DecodeGraphs", "Recorder", "graph_sizes", "padding_step"]
 
 _WARM_UP_RUNS = 2
 
@@ -39,6 +39,13 @@ def graph_sizes(max_requests: int, num_graphs: int | None = None) -> list[int]:
         return builder.token_counts(max_requests)[::-1]
     steps = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, max_requests + 1, 32)]
     return [*(size for size in steps if size < max_requests), max_requests]
+
+
+def padding_step(builder: StepBuilder) -> HostStep:
+    """A step without rows."""
+    nothing = np.zeros(0, dtype=np.int64)
+    tables = np.zeros((0, builder.max_blocks), dtype=np.int64)
+    return HostStep(tokens_T=nothing, lengths_R=nothing, cached_R=nothing, tables_RB=tables, lines_R=nothing)
 
 
 class Recorder(Protocol):
@@ -125,11 +132,17 @@ class DecodeGraphs:
 
     def run_padding(self, size: int) -> None:
         """Replay the recording of so many rows with nothing but padding, for ranks that exchange tokens with this one."""
-        self._replay(self._padding(), size)
+        self._replay(padding_step(self._builder), size)
+
+    def record_all(self) -> None:
+        """Record the sizes that are not recorded yet, the largest first."""
+        for size in reversed(self._sizes):
+            if size not in self._recorded:
+                self.record(size)
 
     def record(self, size: int) -> None:
         """Record the step of ``size`` rows of padding."""
-        self._builder.send_decode(self._padding(), size)
+        self._builder.send_decode(padding_step(self._builder), size)
         self._recorded[size] = self._recorder.record(lambda: self._compute(self._builder.decode_inputs(size)))
 
     def clear(self) -> None:
@@ -144,9 +157,3 @@ class DecodeGraphs:
         self._builder.send_decode(host, size)
         replay()
         return logits_RV
-
-    def _padding(self) -> HostStep:
-        """A step without rows."""
-        nothing = np.zeros(0, dtype=np.int64)
-        tables = np.zeros((0, self._builder.max_blocks), dtype=np.int64)
-        return HostStep(tokens_T=nothing, lengths_R=nothing, cached_R=nothing, tables_RB=tables, lines_R=nothing)

@@ -210,6 +210,26 @@ class DynamicInferenceEngine:
         """Rows of a recorded decode step to how often it was replayed; empty where nothing is recorded."""
         return {} if self._executor.graphs is None else dict(self._executor.graphs.request_counts)
 
+    @torch.no_grad()
+    def create_cuda_graphs(self, *, reset_context: bool = True) -> None:
+        """Record steps of all sizes now, the largest first, so that no request waits for it; else each is recorded when it is first needed.
+
+        Ranks that share a model call it together, before there is a runner.
+
+        Args:
+            reset_context: forget cached beginnings too (``reset_prefix_cache``).
+
+        Raises:
+            ValueError: this engine records nothing; says why.
+            RuntimeError: it has unfinished requests, or is suspended.
+        """
+        if self.has_unfinished_requests() or self.is_suspended:
+            state = "is suspended" if self.is_suspended else f"has {len(self._entries)} unfinished requests"
+            raise RuntimeError(f"create_cuda_graphs needs an idle engine, and this one {state}; call it before the first request")
+        self._executor.record_graphs()
+        if reset_context:
+            self.reset_prefix_cache()
+
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something to do or to return."""
         return bool(self._entries or self._done)
@@ -318,6 +338,7 @@ class DynamicInferenceEngine:
                 plan = self._plan(drafts, admits)
                 blamed = [self._entries[item.request_id] for item in plan.work]
                 for request_id in plan.preempted:
+                    self._admission.note_pause([self._entries[request_id]])
                     self._admission.preempt(self._entries[request_id])
                 for request_id in plan.admitted:
                     self._admission.admit(self._entries[request_id], self.weight_version)
@@ -483,9 +504,9 @@ class DynamicInferenceEngine:
         # A recording that others wait in writes to the cache, be it padding.
         self.finish_steps()
         memory = self.context.memory
-        if memory.keeps_contents:
-            self._read_results()
-        else:
+        self._read_results()
+        self._admission.note_pause(self._admission.running)
+        if not memory.keeps_contents:
             self.reset_prefix_cache()
         if not memory.keeps_addresses:
             self._executor.clear_graphs()

@@ -343,6 +343,19 @@ class Executor:
         decode, mixed = self.graphs, self.mixed_graphs
         return (0 if decode is None else decode.request_counts.total()) + (0 if mixed is None else mixed.step_counts.total())
 
+    def record_graphs(self) -> None:
+        """Record every size, the largest first: smaller ones lie in its memory.
+
+        Raises:
+            ValueError: nothing is recorded here.
+        """
+        if self.graphs is None:
+            why = self._graph_obstacle() or "use_graphs=False, or heads that propose tokens, exclude them; change ExecutionConfig"
+            raise ValueError(f"this engine records no steps: {why}")
+        for graphs in (self.mixed_graphs, self.graphs):
+            if graphs is not None:
+                graphs.record_all()
+
     def clear_graphs(self) -> None:
         """Forget all recordings: the cache moves, or its memory is given back."""
         for graphs in (self.graphs, self.mixed_graphs):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mcore_inference.context import HostStep, StepBuilder, StepInputs
-from mcore_inference.engine._decode_graphs import CudaRecorder, Recorder
+from mcore_inference.engine._decode_graphs import CudaRecorder, Recorder, padding_step
 from mcore_inference.scheduling import CUDAGraphBatchDimensionBuilder, InferenceBatchDimensions, match_graph_config
 
 __all__ = ["MixedGraphs", "mixed_sizes"]
@@ -73,11 +73,22 @@ class MixedGraphs:
         self._builder.fill(self._words, self._builder.mixed_words(host, rows, size))
         if size not in self._recorded:
             # It computes this step more than once, from and to the same places.
-            self._recorded[size] = self._recorder.record(lambda: self._compute(*self._inputs(size)))
+            self._record(size)
         replay, logits_NV = self._recorded[size]
         replay()
         self.step_counts[size] += 1
         return logits_NV[: len(rows)]
+
+    def record_all(self) -> None:
+        """Record the sizes that are not recorded yet, that of the most tokens first."""
+        for size in sorted(self._sizes, reverse=True):
+            if size not in self._recorded:
+                self._builder.fill(self._words, self._builder.mixed_words(padding_step(self._builder), [], size))
+                self._record(size)
+
+    def _record(self, size: InferenceBatchDimensions) -> None:
+        """From the words that were filled in."""
+        self._recorded[size] = self._recorder.record(lambda: self._compute(*self._inputs(size)))
 
     def clear(self) -> None:
         """As of ``DecodeGraphs``."""

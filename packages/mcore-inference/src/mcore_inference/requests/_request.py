@@ -42,6 +42,8 @@ class EventType(enum.StrEnum):
 
     ADD = "ADD"
     """Took a slot in the context."""
+    PAUSE = "PAUSE"
+    """Stopped for want of a cache block, or because the engine was suspended; only with ``InferenceConfig.track_paused_request_events``."""
     EVICT = "EVICT"
     """Lost its cache blocks and waits to be recomputed."""
     FINISH = "FINISH"
@@ -131,6 +133,9 @@ class DynamicInferenceRequest:
 
     def add_event_add(self) -> None:
         self._add_event(EventType.ADD)
+
+    def add_event_pause(self) -> None:
+        self._add_event(EventType.PAUSE)
 
     def add_event_evict(self) -> None:
         self._add_event(EventType.EVICT)

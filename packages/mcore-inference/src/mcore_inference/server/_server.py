@@ -164,8 +164,8 @@ def serve(
         limits: on bodies, the queue, the engine and connections; None for the defaults.
         tool_call_parser: how the model writes calls of tools: ``hermes`` (Hermes, Qwen), ``llama3_json`` or ``mistral``; None to refuse
             ``tools``. The tokenizer's chat template has to write tools.
-        weights: folders whose weights a client may have loaded by ``/update_weights_from_disk``, which needs a token, the server's or one of
-            its own; None for no such route.
+        weights: folders whose weights a client may have loaded by ``/update_weights_from_disk``, which needs a token, the server's or
+            one of its own; None for no such route.
 
     Returns:
         The server, accepting requests.
