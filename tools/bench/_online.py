@@ -194,7 +194,7 @@ def _generated(engine: DynamicInferenceEngine, load: PoissonLoad) -> dict[str, A
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve random weights until a signal, or work for a coordinator."""
     from mcore_inference.server import ConnectionLimits, ServerLimits, StopSignals, serve, serve_runner
-    from mcore_tools.serving import EngineLayout, coordinated_replicas, work_for
+    from mcore_tools.serving import EngineLayout, coordinated, work_for
     from tools.bench.serve import MODELS, build
 
     parser = argparse.ArgumentParser(description=main.__doc__)
@@ -226,9 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             server = serve(engine, **shown)
         else:
             command = [sys.executable, "-m", "tools.bench._online", *words]
-            replicas = coordinated_replicas(
-                command, count=options.data_parallel, layout=EngineLayout(), is_stopped=lambda: signals.count > 0
-            )
+            replicas = coordinated(command, count=options.data_parallel, layout=EngineLayout(), is_stopped=lambda: signals.count > 0)
             if (connect := stack.enter_context(replicas)) is None:
                 return
             server = serve_runner(connect, tokenizer, **shown)

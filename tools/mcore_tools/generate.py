@@ -3,23 +3,53 @@
 """Continue prompts with the model of a checkpoint or a Hugging Face folder.
 
 mcore generate runs/moe_tiny/checkpoints --prompt "def main" --prompt "import"
+mcore generate path/to/Qwen3-0.6B --input prompts.jsonl --output texts.jsonl --max-tokens 256
 
 The folder of a run, of its steps (the newest is taken), one checkpoint that keeps ``run.yaml`` and a tokenizer, or a Hugging Face folder.
-With --tp N and --pp M the model is split over N x M processes, one a GPU, which are started here or by torchrun.
-Exit code: 0 done; 1 something was refused, and why.
+With --tp N and --pp M the model is split over N x M processes, one a GPU, which are started here or by torchrun. USE_COORDINATOR=1 in
+the environment puts the engine into a process of its own, behind a coordinator as of `mcore serve --data-parallel`.
+--input has a prompt a line, or JSON objects with a "prompt" (.jsonl). --output gets a JSON object a line, in the order in which they end;
+the same command again goes on with the prompts that it has not.
+Exit code: 0 done; 1 something was refused, and why; 75 the engine failed several times in a row, or hangs.
 """
 
 import argparse
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 
 from mcore_ckpt import CheckpointingException
-from mcore_inference import DynamicInferenceEngine, FinishReason, SamplingParams
-from mcore_tools.arguments import Parser, integer, number
-from mcore_tools.serving import PROGRAM, EngineLayout, EngineRanks, open_engine, served_length, served_model, speculating
+from mcore_inference import (
+    CoordinatorError,
+    DynamicInferenceEngine,
+    DynamicInferenceRequestRecord,
+    EngineDeadError,
+    EngineLostError,
+    EngineRunner,
+    FinishReason,
+    RequestError,
+    SamplingParams,
+)
+from mcore_inference.coordinator import CoordinatedRunner
+from mcore_parallel.guard import STALLED_EXIT_CODE
+from mcore_tools.arguments import Parser, file, integer, number
+from mcore_tools.serving import (
+    PROGRAM,
+    EngineLayout,
+    EngineRanks,
+    PromptFile,
+    continue_prompts,
+    coordinated,
+    end_process,
+    open_engine,
+    served_length,
+    served_model,
+    speculating,
+    uses_coordinator,
+)
 from mcore_tools.torchrun import report_error
 from mcore_tools.training import device_of
 
@@ -33,19 +63,63 @@ def generate(engine: DynamicInferenceEngine, prompts: Sequence[str], *, max_toke
     A continuation that the engine's length cuts is said to be cut. ``max_tokens`` is None for 64, or as many as there is room for.
     """
     longest = engine.context.max_sequence_length
-    params = SamplingParams(temperature=temperature, num_tokens_to_generate=min(_NUM_TOKENS, longest) if max_tokens is None else max_tokens)
     # All ranks make the same calls, and get the same tokens.
-    records = engine.generate(list(prompts), params)
+    records = engine.generate(list(prompts), _params(max_tokens, temperature, longest))
     if not engine.model.groups.tp_pp.is_first:
         return 0
-    for prompt, record in zip(prompts, records, strict=True):
-        if record.error is None:
-            print(prompt + record.generated_text)
-            if record.requests[0].budget_clamped and record.finish_reason is FinishReason.LENGTH:
-                print(f"cut at {longest} tokens of prompt and continuation; raise --max-length for more", file=sys.stderr)
-        else:
-            print(f"error: {record.error}", file=sys.stderr)
-    return 1 if any(record.error is not None for record in records) else 0
+    return _show(prompts, records, longest)
+
+
+def continue_coordinated(options: argparse.Namespace) -> int:
+    """Print each prompt with its continuation, by an engine behind a coordinator."""
+    check_length(options)
+    results: dict[int, DynamicInferenceRequestRecord | RequestError] = {}
+    with _coordinated_runner(options) as runner:
+        longest = runner.max_sequence_length
+        params = _params(options.max_tokens, options.temperature, longest)
+        continue_prompts(runner, dict(enumerate(options.prompt)), params, results.__setitem__)
+    return _show(options.prompt, [results[number] for number in range(len(options.prompt))], longest)
+
+
+def _params(max_tokens: int | None, temperature: float, longest: int) -> SamplingParams:
+    return SamplingParams(temperature=temperature, num_tokens_to_generate=min(_NUM_TOKENS, longest) if max_tokens is None else max_tokens)
+
+
+def _show(prompts: Sequence[str], results: Sequence[DynamicInferenceRequestRecord | RequestError], longest: int) -> int:
+    """Print them; 1 when one was refused."""
+    errors = [result if isinstance(result, RequestError) else result.error for result in results]
+    for prompt, result, error in zip(prompts, results, errors, strict=True):
+        if isinstance(result, RequestError) or error is not None:
+            print(f"error: {error}", file=sys.stderr)
+            continue
+        print(prompt + result.generated_text)
+        if result.requests[0].budget_clamped and result.finish_reason is FinishReason.LENGTH:
+            print(f"cut at {longest} tokens of prompt and continuation; raise --max-length for more", file=sys.stderr)
+    return 1 if any(error is not None for error in errors) else 0
+
+
+@contextlib.contextmanager
+def _coordinated_runner(options: argparse.Namespace) -> Iterator[CoordinatedRunner]:
+    """Over one engine in a process of its own."""
+    layout = EngineLayout(tp=options.tp, pp=options.pp, num_sharing=1)
+    layout.check(*served_model(options.checkpoint))
+    with coordinated(engine_words(options), count=1, layout=layout) as run:
+        assert run is not None, "nobody stops it"
+        with run() as runner:
+            yield runner
+
+
+def engine_words(options: argparse.Namespace, *more: str) -> list[str]:
+    """The command of an engine like that of these options, which `coordinated` starts."""
+    words = [*PROGRAM, "serve", options.checkpoint, *more, "--cache-gb", str(options.cache_gb)]
+    words += [] if options.tp == 1 else ["--tp", str(options.tp)]
+    words += [] if options.pp == 1 else ["--pp", str(options.pp)]
+    words += [] if options.max_length is None else ["--max-length", str(options.max_length)]
+    words += [] if options.kv_cache_dtype is None else ["--kv-cache-dtype", options.kv_cache_dtype]
+    words += [] if options.weight_dtype is None else ["--weight-dtype", options.weight_dtype]
+    words += [] if options.speculation is None else ["--speculation", options.speculation]
+    words += [] if options.speculation_tokens is None else ["--speculation-tokens", str(options.speculation_tokens)]
+    return words
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,6 +160,17 @@ def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_length(options: argparse.Namespace) -> None:
+    """Refuse, before a model is loaded, proposals by nobody and continuations that never fit."""
+    if options.speculation is None and options.speculation_tokens is not None:
+        raise ValueError("--speculation-tokens needs --speculation, which says who proposes them")
+    if options.max_tokens is not None and options.max_tokens > (longest := options.max_length or served_length(options.checkpoint)):
+        raise ValueError(
+            f"--max-tokens {options.max_tokens} exceeds the {longest} tokens of a prompt and its continuation; lower it, or raise "
+            "--max-length"
+        )
+
+
 @contextlib.contextmanager
 def opened(
     verb: str, words: Sequence[str], options: argparse.Namespace, *, num_sharing: int = 1
@@ -93,13 +178,7 @@ def opened(
     """The engine of a command, and the ranks that it is split over, or shares its experts with; None where it is alone."""
     with contextlib.ExitStack() as stack:
         choice = options.speculation
-        if choice is None and options.speculation_tokens is not None:
-            raise ValueError("--speculation-tokens needs --speculation, which says who proposes them")
-        if options.max_tokens is not None and options.max_tokens > (longest := options.max_length or served_length(options.checkpoint)):
-            raise ValueError(
-                f"--max-tokens {options.max_tokens} exceeds the {longest} tokens of a prompt and its continuation; lower it, or raise "
-                "--max-length"
-            )
+        check_length(options)
         layout = EngineLayout(tp=options.tp, pp=options.pp, num_sharing=num_sharing)
         ranks = None if layout.num_ranks == 1 else EngineRanks(layout, [*PROGRAM, verb, *words])
         if ranks is not None:
@@ -126,9 +205,9 @@ def opened(
         yield engine, ranks
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """What is continued, and how."""
-    parser.add_argument("--prompt", action="append", default=[], required=required, help="continue this text; may be given again")
+    parser.add_argument("--prompt", action="append", default=[], help="continue this text; may be given again")
     parser.add_argument("--max-tokens", type=integer(1), help="of a continuation (default: 64)")
     parser.add_argument("--temperature", type=number(least=0), default=0.0, help="of a continuation (default: 0, the likeliest token)")
 
@@ -139,18 +218,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_model_arguments(parser)
     add_split_argument(parser)
     add_speculation_arguments(parser)
-    add_sampling_arguments(parser, required=True)
+    add_sampling_arguments(parser)
+    parser.add_argument("--input", metavar="FILE", type=file, help="continue the prompts of a file: a line each, or objects (.jsonl)")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="where the continuations of --input go; what it has is not done again")
     words = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(words)
+    if not options.prompt and options.input is None:
+        parser.error("give --prompt, or --input and --output")
+    if (options.input is None) != (options.output is None) or (options.prompt and options.input is not None):
+        parser.error("--input and --output go together, without --prompt")
     try:
+        prompts = None if options.input is None else PromptFile(options.input, options.output)
+        if prompts is not None and not prompts.left:
+            return 1 if prompts.num_refused else 0
+        if uses_coordinator():
+            return continue_coordinated(options) if prompts is None else _continue_file_coordinated(options, prompts)
         with opened("generate", words, options) as (engine, ranks):
-            code = generate(engine, options.prompt, max_tokens=options.max_tokens, temperature=options.temperature)
+            if prompts is None:
+                code = generate(engine, options.prompt, max_tokens=options.max_tokens, temperature=options.temperature)
+            elif ranks is not None and not engine.model.groups.tp_pp.is_first:
+                code = ranks.follow(engine)
+            else:
+                code = _continue_file(engine, options, prompts)
             if ranks is not None:
                 ranks.leave(engine, code)
-        return code
-    except (ValueError, OSError, CheckpointingException) as error:
+        return code if ranks is None else end_process(code)
+    except (ValueError, OSError, CheckpointingException, CoordinatorError, EngineLostError) as error:
         report_error(str(error))
         return 1
+
+
+def _continue_file(engine: DynamicInferenceEngine, options: argparse.Namespace, prompts: PromptFile) -> int:
+    params = _params(options.max_tokens, options.temperature, engine.context.max_sequence_length)
+    try:
+        with EngineRunner(engine) as runner:
+            prompts.run(runner, params)
+    except EngineDeadError as error:
+        print(f"error: {error}; the same command goes on where this one ended", file=sys.stderr)
+        return STALLED_EXIT_CODE
+    return 1 if prompts.num_refused else 0
+
+
+def _continue_file_coordinated(options: argparse.Namespace, prompts: PromptFile) -> int:
+    check_length(options)
+    with _coordinated_runner(options) as runner:
+        prompts.run(runner, _params(options.max_tokens, options.temperature, runner.max_sequence_length))
+    return 1 if prompts.num_refused else 0
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ mcore serve runs/moe_tiny/checkpoints/step_00001000 --port 8000 --token-file sec
 The folder of a run, of its steps (the newest is taken), one checkpoint that keeps ``run.yaml`` and a tokenizer, or a Hugging Face folder.
 On SIGTERM or SIGINT (Ctrl-C) the server refuses new requests, ends the open ones within --drain-seconds and exits; a second
 signal cuts them off. With --data-parallel N engines of N processes, one a GPU, stand behind one address; one that ends is started again,
-and its requests go to the others. With --expert-parallel they share the experts of a mixture, and end and start together. With --tp N and
---pp M each engine is split over N x M processes, one a GPU, which are started here or by torchrun; when one is lost, all of them end.
+and its requests go to the others (USE_COORDINATOR=1 in the environment does so with one engine, too). With --expert-parallel they share
+the experts of a mixture, and end and start together. With --tp N and --pp M each engine is split over N x M processes, one a GPU, which
+are started here or by torchrun; when one is lost, all of them end.
 Exit code: 0 done; 1 something was refused, and why; 75 the engine failed several times in a row, or hangs: start it again.
 """
 
@@ -34,18 +35,12 @@ from mcore_tools.generate import (
     add_sampling_arguments,
     add_speculation_arguments,
     add_split_argument,
+    continue_coordinated,
+    engine_words,
     generate,
     opened,
 )
-from mcore_tools.serving import (
-    PROGRAM,
-    EngineLayout,
-    coordinated_replicas,
-    end_process,
-    open_served_tokenizer,
-    served_model,
-    work_for,
-)
+from mcore_tools.serving import EngineLayout, coordinated, end_process, open_served_tokenizer, served_model, uses_coordinator, work_for
 from mcore_tools.torchrun import report_error
 
 
@@ -55,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_model_arguments(parser)
     add_split_argument(parser)
     add_speculation_arguments(parser)
-    add_sampling_arguments(parser, required=False)
+    add_sampling_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to serve on; other than loopback it needs --token-file")
     parser.add_argument("--port", type=integer(0, 65_535), default=8000, help="0 for a free one (default: 8000)")
     parser.add_argument(
@@ -104,7 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         token, weights = options.token_file, _weights(options)
         if not (options.prompt or options.join or int(os.environ.get("RANK", "0"))):
             _check_address(options.host, options.port, token)
-        if options.data_parallel > 1 and not options.join:
+        if not options.join and (uses_coordinator() or options.data_parallel > 1):
+            if options.prompt:
+                return continue_coordinated(options)
             return _serve_replicas(options, token, weights)
         with opened("serve", words, options, num_sharing=options.data_parallel) as (engine, ranks):
             if options.prompt:
@@ -186,24 +183,17 @@ def _serve_replicas(options: argparse.Namespace, token: str | None, weights: Wei
     """Serve by engines in processes of their own."""
     layout = EngineLayout(tp=options.tp, pp=options.pp, num_sharing=options.data_parallel if options.expert_parallel else 1)
     layout.check(*served_model(options.checkpoint))
-    words = [*PROGRAM, "serve", options.checkpoint, "--cache-gb", str(options.cache_gb), "--max-waiting", str(options.max_waiting)]
-    words += [] if options.tp == 1 else ["--tp", str(options.tp)]
+    words = engine_words(options, "--max-waiting", str(options.max_waiting))
     words += ["--data-parallel", str(options.data_parallel), "--expert-parallel"] if options.expert_parallel else []
-    words += [] if options.pp == 1 else ["--pp", str(options.pp)]
-    words += [] if options.max_length is None else ["--max-length", str(options.max_length)]
-    words += [] if options.kv_cache_dtype is None else ["--kv-cache-dtype", options.kv_cache_dtype]
-    words += [] if options.weight_dtype is None else ["--weight-dtype", options.weight_dtype]
-    words += [] if options.speculation is None else ["--speculation", options.speculation]
-    words += [] if options.speculation_tokens is None else ["--speculation-tokens", str(options.speculation_tokens)]
     tokenizer = open_served_tokenizer(options.checkpoint)
     with (
         StopSignals() as signals,
-        coordinated_replicas(words, count=options.data_parallel, layout=layout, is_stopped=lambda: signals.count > 0) as connect,
+        coordinated(words, count=options.data_parallel, layout=layout, is_stopped=lambda: signals.count > 0) as run,
     ):
-        if connect is None:
+        if run is None:
             return 0
         server = serve_runner(
-            connect,
+            run,
             tokenizer,
             host=options.host,
             port=options.port,

@@ -72,6 +72,53 @@ def test_prompts_are_continued_by_the_newest_step_or_the_one_named(
     assert capsys.readouterr().out == f"what a{continuations[0]}\n"
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("coordinator", [False, True])
+def test_prompts_of_a_file_are_continued_once(
+    coordinator: bool, saved_run: tuple[RunConfig, Path], tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, folder = saved_run
+    monkeypatch.setenv("USE_COORDINATOR", str(int(coordinator)))
+    prompts = ["what a", "that a\u2028server", "x" * 400, "needs"]
+    source, target = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
+    source.write_text("".join(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in prompts), encoding="utf-8")
+    words = ["generate", str(folder), "--max-tokens", "8", "--input", str(source), "--output", str(target)]
+    # One was refused: the longest.
+    assert cli.main(words) == 1 and "4 of 4 prompts" in capsys.readouterr().err
+    whole = target.read_text(encoding="utf-8")
+    entries = {entry["number"]: entry for entry in map(json.loads, whole.removesuffix("\n").split("\n"))}
+    assert sorted(entries) == [0, 1, 2, 3] and "max_sequence_length" in entries[2]["error"] and "text" not in entries[2]
+    for number in (0, 1, 3):
+        text = expected(config, 2, prompts[number])
+        assert entries[number] == {"number": number, "prompt": prompts[number], "text": text, "finish_reason": "length", "tokens": 8}
+    # Killed in the middle of its last line: that one is continued again, and no other.
+    target.write_text(whole[: whole.rindex("{") + 9], encoding="utf-8")
+    assert cli.main(words) == 1 and target.read_text(encoding="utf-8") == whole
+    before = target.stat().st_mtime_ns
+    assert cli.main(words) == 1 and target.stat().st_mtime_ns == before
+    source.write_text(json.dumps({"prompt": "another"}) + "\n", encoding="utf-8")
+    assert cli.main(words) == 1 and f"line 1 of {target} is no continuation of this --input" in capsys.readouterr().err
+    assert target.read_text(encoding="utf-8") == whole
+    source.write_text("no object\n")
+    assert cli.main(words) == 1 and "line 1 of" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(120)
+def test_one_engine_behind_a_coordinator_says_the_same(
+    saved_run: tuple[RunConfig, Path], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, folder = saved_run
+    monkeypatch.setenv("USE_COORDINATOR", "1")
+    assert main([str(folder), "--prompt", "what a", "--max-tokens", "8"]) == 0
+    assert capsys.readouterr().out == f"what a{expected(config, 2, 'what a')}\n"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main([str(folder), "--prompt", "what a"]) == 1
+    assert "leave torchrun out" in capsys.readouterr().err
+    monkeypatch.setenv("USE_COORDINATOR", "yes")
+    assert main([str(folder), "--prompt", "what a"]) == 1
+    assert "USE_COORDINATOR=yes must be 0 or 1" in capsys.readouterr().err
+
+
 def test_weights_of_a_checkpoint_are_rounded(saved_run: tuple[RunConfig, Path], capsys: pytest.CaptureFixture) -> None:
     _, folder = saved_run
     wide, engine = open_engine(folder, "cpu", cache_gb=0.01), open_engine(folder, "cpu", cache_gb=0.01, weight_dtype="fp8_weight_only")
@@ -171,7 +218,7 @@ def test_engines_of_their_own_processes_get_the_layout(
     def refuse(words: list[str], **options: Any) -> None:
         raise ValueError(f"{' '.join(words[-4:])} takes {options['layout'].ranks_each} GPUs each of {options['count']} times")
 
-    monkeypatch.setattr("mcore_tools.serve.coordinated_replicas", refuse)
+    monkeypatch.setattr("mcore_tools.serving._coordinated.Replicas", refuse)
     assert main([str(saved_run[1]), "--port", "0", "--data-parallel", "4", "--tp", "2", "--pp", "2"]) == 1
     assert "--tp 2 --pp 2 takes 4 GPUs each of 4 times" in capsys.readouterr().err
 

@@ -2,20 +2,24 @@
 # Copyright (c) 2026 the mcore authors
 """Engines with the models of runs and of their exports."""
 
+from mcore_tools.serving._coordinated import coordinated, uses_coordinator
 from mcore_tools.serving._engine import Served, build_engine, serve_exported
+from mcore_tools.serving._files import PromptFile, continue_prompts
 from mcore_tools.serving._layout import EngineLayout
 from mcore_tools.serving._open import open_engine, open_served_tokenizer, served_length, served_model
 from mcore_tools.serving._ranks import PROGRAM, EngineRanks, end_process
-from mcore_tools.serving._replicas import coordinated_replicas, work_for
+from mcore_tools.serving._replicas import work_for
 from mcore_tools.serving._speculation import speculating
 
 __all__ = [
     "PROGRAM",
     "EngineLayout",
     "EngineRanks",
+    "PromptFile",
     "Served",
     "build_engine",
-    "coordinated_replicas",
+    "continue_prompts",
+    "coordinated",
     "end_process",
     "open_engine",
     "open_served_tokenizer",
@@ -23,5 +27,6 @@ __all__ = [
     "served_length",
     "served_model",
     "speculating",
+    "uses_coordinator",
     "work_for",
 ]

@@ -2,14 +2,12 @@
 # Copyright (c) 2026 the mcore authors
 """Engines in processes of their own, one a device, which work for a coordinator and are started again when one ends."""
 
-import contextlib
 import logging
 import os
-import secrets
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,8 +15,6 @@ from torch._C._distributed_c10d import TCPStore
 
 from mcore_inference import DynamicInferenceEngine, EngineRunner
 from mcore_inference.coordinator import (
-    CoordinatedRunner,
-    CoordinatorConfig,
     CoordinatorSecurity,
     DataParallelInferenceCoordinator,
     EngineWorker,
@@ -169,36 +165,6 @@ class Replicas:
         else:
             _LOG.error("%s and is started again%s", what, beside)
             self._start(world)
-
-
-@contextlib.contextmanager
-def coordinated_replicas(
-    command: Sequence[str], *, count: int, layout: EngineLayout, is_stopped: Callable[[], bool]
-) -> Iterator[Callable[[], CoordinatedRunner] | None]:
-    """Engines of ``Replicas`` behind a coordinator of this process, which end with the block.
-
-    Args:
-        command: of a process, as of ``Replicas``.
-        count: engines.
-        layout: of each engine, or of all that share experts.
-        is_stopped: whether nobody waits for their start any more.
-
-    Yields:
-        What connects a runner to them, once all have come; None when it was stopped before.
-
-    Raises:
-        ValueError: as of ``Replicas``, or an engine ended at its start.
-    """
-    security = CoordinatorSecurity(secret=secrets.token_hex(32))
-    with (
-        DataParallelInferenceCoordinator(CoordinatorConfig(security=security)) as coordinator,
-        Replicas(command, count=count, coordinator=coordinator, layout=layout) as replicas,
-    ):
-        while coordinator.num_engines < count and not is_stopped():
-            if replicas.num_given_up:
-                raise ValueError("an engine ended at its start; the reason stands above")
-            time.sleep(0.05)
-        yield None if is_stopped() else lambda: CoordinatedRunner(coordinator.address, security=security)
 
 
 def work_for(engine: DynamicInferenceEngine, address: str, name: str, limits: "ServerLimits") -> int:
