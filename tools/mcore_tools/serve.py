@@ -29,7 +29,7 @@ from mcore_ckpt.hf import import_hf
 from mcore_inference import DynamicInferenceEngine, EngineDeadError
 from mcore_inference.server import InferenceServer, ServerLimits, StopSignals, WeightFolders, serve, serve_runner
 from mcore_parallel.guard import STALLED_EXIT_CODE
-from mcore_tools.arguments import Parser, endpoint, integer, number, secret
+from mcore_tools.arguments import Parser, integer, number, secret
 from mcore_tools.generate import (
     add_model_arguments,
     add_sampling_arguments,
@@ -40,7 +40,7 @@ from mcore_tools.generate import (
     generate,
     opened,
 )
-from mcore_tools.serving import EngineLayout, coordinated, end_process, open_served_tokenizer, served_model, uses_coordinator, work_for
+from mcore_tools.serving import EngineLayout, Job, coordinated, end_process, open_served_tokenizer, served_model, uses_coordinator, work_for
 from mcore_tools.torchrun import report_error
 
 
@@ -88,7 +88,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="spread the experts of a mixture over the engines of --data-parallel, which then step, end and start together",
     )
     parser.add_argument(
-        "--join", metavar="ADDRESS", type=endpoint, help="work for the coordinator at tcp://host:port instead of serving HTTP"
+        "--join",
+        metavar="JOB",
+        type=Job.named,
+        help="work for a coordinator instead of serving HTTP: the --job-file of another host, or tcp://host:port on this one",
+    )
+    parser.add_argument(
+        "--coordinator-host",
+        metavar="ADDRESS",
+        help="of this host, at which engines of other hosts may join those of --data-parallel; needs --job-file",
+    )
+    parser.add_argument(
+        "--job-file", metavar="FILE", type=Path, help="gets address, secret and key for --join on other hosts; whoever can read it may join"
     )
     parser.add_argument("--name", default="engine", help="of an engine that joins, for messages")
     words = sys.argv[1:] if arguments is None else list(arguments)
@@ -99,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         token, weights = options.token_file, _weights(options)
         if not (options.prompt or options.join or int(os.environ.get("RANK", "0"))):
             _check_address(options.host, options.port, token)
-        if not options.join and (uses_coordinator() or options.data_parallel > 1):
+        if not options.join and (uses_coordinator() or options.data_parallel > 1 or options.coordinator_host):
             if options.prompt:
                 return continue_coordinated(options)
             return _serve_replicas(options, token, weights)
@@ -126,6 +137,8 @@ def _check_layout(options: argparse.Namespace) -> None:
         raise ValueError("--data-parallel serves HTTP; leave out --prompt and --join, or --data-parallel")
     if options.expert_parallel and options.data_parallel == 1:
         raise ValueError("--expert-parallel spreads experts over engines; give --data-parallel of 2 and more")
+    if (options.coordinator_host is None) != (options.job_file is None) or (options.job_file and (options.join or options.prompt)):
+        raise ValueError("--coordinator-host and --job-file go together, without --join and --prompt")
 
 
 def _check_address(host: str, port: int, token: str | None) -> None:
@@ -188,7 +201,14 @@ def _serve_replicas(options: argparse.Namespace, token: str | None, weights: Wei
     tokenizer = open_served_tokenizer(options.checkpoint)
     with (
         StopSignals() as signals,
-        coordinated(words, count=options.data_parallel, layout=layout, is_stopped=lambda: signals.count > 0) as run,
+        coordinated(
+            words,
+            count=options.data_parallel,
+            layout=layout,
+            host=options.coordinator_host or "127.0.0.1",
+            job_file=options.job_file,
+            is_stopped=lambda: signals.count > 0,
+        ) as run,
     ):
         if run is None:
             return 0

@@ -5,6 +5,7 @@
 from mcore_tools.serving._coordinated import coordinated, uses_coordinator
 from mcore_tools.serving._engine import Served, build_engine, serve_exported
 from mcore_tools.serving._files import PromptFile, continue_prompts
+from mcore_tools.serving._job import Job
 from mcore_tools.serving._layout import EngineLayout
 from mcore_tools.serving._open import open_engine, open_served_tokenizer, served_length, served_model
 from mcore_tools.serving._ranks import PROGRAM, EngineRanks, end_process
@@ -15,6 +16,7 @@ __all__ = [
     "PROGRAM",
     "EngineLayout",
     "EngineRanks",
+    "Job",
     "PromptFile",
     "Served",
     "build_engine",

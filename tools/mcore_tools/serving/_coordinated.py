@@ -3,12 +3,17 @@
 """Engines of a command in processes of their own, behind a coordinator of this process."""
 
 import contextlib
+import dataclasses
 import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import zmq
 
 from mcore_inference.coordinator import CoordinatedRunner, CoordinatorConfig, CoordinatorSecurity, DataParallelInferenceCoordinator
+from mcore_tools.serving._job import Job
 from mcore_tools.serving._layout import EngineLayout
 from mcore_tools.serving._replicas import Replicas
 
@@ -32,7 +37,13 @@ def uses_coordinator() -> bool:
 
 @contextlib.contextmanager
 def coordinated(
-    command: Sequence[str], *, count: int, layout: EngineLayout, is_stopped: Callable[[], bool] = lambda: False
+    command: Sequence[str],
+    *,
+    count: int,
+    layout: EngineLayout,
+    host: str = "127.0.0.1",
+    job_file: Path | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[Callable[[], CoordinatedRunner] | None]:
     """Start engines and a coordinator for them.
 
@@ -40,21 +51,30 @@ def coordinated(
         command: of a process, as of ``Replicas``.
         count: engines.
         layout: of each engine, or of all that share experts.
-        is_stopped: asked while they start.
+        host: address at which the coordinator listens.
+        job_file: gets what engines of other hosts need to join; with it all is encrypted.
+        is_stopped: asked while the engines start.
 
     Returns:
         What makes a runner over all of them; None once it was stopped.
 
     Raises:
         ValueError: there are too few GPUs, or an engine ended at its start.
+        OSError: the file cannot be written.
     """
-    security = CoordinatorSecurity(secret=secrets.token_hex(32))
-    with (
-        DataParallelInferenceCoordinator(CoordinatorConfig(security=security)) as coordinator,
-        Replicas(command, count=count, coordinator=coordinator, layout=layout) as replicas,
-    ):
+    # On loopback nobody listens who could not read this process.
+    public_key, secret_key = (None, None) if job_file is None else (key.decode() for key in zmq.curve_keypair())
+    security = CoordinatorSecurity(secret=secrets.token_hex(32), public_key=public_key)
+    own = dataclasses.replace(security, secret_key=secret_key)
+    with contextlib.ExitStack() as stack:
+        coordinator = stack.enter_context(DataParallelInferenceCoordinator(CoordinatorConfig(host=host, security=own)))
+        job = Job(address=coordinator.address, security=security)
+        if job_file is not None:
+            job.write(job_file)
+            stack.callback(job_file.unlink, missing_ok=True)
+        replicas = stack.enter_context(Replicas(command, count=count, coordinator=coordinator, job=job, layout=layout))
         while coordinator.num_engines < count and not is_stopped():
             if replicas.num_given_up:
                 raise ValueError("an engine ended at its start; the reason stands above")
             time.sleep(_POLL_S)
-        yield None if coordinator.num_engines < count else lambda: CoordinatedRunner(coordinator.address, security=security)
+        yield None if coordinator.num_engines < count else lambda: CoordinatedRunner(job.address, security=security)

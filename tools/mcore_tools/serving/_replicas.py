@@ -14,20 +14,15 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from mcore_inference import DynamicInferenceEngine, EngineRunner
-from mcore_inference.coordinator import (
-    CoordinatorSecurity,
-    DataParallelInferenceCoordinator,
-    EngineWorker,
-)
+from mcore_inference.coordinator import DataParallelInferenceCoordinator, EngineWorker
 from mcore_parallel.guard import STALLED_EXIT_CODE
+from mcore_tools.serving._job import Job
 from mcore_tools.serving._layout import EngineLayout
 from mcore_tools.serving._ranks import start_rank
 
 if TYPE_CHECKING:
     from mcore_inference.server import ServerLimits
 
-SECRET_VARIABLE = "MCORE_COORDINATOR_SECRET"
-"""Holds the job's secret for the processes of a server."""
 _LOG = logging.getLogger("mcore_tools.serving")
 _POLL_S = 0.2
 _STOP_S = 30.0
@@ -75,19 +70,22 @@ class Replicas:
         command: of a process, ``mcore serve CHECKPOINT`` or another that takes ``--join ADDRESS --name NAME``, which are added.
         count: engines.
         coordinator: of this process.
+        job: what the engines know of it.
         layout: of each engine, or of all that share experts.
 
     Raises:
         ValueError: there are too few GPUs.
     """
 
-    def __init__(self, command: Sequence[str], *, count: int, coordinator: DataParallelInferenceCoordinator, layout: EngineLayout) -> None:
+    def __init__(
+        self, command: Sequence[str], *, count: int, coordinator: DataParallelInferenceCoordinator, job: Job, layout: EngineLayout
+    ) -> None:
         gpus, num_ranks = torch.cuda.device_count(), count * layout.ranks_each
         if gpus and num_ranks > gpus:
             raise ValueError(
                 f"--data-parallel {count} of {layout.ranks_each} GPUs each (--tp, --pp) needs {num_ranks} and {gpus} are visible; lower one"
             )
-        self._command, self._coordinator, self._layout = command, coordinator, layout
+        self._command, self._coordinator, self._job, self._layout = command, coordinator, job, layout
         self._gpus, self._num_ranks = gpus, num_ranks
         self._worlds = [_World(first) for first in range(0, count, layout.num_sharing)]
         self._closing = threading.Event()
@@ -120,7 +118,7 @@ class Replicas:
 
     def _start(self, world: _World) -> None:
         layout = self._layout
-        environment = {**os.environ, **_AGENT, SECRET_VARIABLE: self._coordinator.config.security.secret}
+        environment = {**os.environ, **_AGENT, **self._job.environment()}
         if self._gpus:
             visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
             names = visible or [str(number) for number in range(self._gpus)]
@@ -129,7 +127,7 @@ class Replicas:
         else:
             environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._num_ranks)))
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        words = [*self._command, "--join", self._coordinator.address, "--name"]
+        words = [*self._command, "--join", self._job.address, "--name"]
         world.began, world.store = time.monotonic(), store
         world.processes = [
             start_rank([*words, self._name_of(world, rank)], rank, layout.num_ranks, store.port, environment)
@@ -167,7 +165,7 @@ class Replicas:
             self._start(world)
 
 
-def work_for(engine: DynamicInferenceEngine, address: str, name: str, limits: "ServerLimits") -> int:
+def work_for(engine: DynamicInferenceEngine, job: Job, name: str, limits: "ServerLimits") -> int:
     """Serve the requests of a coordinator until a signal, a stop of all engines, the end of the engine or of the parent process.
 
     Returns:
@@ -176,7 +174,7 @@ def work_for(engine: DynamicInferenceEngine, address: str, name: str, limits: "S
     # Slow to import, and only for who serves.
     from mcore_inference.server import StopSignals
 
-    security, parent = CoordinatorSecurity(secret=os.environ.get(SECRET_VARIABLE, "")), os.getppid()
+    parent = os.getppid()
     with (
         StopSignals() as signals,
         EngineRunner(
@@ -185,7 +183,7 @@ def work_for(engine: DynamicInferenceEngine, address: str, name: str, limits: "S
             max_failed_steps=limits.max_failed_steps,
             max_waiting_requests=limits.max_waiting_requests,
         ) as runner,
-        EngineWorker(runner, address, name=name, security=security) as worker,
+        EngineWorker(runner, job.address, name=name, security=job.security) as worker,
     ):
         while not signals.count and os.getppid() == parent and not worker.join(_POLL_S):
             if runner.failure is not None:
