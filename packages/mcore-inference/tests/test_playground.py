@@ -18,6 +18,7 @@ import torch
 
 from mcore_inference.server import InferenceServer, serve
 from mcore_parallel.data import ByteTokenizer
+from tests.support.browser import Page as BrowserPage
 
 Make = Callable[..., Any]
 
@@ -180,3 +181,44 @@ def test_the_script_streams_a_conversation(server: InferenceServer, page: Page) 
     assert re.fullmatch(r"\d+ \+ 6 tokens, \d+ a second", first[1])
     assert wrong[0][-1][0] == "error" and "max_tokens" in wrong[0][-1][1] and wrong[2:] == [False, "x"]
     assert stopped[0][-1][0] == "assistant" and stopped[1:] == ["stopped", False, ""]
+
+
+@pytest.mark.timeout(120)
+def test_a_phone_without_a_network_holds_a_conversation(server: InferenceServer) -> None:
+    """In a real browser, under the page's own policy, of the width of a phone."""
+    wanted = {"model": "", "temperature": 0.5, "seed": 3, "max_tokens": 6, "messages": [{"role": "user", "content": "one"}]}
+    said = httpx.post(f"{server.url}/v1/chat/completions", json=wanted, headers={"Authorization": "Bearer secret"}).json()
+    with BrowserPage(390, 844) as phone:
+        phone.call("Page.navigate", url=server.url)
+        # The token is missing: the page says so and opens its settings.
+        assert "bearer token" in phone.until("document.getElementById('status')?.textContent")
+        assert phone.run("document.getElementById('settings').open") is True
+        for element, text in {"token": "secret", "temperature": "0.5", "seed": "3", "max_tokens": "6"}.items():
+            phone.type(element, text)
+        assert phone.until("document.getElementById('model').textContent") == "mcore"
+        phone.type("prompt", "one")
+        phone.tap("send")
+        phone.until("document.getElementById('status').textContent", lambda text: "tokens" in text)
+        shown = "[...document.querySelectorAll('article')].map(one => [one.className, one.querySelector('span').textContent])"
+        assert phone.run(shown) == [["user", "one"], ["assistant", said["choices"][0]["message"]["content"]]]
+        phone.type("prompt", "two")
+        phone.type("max_tokens", "1800")
+        phone.tap("send")
+        phone.until(f"{shown}[3]?.[1]")
+        phone.tap("stop")
+        assert phone.until("document.getElementById('status').textContent") == "stopped"
+        # Readable without sideways scrolling or zooming: nothing is wider than the screen, no text too small, no button too low.
+        assert phone.run("document.documentElement.scrollWidth") == 390
+        assert phone.run("[...document.querySelectorAll('*')].filter(one => one.getBoundingClientRect().right > 390.5).length") == 0
+        least = "Math.min(...[...document.querySelectorAll('{}')].map(one => {}))"
+        assert phone.run(least.format("p, article, label, button, summary", "parseFloat(getComputedStyle(one).fontSize)")) >= 12.5
+        assert phone.run(least.format("button, input", "one.getBoundingClientRect().height")) >= 44
+        phone.tap("clear")
+        assert phone.run(shown) == []
+        reports = phone.events
+    urls = [report["params"]["request"]["url"] for report in reports if report["method"] == "Network.requestWillBeSent"]
+    assert len(urls) > 3 and all(url.startswith((server.url, "data:")) for url in urls)
+    # A violation of the policy would be an entry, as an error of the script would; the refused token is one.
+    entries = [report["params"]["entry"] for report in reports if report["method"] == "Log.entryAdded"]
+    assert all("401" in entry["text"] for entry in entries if entry["level"] == "error"), entries
+    assert not [report for report in reports if report["method"] == "Runtime.exceptionThrown"]
