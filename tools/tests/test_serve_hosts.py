@@ -12,15 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from mcore_ckpt import CheckpointManager
 from mcore_inference import SamplingParams
-from mcore_parallel import ProcessGroups
-from mcore_parallel.data import train_bpe
-from mcore_parallel.training import model_state
-from mcore_tools.assembly import build_model
-from mcore_tools.recipes import override, recipe
 from mcore_tools.serving import open_engine
-from mcore_tools.training import run_assets
+from tests.support.checkpoints import tiny_checkpoint
 from tests.support.hosts import ADDRESSES, INTERFACE, Hosts, two_hosts
 
 TEXT = "two hosts serve one model behind one address. "
@@ -58,12 +52,7 @@ print(socket.poll(2000))
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    train_bpe([TEXT * 20], 290, tmp_path / "words")
-    sizes = ("model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.vocab_size=320", "train.seq_len=48")
-    config = override(recipe("gpt_tiny"), [*sizes, "train.dtype=float32", f"data.tokenizer={tmp_path / 'words'}"])
-    manager = CheckpointManager(tmp_path / "checkpoints", assets=run_assets(config))
-    manager.save(1, model_state(build_model(config, ProcessGroups.single(), "cpu"), ProcessGroups.single()))
-    return tmp_path / "checkpoints"
+    return tiny_checkpoint(tmp_path, TEXT)
 
 
 class Programs:
