@@ -60,6 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--max-waiting", type=integer(1), default=512, help="requests in the queue, then clients are sent away (default: 512)"
     )
     parser.add_argument(
+        "--stall-seconds",
+        type=number(above=0),
+        default=ServerLimits().stall_timeout_s,
+        help="that a step may take before /health is red; the first of a size compile kernels (default: %(default)g)",
+    )
+    parser.add_argument(
         "--tool-call-parser", choices=("hermes", "llama3_json", "mistral"), help="how the model writes calls of tools (default: no tools)"
     )
     parser.add_argument(
@@ -172,7 +178,7 @@ def _weights(options: argparse.Namespace) -> WeightFolders | None:
 
 
 def _limits(options: argparse.Namespace) -> ServerLimits:
-    return ServerLimits(max_waiting_requests=options.max_waiting)
+    return ServerLimits(max_waiting_requests=options.max_waiting, stall_timeout_s=options.stall_seconds)
 
 
 def _serve(engine: DynamicInferenceEngine, options: argparse.Namespace, token: str | None, weights: WeightFolders | None) -> int:
@@ -196,7 +202,7 @@ def _serve_replicas(options: argparse.Namespace, token: str | None, weights: Wei
     """Serve by engines in processes of their own."""
     layout = EngineLayout(tp=options.tp, pp=options.pp, num_sharing=options.data_parallel if options.expert_parallel else 1)
     layout.check(*served_model(options.checkpoint))
-    words = engine_words(options, "--max-waiting", str(options.max_waiting))
+    words = engine_words(options, "--max-waiting", str(options.max_waiting), "--stall-seconds", str(options.stall_seconds))
     words += ["--data-parallel", str(options.data_parallel), "--expert-parallel"] if options.expert_parallel else []
     tokenizer = open_served_tokenizer(options.checkpoint)
     with (
