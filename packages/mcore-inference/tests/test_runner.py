@@ -18,6 +18,7 @@ from mcore_inference import (
     Increment,
     InvalidTokenError,
     QueueFullError,
+    RequestStream,
     SamplingParams,
     Status,
     StepFailedError,
@@ -108,10 +109,10 @@ def test_a_slow_reader_gets_what_came_meanwhile_in_one_increment(engine: Dynamic
             assert (increment.tokens, increment.text) == (record.generated_tokens, record.generated_text)
             assert (increment.log_probs, increment.top_n_logprobs) == (record.generated_log_probs, record.generated_top_n_logprobs)
             # What came before an error comes first.
-            first = Increment(tokens=[1])
-            stream.put(first)
-            stream.put(EngineDeadError("gone"))
-            increments = aiter(stream)
+            first, broken = Increment(tokens=[1]), RequestStream(lambda _: None, asyncio.get_running_loop())
+            broken.put(first)
+            broken.put(EngineDeadError("gone"))
+            increments = aiter(broken)
             assert await anext(increments) is first
             with pytest.raises(EngineDeadError, match="gone"):
                 await anext(increments)
