@@ -69,7 +69,9 @@ def test_a_checkpoint_of_megatron_trains_without_a_rename(place: Path, capsys: p
     tune = ["sft", "start", "--data", "chat.jsonl", "--output", "tuned", "--no-export", *sets("train.steps=1", "train.seq_len=64", *SHOWN)]
     capsys.readouterr()
     assert main(tune) == 1
-    assert "start keeps no tokenizer.json, and there is no data.tokenizer='tuned/base'; set data.tokenizer" in capsys.readouterr().err
+    assert (
+        "error: start holds no tokenizer.json; set data.tokenizer to the folder of this model's tokenizer.json" in capsys.readouterr().err
+    )
     assert not (place / "tuned").exists()
     assert main([*tune, *sets("data.tokenizer=published")]) == 0
 

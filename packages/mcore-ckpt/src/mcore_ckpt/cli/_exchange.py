@@ -58,7 +58,7 @@ def _export_hf(options: argparse.Namespace) -> int:
     if options.config is not None:
         config = read_settings(options.config)
     prefix = _prefix(options, manifest)
-    if not any(name.startswith(f"{prefix}layers.") for name in manifest.tensors):
+    if StoredAdapter.of(checkpoint) is None and not any(name.startswith(f"{prefix}layers.") for name in manifest.tensors):
         raise ValueError(
             f"{checkpoint} holds no {prefix}layers.*, as every family has: no family is an encoder with a decoder, and other names need "
             "--prefix"
