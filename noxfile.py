@@ -440,6 +440,17 @@ def loggers(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def peft(session: nox.Session) -> None:
+    """Adapters beside those of the newest PEFT: the same loss curve, and files that each reads of the other."""
+    # Where the library is missing, these tests are skipped; here they must not be.
+    install = [*_members(), *_groups(("test",)), "peft>=0.18", "-c", CONSTRAINTS]
+    python = _environment(session, f"peft-{THIS_PYTHON}", "peft", install)
+    session.run(str(python), "-c", "import peft; print('peft', peft.__version__)", external=True)
+    tests = ["tools/tests/test_lora_curve.py", "packages/mcore-ckpt/tests/test_hf_adapter.py"]
+    session.run(str(python), "-m", "pytest", "-q", "-n", "0", *tests, *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
 def ray(session: nox.Session) -> None:
     """Environments and engines as workers of Ray, on a cluster of two nodes on this machine."""
     install = [*_members(), *_groups(("test",)), "-e", "packages/mcore-rl[ray]", "-c", CONSTRAINTS]
