@@ -38,6 +38,7 @@ from mcore_tools.recipes import (
     TrainConfig,
     add_fields_option,
     config_text,
+    layout,
     override,
     read_config,
     recipe,
@@ -165,12 +166,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--config", metavar="FILE", type=file, help="YAML with fields of the run, and `recipe: NAME` or --recipe for the others"
     )
+    parser.add_argument(
+        "--layout", metavar="RECIPE@GPUS", help="the layout for so many GPUs of a published size, such as llama3_8b@8; --set changes it"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a field, for instance rl.group_size=16")
     add_fields_option(parser, RunConfig)
     parser.add_argument("--write-config", metavar="FILE", help="write the whole run as YAML (- for the terminal) and end")
     options = parser.parse_args(arguments)
     try:
-        config = override(base_config(_chosen(options), options.model), options.set)
+        placed = layout(options.layout, "rl") if options.layout else ()
+        config = override(base_config(_chosen(options), options.model), [*placed, *options.set])
         if config.rl is None:
             raise RecipeError("rl=none has nothing to learn from; leave it out, or start the run with `mcore train`")
         if options.write_config == "-":

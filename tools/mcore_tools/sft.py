@@ -3,7 +3,7 @@
 """Fine-tune a model on conversations, and export it.
 
 mcore sft path/to/Qwen3-0.6B --data chat.jsonl --output runs/tuned
-torchrun --nproc-per-node 8 -m mcore_tools.sft path/to/Llama-3.1-8B-Instruct --data chat.jsonl --set data_parallel=fsdp --set plan.dp=8
+torchrun --nproc-per-node 8 -m mcore_tools.sft path/to/Llama-3.1-8B-Instruct --data chat.jsonl --layout llama3_8b@8
 
 MODEL is a Hugging Face folder, a checkpoint, or the folder of a run. Conversations are JSON lines or Parquet with `messages` (or ShareGPT's
 `conversations`), written by the tokenizer's own chat template; only what the assistant writes is learnt. The output folder holds the
@@ -32,7 +32,7 @@ from mcore_parallel.optim import OptimizerConfig
 from mcore_tools.arguments import Parser
 from mcore_tools.assembly import has_files, removed_if_refused
 from mcore_tools.corpus import ChatCorpus, prepare_chat
-from mcore_tools.recipes import DataConfig, LoadConfig, RecipeError, RunConfig, SFTConfig, TrainConfig, add_fields_option, override
+from mcore_tools.recipes import DataConfig, LoadConfig, RecipeError, RunConfig, SFTConfig, TrainConfig, add_fields_option, layout, override
 from mcore_tools.train import refused, run_to_end
 from mcore_tools.training import (
     check_lora,
@@ -179,12 +179,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", action="append", required=True, metavar="FILE", help="conversations; may be given again")
     parser.add_argument("--output", default="runs/sft", help="folder of the run (default: %(default)s)")
     parser.add_argument("--no-export", dest="export", action="store_false", help="write no OUTPUT/hf at the end")
+    parser.add_argument(
+        "--layout", metavar="RECIPE@GPUS", help="the layout for so many GPUs of a published size, such as llama3_8b@8; --set changes it"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a field, for instance train.seq_len=4096")
     add_fields_option(parser, RunConfig)
     options = parser.parse_args(arguments)
     rank = int(os.environ.get("RANK", "0"))
     try:
-        config = override(base_config(options.model, options.data, options.output), options.set)
+        changed = [assignment.partition("=")[0].strip() for assignment in options.set]
+        job = "lora" if any(path.partition(".")[0] == "lora" for path in changed) else "sft"
+        placed = layout(options.layout, job) if options.layout else ()
+        config = override(base_config(options.model, options.data, options.output), [*placed, *options.set])
         if config.sft is None:
             raise RecipeError("sft=none has no conversations to learn; leave it out, or start the run with `mcore train`")
         as_adapter = config.sft.export == "adapter"
@@ -192,7 +198,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.export and export.exists():
             raise ValueError(f"{export} is there, of a run that ended; name another --output, or remove it")
         # Before anything is written.
-        changed = [assignment.partition("=")[0].strip() for assignment in options.set]
         check_run(config, paced="train.steps" in changed)
         own = CheckpointManager(Path(config.output) / "checkpoints")
         check_lora(config, own)

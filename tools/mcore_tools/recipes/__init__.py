@@ -9,8 +9,8 @@ from mcore_tools.recipes._file import config_text, read_config, write_config
 from mcore_tools.recipes._load import LoadConfig
 from mcore_tools.recipes._log import LogConfig
 from mcore_tools.recipes._override import RecipeError, override
-from mcore_tools.recipes._published import LAYOUTS
-from mcore_tools.recipes._registry import RECIPES, recipe
+from mcore_tools.recipes._published import LAYOUTS, TUNING, Job
+from mcore_tools.recipes._registry import RECIPES, layout, recipe
 from mcore_tools.recipes._rl import CharacterShareConfig, CriticConfig, RLConfig, ServedConfig
 from mcore_tools.recipes._sft import SFTConfig
 from mcore_tools.recipes._train import TrainConfig
@@ -18,11 +18,13 @@ from mcore_tools.recipes._train import TrainConfig
 __all__ = [
     "LAYOUTS",
     "RECIPES",
+    "TUNING",
     "CharacterShareConfig",
     "CriticConfig",
     "DataConfig",
     "FIMConfig",
     "FSDPConfig",
+    "Job",
     "LoadConfig",
     "LogConfig",
     "QKClipConfig",
@@ -35,6 +37,7 @@ __all__ = [
     "add_fields_option",
     "config_of",
     "config_text",
+    "layout",
     "list_fields",
     "override",
     "read_config",

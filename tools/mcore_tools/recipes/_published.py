@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Pre-training of models in published sizes, with a layout for each number of GPUs."""
+"""Pre-training of models in published sizes, with a layout for each number of GPUs; layouts for tuning these models."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from mcore_moe import MoEConfig
 from mcore_parallel.models import TransformerConfig, hybrid_config
@@ -16,6 +16,9 @@ from mcore_tools.recipes._train import TrainConfig
 _FSDP = ("data_parallel=fsdp",)
 _SLICED = ("optimizer.use_distributed_optimizer=true",)
 _FULL = ("recompute.granularity=full",)
+# Moments of two bytes instead of four.
+_NARROW = ("optimizer.use_precision_aware_optimizer=true", "optimizer.exp_avg_dtype=bfloat16", "optimizer.exp_avg_sq_dtype=bfloat16")
+_EXPERT_ADAPTERS = ("lora.targets=[qkv,out,experts]",)
 
 
 def _run(
@@ -187,7 +190,10 @@ LAYOUTS: Mapping[str, Mapping[int, tuple[str, ...]]] = MappingProxyType(
             8: (*_FSDP, "plan.dp=8"),
             64: (*_FSDP, "plan.dp=64"),
         },
-        "llama3_70b": {64: (*_SLICED, "plan.tp=2", "plan.pp=4", "plan.vpp=4", "plan.dp=8", "recompute.modules=[norm]")},
+        "llama3_70b": {
+            8: (*_FSDP, *_FULL, *_NARROW, "plan.dp=8"),
+            64: (*_SLICED, "plan.tp=2", "plan.pp=4", "plan.vpp=4", "plan.dp=8", "recompute.modules=[norm]"),
+        },
         "qwen3_0_6b": {1: (), 2: (*_FSDP, "plan.dp=2"), 8: (*_FSDP, "plan.dp=8"), 64: (*_FSDP, "plan.dp=64")},
         "qwen3_8b": {1: _FULL, 2: (*_FSDP, "plan.dp=2"), 8: (*_FSDP, "plan.dp=8"), 64: (*_FSDP, "plan.dp=64")},
         "qwen3_30b_a3b": {
@@ -200,3 +206,74 @@ LAYOUTS: Mapping[str, Mapping[int, tuple[str, ...]]] = MappingProxyType(
     }
 )
 """Number of GPUs -> the fields of a layout that fits GPUs of 141 GiB by the planner's estimate, with a margin of 6 %."""
+
+Job = Literal["sft", "lora", "rl"]
+"""What a published model is tuned by: all weights on conversations, adapters on conversations, all weights by rewards."""
+
+
+def _replicas(sync: tuple[str, ...], one: tuple[str, ...] = (), *more: str) -> dict[int, tuple[str, ...]]:
+    """One GPU, and 2, 8 and 64 that each have a share of the batch."""
+    batch = "train.global_batch_size=64"
+    return {1: (*more, *one), **{gpus: (*sync, *more, f"plan.dp={gpus}", *[batch] * (gpus == 64)) for gpus in (2, 8, 64)}}
+
+
+def _rewarded(*one: str) -> dict[int, tuple[str, ...]]:
+    """One GPU, and 2, 8 and 64 of which each trains a share and draws answers to its own problems."""
+    wide = ("rl.num_groups=64", "train.global_batch_size=512")
+    return {1: one, **{gpus: (*_FSDP, f"plan.dp={gpus}", *(wide if gpus == 64 else ())) for gpus in (2, 8, 64)}}
+
+
+_STREAMED = (*_FULL, "rl.memory.stream_optimizer=true")
+
+TUNING: Mapping[Job, Mapping[str, Mapping[int, tuple[str, ...]]]] = MappingProxyType(
+    {
+        "sft": {
+            "llama3_8b": _replicas(_FSDP, _FULL),
+            "llama3_70b": {
+                8: (*_FSDP, *_FULL, *_NARROW, "plan.dp=8"),
+                64: (*_FSDP, "plan.dp=64", "train.global_batch_size=64"),
+            },
+            "qwen3_0_6b": _replicas(_FSDP),
+            "qwen3_8b": _replicas(_FSDP, _FULL),
+            "qwen3_30b_a3b": {
+                8: (*_FSDP, "plan.ep=8", "plan.dp=8"),
+                64: (*_FSDP, "plan.ep=8", "plan.dp=64", "train.global_batch_size=64"),
+            },
+            "gpt_oss_20b": {
+                8: (*_FSDP, "plan.ep=8", "plan.dp=8"),
+                64: (*_FSDP, "plan.ep=8", "plan.dp=64", "train.global_batch_size=64"),
+            },
+            "nemotron_h_8b": _replicas(_FSDP, _FULL),
+        },
+        # Replicas of frozen weights have nothing to exchange but adapters.
+        "lora": {
+            "llama3_8b": _replicas(()),
+            "llama3_70b": {
+                2: (*_FSDP, *_FULL, "plan.dp=2"),
+                8: (*_FSDP, "plan.dp=8"),
+                64: (*_FSDP, "plan.dp=64", "train.global_batch_size=64"),
+            },
+            "qwen3_0_6b": _replicas(()),
+            "qwen3_8b": _replicas(()),
+            "qwen3_30b_a3b": _replicas((), (), *_EXPERT_ADAPTERS),
+            "gpt_oss_20b": _replicas((), (), *_EXPERT_ADAPTERS),
+            "nemotron_h_8b": _replicas(()),
+        },
+        # Every rank has an engine with whole weights.
+        "rl": {
+            "llama3_8b": _rewarded(*_STREAMED),
+            "qwen3_0_6b": _rewarded(),
+            "qwen3_8b": _rewarded(*_STREAMED),
+            "qwen3_30b_a3b": {
+                8: (*_FSDP, *_FULL, "plan.ep=8", "plan.dp=8"),
+                64: (*_FSDP, "plan.ep=8", "plan.dp=64", "rl.num_groups=64", "train.global_batch_size=512"),
+            },
+            "gpt_oss_20b": {
+                8: (*_FSDP, "plan.ep=8", "plan.dp=8"),
+                64: (*_FSDP, "plan.ep=8", "plan.dp=64", "rl.num_groups=64", "train.global_batch_size=512"),
+            },
+            "nemotron_h_8b": _rewarded(*_STREAMED),
+        },
+    }
+)
+"""Job -> model -> number of GPUs -> the fields of a layout that fits, as in LAYOUTS: rows of 4,096 tokens, with rl of 1,024."""

@@ -17,7 +17,7 @@ from mcore_rl.envs import ArithmeticConfig, CountdownConfig
 from mcore_tools.recipes._config import RunConfig
 from mcore_tools.recipes._data import DataConfig
 from mcore_tools.recipes._override import RecipeError, override
-from mcore_tools.recipes._published import LAYOUTS, PUBLISHED
+from mcore_tools.recipes._published import LAYOUTS, PUBLISHED, TUNING, Job
 from mcore_tools.recipes._rl import RLConfig
 from mcore_tools.recipes._train import TrainConfig
 
@@ -323,10 +323,30 @@ def recipe(name: str) -> RunConfig:
     if name not in RECIPES:
         near = difflib.get_close_matches(name, RECIPES, 1)
         raise RecipeError(f"no recipe {name!r}; " + (f"did you mean {near[0]!r}? " if near else "") + f"there are: {', '.join(RECIPES)}")
-    if not at:
-        return RECIPES[name]()
-    layouts = {str(number): changes for number, changes in LAYOUTS.get(name, {}).items()}
-    if gpus not in layouts:
-        known = f"has layouts for {', '.join(layouts)} GPUs" if layouts else "has no layouts"
-        raise RecipeError(f"recipe {name!r} {known}, found @{gpus}; leave it out and set the fields of plan, as mcore plan advises")
-    return override(RECIPES[name](), layouts[gpus])
+    return override(RECIPES[name](), _fields(LAYOUTS, name, gpus, "recipe")) if at else RECIPES[name]()
+
+
+def layout(name: str, job: Job) -> tuple[str, ...]:
+    """Fields of a run that tunes a published model, by the recipe of that model and a number of GPUs: ``llama3_8b@8``.
+
+    Args:
+        name: recipe and GPUs.
+        job: what the model is tuned by.
+
+    Raises:
+        RecipeError: no layout of that name; names all there are.
+    """
+    name, _, gpus = name.partition("@")
+    if name not in TUNING[job]:
+        near = difflib.get_close_matches(name, TUNING[job], 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise RecipeError(f"no layout of {job} for {name!r}; {hint}there are: {', '.join(TUNING[job])}, each with @GPUS")
+    return _fields(TUNING[job], name, gpus, job)
+
+
+def _fields(layouts: Mapping[str, Mapping[int, tuple[str, ...]]], name: str, gpus: str, what: str) -> tuple[str, ...]:
+    numbers = {str(number): fields for number, fields in layouts.get(name, {}).items()}
+    if gpus not in numbers:
+        known = f"has layouts for {', '.join(numbers)} GPUs" if numbers else "has no layouts"
+        raise RecipeError(f"{what} {name!r} {known}, found @{gpus}; leave it out and set the fields of plan, as mcore plan advises")
+    return numbers[gpus]
