@@ -58,12 +58,12 @@ def _export_hf(options: argparse.Namespace) -> int:
     if options.config is not None:
         config = read_settings(options.config)
     prefix = _prefix(options, manifest)
-    if StoredAdapter.of(checkpoint) is None and not any(name.startswith(f"{prefix}layers.") for name in manifest.tensors):
-        raise ValueError(
-            f"{checkpoint} holds no {prefix}layers.*, as every family has: no family is an encoder with a decoder, and other names need "
-            "--prefix"
-        )
     if family is None or not isinstance(config, dict):
+        if not any(name.startswith(f"{prefix}layers.") for name in manifest.tensors):
+            raise ValueError(
+                f"{checkpoint} holds no {prefix}layers.*, as every family has: no family is an encoder with a decoder, and other names "
+                "need --prefix"
+            )
         raise ValueError(f"{checkpoint} does not say what model it holds; give --family and --config")
     more = {"dtype": chosen_dtype(options), "hf_config": stored_extra.get("hf_config")}
     tensors = [tensor for name, tensor in manifest.tensors.items() if name.startswith(prefix)]
