@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mcore_tools.arguments import Parser, file, folder, new_file, secret
+from mcore_tools.arguments import Parser, file, folder, new_file, quiet_pipe, secret
 from mcore_tools.cli import VERBS, Verb
 from mcore_tools.recipes import RECIPES, config_of, list_fields
 
@@ -105,6 +105,7 @@ def _fields(config: type) -> dict[str, Any]:
     return {"bash": function, "zsh": function, "fish": f"({function})", "preamble": preamble}
 
 
+@quiet_pipe
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = Parser("mcore completion", __doc__)

@@ -16,10 +16,11 @@ from collections.abc import Sequence
 import torch
 
 from mcore_ckpt import CheckpointingException
-from mcore_tools.arguments import Parser, integer, number, secret
+from mcore_tools.arguments import Parser, integer, number, quiet_pipe, secret
 from mcore_tools.generate import add_model_arguments
 from mcore_tools.serving import open_engine
 from mcore_tools.terminal import Answers, AnswerSettings, Conversation, EngineAnswers, ServerAnswers, StandardTerminal, Terminal
+from mcore_tools.torchrun import report_error
 from mcore_tools.training import device_of
 
 
@@ -45,6 +46,7 @@ def _answers(options: argparse.Namespace) -> Answers:
     )
 
 
+@quiet_pipe
 def main(arguments: Sequence[str] | None = None, terminal: Terminal | None = None) -> int:
     """The command; ``terminal`` is None for standard input and output."""
     parser = Parser("mcore chat", __doc__)
@@ -58,7 +60,7 @@ def main(arguments: Sequence[str] | None = None, terminal: Terminal | None = Non
     try:
         answers = _answers(options)
     except (ValueError, OSError, CheckpointingException) as error:
-        print(f"error: {error}", file=sys.stderr)
+        report_error(str(error))
         return 1
     shown = StandardTerminal() if terminal is None else terminal
     shown.write("/help lists commands\n")

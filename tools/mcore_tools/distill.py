@@ -47,7 +47,7 @@ from mcore_parallel.training.distill import (
     record,
     writes,
 )
-from mcore_tools.arguments import Parser
+from mcore_tools.arguments import Parser, quiet_pipe
 from mcore_tools.assembly import DTYPES, Samples, build_stage, datasets, open_tokenizer, step_batches, validation_batches
 from mcore_tools.recipes import RECIPES, RunConfig, recipe
 from mcore_tools.reports import History
@@ -235,6 +235,7 @@ def distill(config: DistillConfig, *, only_record: bool = False) -> int:
         return 0 if trained.stopped_at is None else STOPPED_EXIT_CODE
 
 
+@quiet_pipe
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = Parser("mcore distill", __doc__)

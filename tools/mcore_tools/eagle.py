@@ -46,7 +46,7 @@ from mcore_parallel.training.eagle import (
     TargetEnds,
     record_features,
 )
-from mcore_tools.arguments import Parser
+from mcore_tools.arguments import Parser, quiet_pipe
 from mcore_tools.assembly import DTYPES, Samples, build_model, datasets, open_tokenizer, step_batches
 from mcore_tools.recipes import RECIPES, RunConfig, recipe
 from mcore_tools.torchrun import tell_launcher
@@ -328,10 +328,11 @@ def run_command(verb: str, config: EagleRun) -> int:
         return 0
 
 
+@quiet_pipe
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = Parser("mcore eagle", __doc__)
-    parser.add_argument("verb", choices=("extract", "train", "evaluate", "export"))
+    parser.add_argument("verb", choices=("extract", "train", "evaluate", "export"), help="what to do, as above")
     parser.add_argument("--recipe", required=True, help=f"the target was trained by, one of: {', '.join(RECIPES)}")
     return command(
         parser,

@@ -20,13 +20,15 @@ from typing import Any
 import torch
 
 from mcore_ckpt import CheckpointingException
-from mcore_tools.arguments import Parser, file, folder, integer, new_file
+from mcore_tools.arguments import Parser, file, folder, integer, new_file, quiet_pipe
 from mcore_tools.evaluation import Scorer, read_choices, read_texts, score_choices, score_texts
 from mcore_tools.generate import add_model_arguments
 from mcore_tools.serving import open_engine, served_length
+from mcore_tools.torchrun import report_error
 from mcore_tools.training import device_of
 
 
+@quiet_pipe
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = Parser("mcore eval", __doc__)
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.output is not None:
             options.output.write_text(text + "\n", encoding="utf-8")
     except (ValueError, OSError, CheckpointingException) as error:
-        print(f"error: {error}", file=sys.stderr)
+        report_error(str(error))
         return 1
     print(text)
     return 0

@@ -35,7 +35,7 @@ from mcore_inference import (
 )
 from mcore_inference.coordinator import CoordinatedRunner
 from mcore_parallel.guard import STALLED_EXIT_CODE
-from mcore_tools.arguments import Parser, file, integer, number
+from mcore_tools.arguments import Parser, file, integer, number, quiet_pipe
 from mcore_tools.serving import (
     PROGRAM,
     EngineLayout,
@@ -212,6 +212,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=number(least=0), default=0.0, help="of a continuation (default: 0, the likeliest token)")
 
 
+@quiet_pipe
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = Parser("mcore generate", __doc__)

@@ -6,7 +6,6 @@ python -m mcore_tools.joint
 python -m mcore_tools.joint --set encoder.dp=3 --set decoder.dp=2 --set decoder.tp=1 --set pipeline.schedule=zero_bubble
 """
 
-import argparse
 import functools
 import math
 import sys
@@ -26,8 +25,10 @@ from mcore_parallel.nn import Step
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.pipeline import ChainLink, PipelineConfig, StageLayout, plan_pipeline, run_schedule
 from mcore_parallel.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
+from mcore_tools.arguments import Parser, quiet_pipe
 from mcore_tools.launch import launch
 from mcore_tools.recipes import add_fields_option, override
+from mcore_tools.torchrun import report_error
 
 # B sequences, P patches a sequence, C features a patch, D width of the decoder, V classes
 
@@ -254,14 +255,16 @@ def _world() -> dist.ProcessGroup:
     return world
 
 
+@quiet_pipe
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="joint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """The command."""
+    parser = Parser("python -m mcore_tools.joint", __doc__)
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a field, for instance decoder.tp=1")
     add_fields_option(parser, JointConfig)
     try:
         config = override(JointConfig(), parser.parse_args(arguments).set)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        report_error(str(error))
         return 1
     kind = "cuda" if torch.cuda.device_count() >= config.num_ranks else "cpu"
     print(f"encoder on {config.encoder.world_size} ranks, decoder on {config.decoder.world_size}; a guess costs", end=" ")

@@ -26,13 +26,14 @@ from mcore_ckpt.hf import export_checkpoint_hf
 from mcore_parallel import ParallelPlan
 from mcore_parallel.data import TokenizerError, train_bpe
 from mcore_parallel.tensor_parallel import pad_vocab_size
-from mcore_tools.arguments import Parser, integer
+from mcore_tools.arguments import Parser, integer, quiet_pipe
 from mcore_tools.corpus import check_text, default_text, prepare
 from mcore_tools.launch import RankError, launch
 from mcore_tools.recipes import RecipeError, RunConfig, override, recipe
 from mcore_tools.reports import Plot, Section, write_report
 from mcore_tools.rl import post_train_rank
 from mcore_tools.serving import serve_exported
+from mcore_tools.torchrun import report_error
 from mcore_tools.training import check_log, check_output, train_rank, validate_rank
 
 T = TypeVar("T")
@@ -222,6 +223,7 @@ def _summary(sections: list[Section], report: Path, seconds: float, console: Con
     console.print(f"plots and texts: {escape(str(report))}", highlight=False, soft_wrap=True)
 
 
+@quiet_pipe
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser("mcore quickstart", __doc__)
     parser.add_argument("--text", type=Path, help="file, folder or JSONL to learn from; default: the interpreter's standard library")
@@ -235,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         quickstart([options.text] if options.text else default_text(), options.output, options.set, options.iterations, console)
     except (ValueError, OSError, RankError, JourneyError) as error:
-        print(f"error: {getattr(error, 'summary', None) or error}", file=sys.stderr)
+        report_error(str(getattr(error, "summary", None) or error))
         return 1
     except KeyboardInterrupt:
         print("interrupted; the next run begins anew", file=sys.stderr)

@@ -28,7 +28,7 @@ from mcore_parallel.guard import RankFailedError, RanksLostError
 from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.training import STOPPED_EXIT_CODE, StopSignals
 from mcore_rl import GenericGenerationArgs
-from mcore_tools.arguments import Parser, file
+from mcore_tools.arguments import Parser, file, quiet_pipe
 from mcore_tools.assembly import removed_if_refused
 from mcore_tools.recipes import (
     RECIPES,
@@ -158,6 +158,7 @@ def _result(done: Reinforced) -> str:
     return numbers if done.stopped_at is None else f"stopped and saved after step {done.stopped_at}; start it again to go on"
 
 
+@quiet_pipe
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = Parser("mcore rl", __doc__)

@@ -29,7 +29,7 @@ from mcore_ckpt.hf import import_hf
 from mcore_inference import DynamicInferenceEngine, EngineDeadError
 from mcore_inference.server import InferenceServer, ServerLimits, StopSignals, WeightFolders, serve, serve_runner
 from mcore_parallel.guard import STALLED_EXIT_CODE
-from mcore_tools.arguments import Parser, integer, number, secret
+from mcore_tools.arguments import Parser, integer, number, quiet_pipe, secret
 from mcore_tools.generate import (
     add_model_arguments,
     add_sampling_arguments,
@@ -44,14 +44,15 @@ from mcore_tools.serving import EngineLayout, Job, coordinated, end_process, ope
 from mcore_tools.torchrun import report_error
 
 
+@quiet_pipe
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = Parser("mcore serve", __doc__)
     add_model_arguments(parser)
     add_split_argument(parser)
     add_speculation_arguments(parser)
-    add_sampling_arguments(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="address to serve on; other than loopback it needs --token-file")
+    add_sampling_arguments(parser, required=False)
+    parser.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s); other than loopback it needs --token-file")
     parser.add_argument("--port", type=integer(0, 65_535), default=8000, help="0 for a free one (default: 8000)")
     parser.add_argument(
         "--drain-seconds", type=number(least=0), default=30.0, help="that open requests get to end at a signal (default: 30)"
@@ -107,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--job-file", metavar="FILE", type=Path, help="gets address, secret and key for --join on other hosts; whoever can read it may join"
     )
-    parser.add_argument("--name", default="engine", help="of an engine that joins, for messages")
+    parser.add_argument("--name", default="engine", help="of an engine that joins, for messages (default: %(default)s)")
     words = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(words)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")

@@ -22,7 +22,12 @@ def report_error(message: str, *, waits: bool = True) -> None:
     Args:
         message: one line.
         waits: the first rank may say it; False for what only this one knows, such as that another is gone.
+
+    Raises:
+        BrokenPipeError: it is what is handled: whoever reads the output left, and there is nothing to say.
     """
+    if isinstance(error := sys.exception(), BrokenPipeError):
+        raise error
     tell_launcher(message)
     if waits and _ERROR_FILE in os.environ and os.environ.get("RANK", "0") != "0":
         time.sleep(_FIRST_SPEAKS_S)

@@ -40,7 +40,7 @@ from mcore_parallel.training import (
     SuspectResultError,
 )
 from mcore_tools import STARTED_AT
-from mcore_tools.arguments import Parser, file
+from mcore_tools.arguments import Parser, file, quiet_pipe
 from mcore_tools.assembly import check_data
 from mcore_tools.launch import leave_world
 from mcore_tools.recipes import (
@@ -120,6 +120,7 @@ def _in_world(config: RunConfig, kind: str, stop: StopSignals, stamps: StartupSt
     return run_with_restarts(work, store, rank=rank, world_size=world_size, config=config.restart, final=FINAL)
 
 
+@quiet_pipe
 def main(
     arguments: Sequence[str] | None = None,
     *,

@@ -156,3 +156,19 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     command = f"{sys.executable} -m mcore_tools doctor --json | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "141" and done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "-m mcore_tools.train --recipe gpt_tiny --write-config -",
+        "-m mcore_tools.joint --version",
+        "-c 'from mcore_ckpt.cli import main; raise SystemExit(main())' --version",
+        "-c 'from mcore_parallel.backends._doctor import main; raise SystemExit(main())'",
+    ],
+)
+def test_programs_end_without_a_word_when_nobody_reads(command: str) -> None:
+    # Unbuffered, so that the print fails and not the end.
+    line = f"{sys.executable} -u {command} | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("141\n", "")

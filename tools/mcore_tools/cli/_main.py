@@ -2,10 +2,10 @@
 # Copyright (c) 2026 the mcore authors
 """Choose the verb, run it, and end with its exit code."""
 
-import os
 import sys
 from collections.abc import Sequence
 
+from mcore_tools.arguments import quiet_pipe
 from mcore_tools.cli._verbs import VERBS
 
 _USAGE = "usage: mcore VERB [ARGUMENT ...]      mcore VERB --help      mcore --version"
@@ -19,26 +19,21 @@ _EXIT_CODES = """exit codes:
   130  interrupted (Ctrl-C)
   141  nobody reads the output any more
   143  asked to stop (SIGTERM, SIGINT, time limit), and saved: start it again to go on"""
-_INTERRUPTED, _BROKEN_PIPE = 130, 141
+_INTERRUPTED = 130
 
 
+@quiet_pipe
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the verb that ``arguments`` (None for the process's own) begin with; the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = _run(words)
-        sys.stdout.flush()
-        return code
+        return _run(words)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
     except ModuleNotFoundError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:
-        # What is still buffered has no reader either; the interpreter must not try to write it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _BROKEN_PIPE
 
 
 def _run(words: list[str]) -> int:

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt.cli import _exchange, _inspect, _rewrite
-from mcore_ckpt.cli._arguments import CommandParser, ShowVersion
+from mcore_ckpt.cli._arguments import CommandParser, ShowVersion, quiet_pipe
 
 __all__ = ["main"]
 
 _VERBS = (_inspect, _rewrite, _exchange)
 
 
+@quiet_pipe
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with ``arguments`` (None for the process's own) and return its exit status."""
     parser = CommandParser(prog="mcore-ckpt", description="Look at, check and convert checkpoints.")
@@ -24,6 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
+    except BrokenPipeError:
+        raise
     except (CheckpointingException, ValueError, OSError) as error:
         reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
         print(f"mcore-ckpt: {reason}", file=sys.stderr)

@@ -79,7 +79,7 @@ def _renaming(names: list[str], dropped: set[str], pairs: list[list[str]]) -> Ca
 def _add_reshard(commands: Commands) -> None:
     command = _add_copy(commands, "reshard", "copy a checkpoint into other files; every layout loads from any, this only saves reading")
     command.add_argument("--parts", type=int, required=True, metavar="N", help="cut along the first dim, as N ranks of Shard(0) hold it")
-    command.add_argument("--max-file-mib", type=int, default=4096, metavar="MIB", help="data in a file before the next is begun")
+    command.add_argument("--max-file-mib", type=int, default=4096, metavar="MIB", help="MiB in a file (default: %(default)s)")
     command.set_defaults(run=_run_reshard)
 
 

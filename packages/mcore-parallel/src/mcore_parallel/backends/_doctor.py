@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mcore_parallel._command_line import CommandParser
+from mcore_parallel._command_line import CommandParser, quiet_pipe
 from mcore_parallel.backends._factory import missing_units
 from mcore_parallel.backends._fp8_config import RECIPES, Fp8Config
 from mcore_parallel.backends._torch import RECIPES_OF_TORCH
@@ -146,6 +146,7 @@ def _communication(machine: Machine) -> Iterator[Row]:
         yield operation, "Triton kernels", "they store in the memory of the other GPUs of this host that are peers, over NVLink or PCIe"
 
 
+@quiet_pipe
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns 0, or 1 when a setting of the network in the environment cannot work."""
     parser = CommandParser(prog="mcore-doctor", description="Which path each operation takes on this machine, and why.")

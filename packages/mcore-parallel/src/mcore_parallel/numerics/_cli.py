@@ -10,12 +10,13 @@ from collections.abc import Sequence
 
 import torch
 
-from mcore_parallel._command_line import CommandParser
+from mcore_parallel._command_line import CommandParser, quiet_pipe
 from mcore_parallel.numerics._first_difference import DumpReport, compare_dumps
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
 
+@quiet_pipe
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0 when the runs agree, 1 when they differ, 2 for what cannot be compared."""
     arguments = _parser().parse_args(argv)

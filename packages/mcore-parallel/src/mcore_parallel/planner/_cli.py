@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mcore_parallel._command_line import CommandParser
+from mcore_parallel._command_line import CommandParser, quiet_pipe
 from mcore_parallel.data_parallel import DistributedDataParallelConfig
 from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.planner._cost import Cluster
@@ -27,6 +27,7 @@ _COLUMNS = (
 )  # fmt: skip
 
 
+@quiet_pipe
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0 when a layout fits, 1 when none does, 2 for inputs that cannot be planned with."""
     arguments = _parser().parse_args(argv)

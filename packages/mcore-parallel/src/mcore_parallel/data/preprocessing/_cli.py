@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from mcore_parallel._command_line import CommandParser
+from mcore_parallel._command_line import CommandParser, quiet_pipe
 from mcore_parallel.data._errors import DataError
 from mcore_parallel.data.datasets import BlendedMegatronDatasetBuilder, GPTDataset, GPTDatasetConfig, Split, parse_blend
 from mcore_parallel.data.preprocessing._conversations import ChatTokenizer, preprocess_conversations
@@ -72,6 +72,7 @@ class _Lines:
         print(f"{share:4.0%} {_count(documents, tokens, elapsed)}{left}", file=sys.stderr, flush=True)
 
 
+@quiet_pipe
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0 when all was written, 1 when not, 2 for wrong usage."""
     arguments = _parsed(argv)
@@ -80,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _write(arguments)
         if arguments.build_cache:
             _build_cache(arguments)
+    except BrokenPipeError:
+        raise
     except (DataError, OSError) as error:
         print(f"mcore-preprocess: error: {error}", file=sys.stderr)
         return 1
@@ -169,11 +172,15 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--conversations", action="store_true", help="lines hold lists of messages; write turns with what is to be learnt")
     parser.add_argument("--trained-roles", nargs="+", default=["assistant"], help="whose turns are learnt (default: assistant)")
     parser.add_argument("--json-key", help="field of a line or column that holds the text or the messages (default: text, messages)")
-    parser.add_argument("--encoding-errors", choices=("strict", "replace"), default="strict", help="bytes that are not UTF-8")
+    parser.add_argument(
+        "--encoding-errors", choices=("strict", "replace"), default="strict", help="bytes that are not UTF-8 (default: %(default)s)"
+    )
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenise, one for each core (default: one, with threads)")
     parser.add_argument("--partitions", type=int, help="pieces, finished ones of which outlive a killed run (default: one for each GiB)")
     parser.add_argument("--partition", type=int, help="make this piece only, from 0; without it, those that are missing, and join all")
-    parser.add_argument("--progress", choices=("auto", "on", "off"), default="auto", help="progress on stderr; auto: on a terminal")
+    parser.add_argument(
+        "--progress", choices=("auto", "on", "off"), default="auto", help="progress on stderr; auto: on a terminal (default: %(default)s)"
+    )
     cache = parser.add_argument_group("indices of a run", "All of these must be as in the run, the paths of corpora too.")
     cache.add_argument("--build-cache", action="store_true", help="build the indices of GPTDataset, so that no rank has to")
     cache.add_argument("--blend", nargs="+", help="prefixes, or weight and prefix in turn (default: the output prefix)")
