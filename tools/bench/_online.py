@@ -203,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default=None)
     parser.add_argument("--memory-gb", type=float, default=30.0)
     parser.add_argument("--data-parallel", type=int, help="engines in processes of their own, as of `mcore serve`")
-    parser.add_argument("--join", metavar="ADDRESS", type=Job.named, help="work for the coordinator at tcp://host:port instead of serving HTTP")
+    parser.add_argument("--join", metavar="ADDRESS", type=Job.named, help="work for the coordinator there instead of serving HTTP")
     parser.add_argument("--name", default="engine")
     parser.add_argument("--load", help="of a PoissonLoad as JSON: serve nobody, generate its requests at once and print how long it took")
     words = sys.argv[1:] if arguments is None else list(arguments)

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_model_arguments(parser)
     add_split_argument(parser)
     add_speculation_arguments(parser)
-    add_sampling_arguments(parser, required=False)
+    add_sampling_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s); other than loopback it needs --token-file")
     parser.add_argument("--port", type=integer(0, 65_535), default=8000, help="0 for a free one (default: 8000)")
     parser.add_argument(
