@@ -46,10 +46,15 @@ class LayerSlots:
     def read(self, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values [*slots, K, d] in a dtype."""
         if self.scales is None:
-            return self.keys[slots], self.values[slots]
+            return _take(self.keys, slots), _take(self.values, slots)
         wide = torch.promote_types(dtype, torch.float32)
         k, v = (
             (data.view(torch.uint8)[slots].view(FP8).to(wide) * scales[slots][..., None].to(wide)).to(dtype)
             for data, scales in zip((self.keys, self.values), self.scales, strict=True)
         )
         return k, v
+
+
+def _take(x: Tensor, slots: Tensor) -> Tensor:
+    """``x[slots]``: whole rows, which on a CPU are copied three times as fast as by an index of several dims."""
+    return x.index_select(0, slots.flatten()).view(*slots.shape, *x.shape[1:])
