@@ -56,5 +56,5 @@ class LayerSlots:
 
 
 def _take(x: Tensor, slots: Tensor) -> Tensor:
-    """``x[slots]``: whole rows, which on a CPU are copied three times as fast as by an index of several dims."""
+    """``x[slots]`` of slots from 0 on: whole rows, which on a CPU are copied three times as fast as by an index of several dims."""
     return x.index_select(0, slots.flatten()).view(*slots.shape, *x.shape[1:])
