@@ -48,8 +48,7 @@ from mcore_inference.coordinator._messages import (
 )
 from mcore_inference.coordinator._peer import connect
 from mcore_inference.coordinator._weights import pack
-from mcore_inference.engine import Increment, WeightLoadError, WeightSlice
-from mcore_inference.engine._stream import EndingQueue
+from mcore_inference.engine import EndingQueue, Increment, WeightLoadError, WeightSlice
 from mcore_inference.requests import (
     CoordinatorError,
     DynamicInferenceRequestRecord,

@@ -14,8 +14,7 @@ from mcore_inference._stability import experimental_api
 from mcore_inference.coordinator._client import InferenceClient, RemoteStream
 from mcore_inference.coordinator._config import CoordinatorSecurity
 from mcore_inference.coordinator._messages import Status
-from mcore_inference.engine import EngineHealth, Increment, RequestStream, WeightSlice
-from mcore_inference.engine._stream import News, deliver
+from mcore_inference.engine import EngineHealth, Increment, RequestStream, WeightSlice, deliver
 from mcore_inference.requests import CoordinatorError, RequestError
 from mcore_inference.sampling import SamplingParams
 
@@ -42,7 +41,7 @@ class CoordinatedRunner:
     def __init__(self, address: str, *, security: CoordinatorSecurity | None = None, timeout_s: float = 30.0) -> None:
         self._client = InferenceClient(address, security=security, timeout_s=timeout_s)
         self._open: dict[int, tuple[RemoteStream, RequestStream]] = {}
-        self._news: list[News] = []
+        self._news: list[tuple[RequestStream, Increment | Exception]] = []
         """Of this turn of the loop, in which whole messages come."""
         self._status: Status | None = None
         self._ready = threading.Event()
@@ -193,7 +192,7 @@ class CoordinatedRunner:
             remote.abort()
             self._add((stream, RequestError(request_id, "the request was aborted")))
 
-    def _add(self, news: News) -> None:
+    def _add(self, news: tuple[RequestStream, Increment | Exception]) -> None:
         if not self._news:
             assert self._loop is not None, "called in it"
             self._loop.call_soon(self._deliver)

@@ -10,11 +10,12 @@ from mcore_inference.engine._lockstep_config import LockstepConfig
 from mcore_inference.engine._queue import asyncio_Queue, asyncio_QueueShutDown
 from mcore_inference.engine._runner import EngineHealth, EngineRunner
 from mcore_inference.engine._static import StaticInferenceEngine
-from mcore_inference.engine._stream import Increment, RequestStream
+from mcore_inference.engine._stream import EndingQueue, Increment, RequestStream, deliver
 from mcore_inference.engine._weights import IncompleteWeightsError, WeightLoadError, WeightSlice
 
 __all__ = [
     "DynamicInferenceEngine",
+    "EndingQueue",
     "EngineHealth",
     "EngineRunner",
     "ExecutionConfig",
@@ -27,6 +28,7 @@ __all__ = [
     "WeightSlice",
     "asyncio_Queue",
     "asyncio_QueueShutDown",
+    "deliver",
     "follow_runner",
     "get_asyncio_loop",
 ]

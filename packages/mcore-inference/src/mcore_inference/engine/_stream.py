@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_inference._stability import experimental_api
+from mcore_inference._stability import experimental_api, internal_api
 from mcore_inference.engine._queue import asyncio_Queue, asyncio_QueueShutDown
 from mcore_inference.requests import DynamicInferenceRequestRecord
 
@@ -28,6 +28,7 @@ class Increment:
     """The finished record, with the last increment only."""
 
 
+@internal_api
 class EndingQueue:
     """Increments of one request until it ends, by a record or an error; who reads further finds the end, and does not wait."""
 
@@ -117,6 +118,7 @@ class RequestStream:
 News = tuple[RequestStream, Increment | Exception]
 
 
+@internal_api
 def deliver(news: Iterable[News]) -> None:
     """Put into streams what is new, with one call into each event loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[News]] = {}
