@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mcore_moe import GroupedMLP
 from mcore_moe._fp8_stack import FEW_ROWS, Fp8Stack
 from mcore_parallel import ProcessGroups
-from mcore_parallel.backends import Fp8Config, choose_backend, quantize_rows
+from mcore_parallel.backends import Fp8Config, Scaled, choose_backend, quantize_rows
 from mcore_parallel.tensor_parallel import LoraConfig
 
 E4M3 = torch.float8_e4m3fn
@@ -54,6 +54,9 @@ def test_many_rows_an_expert_are_rounded_too_if_asked_for(multiply: bool, width:
         wanted = torch.einsum("ri,roi->ro", seen[: len(of_rows)], rounded(wide).flatten(1, -2)[of_rows])
         torch.testing.assert_close(y[: len(of_rows)], wanted, rtol=1e-10, atol=1e-10)
         assert y.shape == (rows, 32)
+        # By the features of a GEMM, in whatever shape the parameter has them.
+        for shaped in (weight, weight.flatten(1, -2)):
+            assert isinstance(stack.multiplied(x, shaped, rows), Scaled) == narrow
 
 
 @pytest.mark.gpu

@@ -22,6 +22,7 @@ from tests.support.interpreter import run_interpreted
 Shape = tuple[int, int, int, int, int]
 FEW = ((8, 2, 1, 64, 32), (5, 3, 7, 96, 24), (40, 4, 16, 136, 40), (3, 2, 2, 64, 16))
 MANY = ((8, 2, 17, 64, 32), (5, 3, 40, 96, 24), (40, 4, 50, 136, 40), (3, 2, 120, 64, 16))
+NARROW = ((3, 2, 40, 64, 16),)
 CHOICES: dict[str, dict[str, Any]] = {
     "softmax": {},
     "softmax before": {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 1.5},
@@ -79,6 +80,7 @@ def check(
     choice: str = "softmax",
     shapes: Sequence[Shape] = (*FEW, *MANY),
     fp8: bool = False,
+    multiply: bool = False,
 ) -> None:
     for sizes in shapes:
         layer, (_, _, tokens, depth, _) = make_layer(sizes, device, dtype, choice), sizes
@@ -86,7 +88,7 @@ def check(
             # Rows of an expert have scales that differ.
             for weight in (layer.experts.up, layer.experts.down):
                 weight *= torch.logspace(-2, 0, weight.shape[-2], device=device).to(dtype)[:, None]
-            layer.store_in_fp8(multiply=False)
+            layer.store_in_fp8(multiply=multiply)
         wide = wide_copy(layer, sizes, device, choice)
         kernels = StreamedExperts(layer.router, layer.experts)
         weights = [torch.randn(depth, device=device, dtype=dtype) for _ in range(2)]
@@ -152,6 +154,8 @@ def test_kernels_over_fp8_weights_equal_the_layer_with_their_values_on_a_gpu() -
     torch.manual_seed(0)
     # Stored values are exact in bfloat16: as far off as the kernels over bfloat16.
     check("cuda", torch.bfloat16, 3e-2, fp8=True)
+    # Rows are rounded, too (4 bits).
+    check("cuda", torch.bfloat16, 6e-2, shapes=NARROW, fp8=True, multiply=True)
     check_rows_in_fp8("cuda", torch.bfloat16, 2e-2)
 
 
@@ -204,5 +208,6 @@ if __name__ == "__main__":
         check("cpu", torch.float32, 2e-5, choice=each, shapes=(*FEW, *MANY) if each == "softmax" else (FEW[1], MANY[1]))
     torch.manual_seed(0)
     check("cpu", torch.float32, 2e-5, fp8=True)
+    check("cpu", torch.float32, 6e-2, shapes=NARROW, fp8=True, multiply=True)
     check_rows_in_fp8("cpu", torch.float32, 1e-5)
     print("same")

@@ -74,11 +74,12 @@ class Fp8Stack:
 
         Args:
             rows: in the dtype of the model.
-            weight: the parameter.
+            weight: the parameter, or [N, O, I].
             num_rows: of all experts.
         """
-        num_experts, *features = weight.shape
-        narrow = self.multiply and num_rows > FEW_ROWS * num_experts and not any(size % _MULTIPLE for size in features)
+        width = weight.shape[-1]
+        features = weight[0].numel() // width, width
+        narrow = self.multiply and num_rows > FEW_ROWS * len(weight) and not any(size % _MULTIPLE for size in features)
         return quantize_rows(rows, _E4M3) if narrow else rows
 
     def scaled(self, weight: Tensor) -> Scaled:
