@@ -27,12 +27,12 @@ def uses_coordinator() -> bool:
     Raises:
         ValueError: the variable is neither 0 nor 1, or asks for it under torchrun.
     """
-    asked = os.environ.get(_VARIABLE, "0")
-    if asked not in ("0", "1"):
-        raise ValueError(f"{_VARIABLE}={asked} must be 0 or 1: whether requests go through a coordinator")
-    if asked == "1" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    value = os.environ.get(_VARIABLE, "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"{_VARIABLE}={value} must be 0 or 1: whether requests go through a coordinator")
+    if value == "1" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(f"{_VARIABLE}=1 starts the processes of its engines itself; leave torchrun out")
-    return asked == "1"
+    return value == "1"
 
 
 @contextlib.contextmanager

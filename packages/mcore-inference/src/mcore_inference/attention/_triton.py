@@ -338,5 +338,5 @@ def _combine_kernel(
     result = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
     token, end = tl.load(starts_ptr + row).to(tl.int64), tl.load(starts_ptr + row + 1)
     # A row of padding may have no token.
-    kept = (lanes < width) & (token < end)
-    tl.store(out_ptr + (token * heads + head) * width + lanes, result.to(out_ptr.dtype.element_ty), mask=kept)
+    has_token = (lanes < width) & (token < end)
+    tl.store(out_ptr + (token * heads + head) * width + lanes, result.to(out_ptr.dtype.element_ty), mask=has_token)
