@@ -40,6 +40,7 @@ CASES = (
     Case(rows=((100, 1), (15, 70)), window=0, sink=True, heads=6, kv_heads=6),
     Case(rows=((0, 5), (64, 130)), heads=8, kv_heads=1),
     Case(rows=((3, 1), (0, 5), (30, 33)), width=256, block_size=64),
+    Case(rows=((66, 1), (0, 9), (30, 13)), width=128, heads=8, block_size=64, splits=2),
 )
 
 
@@ -49,6 +50,7 @@ DECODE_CASES = (
     Case(rows=((300, 1), (64, 1), (128, 1), (9, 1)), sink=True, splits=2, block_size=64, padding=1),
     Case(rows=((100, 1), (90, 1), (0, 1)), window=20, block_size=48, splits=5, sink=True),
     Case(rows=((100, 1), (15, 1)), window=0, heads=6, kv_heads=6, padding=3),
+    Case(rows=((70, 1), (0, 1)), width=128, heads=8, block_size=64, splits=2),
 )
 
 
@@ -83,12 +85,10 @@ def make_slots(count: int, case: Case, dtype: torch.dtype, *, fp8: bool) -> Laye
     )
 
 
-def check_stored(stored: tuple[Tensor, Tensor], wide: tuple[Tensor, Tensor], device: str) -> None:
-    """What is in the cache is off by a sixteenth; the interpreter does not round as the device does."""
+def check_stored(stored: tuple[Tensor, Tensor], wide: tuple[Tensor, Tensor]) -> None:
+    """What is in the cache is off by a sixteenth."""
     for narrow, x in zip(stored, wide, strict=True):
-        assert narrow.isfinite().all()
-        if device == "cuda":
-            torch.testing.assert_close(narrow.cpu().float(), x.float(), rtol=0.08, atol=0.02)
+        torch.testing.assert_close(narrow.cpu().float(), x.float(), rtol=0.08, atol=0.02)
 
 
 def moved(cached: LayerSlots, device: str) -> LayerSlots:
@@ -128,7 +128,7 @@ def check(case: Case, device: str, dtype: torch.dtype, tolerance: float, *, fp8:
     if fp8:
         read = [cached.read(row_slots.to(device), torch.float32) for row_slots in slots]
         for stored, wide in zip(read, zip(k, v, strict=True), strict=True):
-            check_stored(stored, wide, device)
+            check_stored(stored, wide)
         k, v = [keys.cpu() for keys, _ in read], [values.cpu() for _, values in read]
 
     decode = sum(n == 1 for n in new) + case.padding
@@ -216,7 +216,7 @@ def check_packed(case: Case, device: str, dtype: torch.dtype, tolerance: float, 
         assert (out[rows:] == 0).all() and not finished.any()
     written_k, written_v = (x.cpu() for x in cached.read(last[:rows], dtype))
     if fp8:
-        check_stored((written_k, written_v), (new_k[:rows], qkv[:rows, :, -1]), device)
+        check_stored((written_k, written_v), (new_k[:rows], qkv[:rows, :, -1]))
     else:
         torch.testing.assert_close(written_k, new_k[:rows], rtol=tolerance, atol=tolerance)
         assert torch.equal(written_v, qkv[:rows, :, -1])

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mcore_inference.attention._fp8 import absorb_scaled, bounded, inverse_of, shrunk
+from mcore_inference.attention._fp8 import absorb_scaled, bounded, inverse_of, rounded, shrunk
 from mcore_inference.attention._packed import PackedHeads
 from mcore_inference.cache import LayerSlots
 
@@ -90,7 +90,8 @@ def attend_packed(
     return out
 
 
-@triton.jit
+# As of prompts: one kernel for the numbers of all steps.
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["slots_ptr", "tables_ptr", "contexts_ptr"])
 def _decode_kernel(
     qkv_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slots_ptr, out_ptr, parts_ptr, sums_ptr, finished_ptr,
     tables_ptr, contexts_ptr, cos_ptr, sin_ptr,
@@ -139,9 +140,9 @@ def _decode_kernel(
     if key_scales_ptr is not None:
         k_rounded, v_wide = k_wide.to(kind).to(tl.float32), v_new.to(tl.float32)
         key_inverse, value_inverse = inverse_of(tl.max(tl.abs(k_rounded), 0)), inverse_of(tl.max(tl.abs(v_wide), 0))
-        k_new = shrunk(k_rounded, key_inverse).to(keys_ptr.dtype.element_ty)
-        v_cached = shrunk(v_wide, value_inverse).to(values_ptr.dtype.element_ty)
-        k_read, v_read = k_new.to(tl.float32) * key_inverse, v_cached.to(tl.float32) * value_inverse
+        k_rounded, v_wide = rounded(shrunk(k_rounded, key_inverse)), rounded(shrunk(v_wide, value_inverse))
+        k_new, v_cached = k_rounded.to(keys_ptr.dtype.element_ty), v_wide.to(values_ptr.dtype.element_ty)
+        k_read, v_read = k_rounded * key_inverse, v_wide * value_inverse
         if kind != tl.float32:
             q, most = bounded(q)
             kind = tl.float16

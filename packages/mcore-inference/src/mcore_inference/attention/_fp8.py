@@ -22,6 +22,20 @@ def shrunk(x, inverse):
 
 
 @triton.jit
+def rounded(x):
+    """float32 values in the range of fp8, to the nearest that it holds, ties to even: to convert them changes nothing any more.
+
+    By bits, and not there and back: of values that are stored in fp8 as well ptxas of CUDA 13.0 takes the wrong half of a register back,
+    where a thread has eight of them.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF).to(tl.float32, bitcast=True)
+    # Below the smallest normal number, 2^-6, steps are of 2^-9; a number of which the last bit is such a step makes all others round.
+    small = (x + 24576.0) - 24576.0
+    return tl.where(tl.abs(x) < 0.015625, small, normal)
+
+
+@triton.jit
 def bounded(x):
     """Lines [L, d] over their largest magnitude, in float16, and that: fp8 becomes float16 in one instruction."""
     wide = x.to(tl.float32)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mcore_inference.attention._fp8 import inverse_of, shrunk
+from mcore_inference.attention._fp8 import inverse_of, rounded, shrunk
 from mcore_inference.attention._packed import PackedHeads
 from mcore_inference.cache import LayerSlots
 
@@ -84,8 +84,9 @@ def _rotate_kernel(
     if key_scales_ptr is not None:
         wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
         inverse = inverse_of(tl.maximum(tl.max(tl.abs(wide_a), 1), tl.max(tl.abs(wide_b), 1)))[:, None]
-        first_cached, second_cached = shrunk(wide_a, inverse).to(cached), shrunk(wide_b, inverse).to(cached)
-        a, b = (first_cached.to(tl.float32) * inverse).to(kind), (second_cached.to(tl.float32) * inverse).to(kind)
+        wide_a, wide_b = rounded(shrunk(wide_a, inverse)), rounded(shrunk(wide_b, inverse))
+        first_cached, second_cached = wide_a.to(cached), wide_b.to(cached)
+        a, b = (wide_a * inverse).to(kind), (wide_b * inverse).to(kind)
         tl.store(rows + lane, a, mask=inside & is_value)
         tl.store(rows + HALF + lane, b, mask=inside & is_value)
         column = tl.arange(0, 1)[None, :]

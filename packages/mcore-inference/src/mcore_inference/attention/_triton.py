@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mcore_inference.attention._fp8 import absorb_scaled, bounded, inverse_of, shrunk
+from mcore_inference.attention._fp8 import absorb_scaled, bounded, inverse_of, rounded, shrunk
 from mcore_inference.attention._tiles import tile_tokens
 from mcore_inference.cache import LayerSlots
 
@@ -170,13 +170,17 @@ def _append_scaled_kernel(
     place = x_ptr + token * x_token + head * x_head + lane
     x = tl.load(place, mask=lane < width, other=0.0).to(tl.float32)
     inverse = inverse_of(tl.max(tl.abs(x), 0))
-    data = shrunk(x, inverse).to(data_ptr.dtype.element_ty)
-    tl.store(data_ptr + slot * data_slot + head * data_head + lane, data, mask=lane < width)
+    x = rounded(shrunk(x, inverse))
+    tl.store(data_ptr + slot * data_slot + head * data_head + lane, x.to(data_ptr.dtype.element_ty), mask=lane < width)
     tl.store(scales_ptr + head * scales_head + slot, inverse)
-    tl.store(place, (data.to(tl.float32) * inverse).to(x_ptr.dtype.element_ty), mask=lane < width)
+    tl.store(place, (x * inverse).to(x_ptr.dtype.element_ty), mask=lane < width)
 
 
-@triton.jit
+# The places of a step's numbers and the width of its tables change from step to step: not a kernel for each.
+_OF_A_STEP = ["tables_ptr", "starts_ptr", "contexts_ptr", "tile_rows_ptr", "tile_firsts_ptr"]
+
+
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_OF_A_STEP)
 def _attend_kernel(
     q_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, out_ptr, sums_ptr, tables_ptr, starts_ptr, contexts_ptr,
     tile_rows_ptr, tile_firsts_ptr,
@@ -320,7 +324,7 @@ def _attend_kernel(
         tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=real[:, None] & columns[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["starts_ptr"])
 def _combine_kernel(
     parts_ptr, sums_ptr, out_ptr, starts_ptr, sink_ptr, heads, width, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
