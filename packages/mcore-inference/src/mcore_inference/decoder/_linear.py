@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mcore_parallel.backends import Scaled
+from mcore_parallel.backends.kernels import widened, widens_by_bits
 from mcore_parallel.nn import NormedStream, StreamNorm
 
 # T tokens (one a request), D input and N output width of a linear layer, R lines of a tile (T and padding), P parts of a sum.
@@ -96,7 +97,7 @@ def _launch(
     weight_ND, inverse_N = (weight, None) if isinstance(weight, Tensor) else (weight.data, weight.inverse)
     (tokens, depth), device = x_TD.shape, x_TD.device
     width, lines = weight_ND.shape[0] // (2 if gated else 1), _lines(tokens)
-    columns, block, stages = _tile(width, gated=gated)
+    columns, block, stages = _tile(width, gated=gated, fp8=inverse_N is not None)
     block = max(16, min(block, 1 << (depth - 1).bit_length()))
     programs = triton.cdiv(width, columns)
     y_TN = torch.empty((tokens, width), dtype=x_TD.dtype, device=device) if out is None else out
@@ -108,7 +109,7 @@ def _launch(
         x_TD, squares, weight_ND, inverse_N, residual_TN, None if norm is None else norm.weight, y_TN, scaled_TN, new_squares,
         tokens, width, depth, x_TD.stride(0), parts, epsilon, 0.0 if norm is None else norm.shift,
         LINES=lines, COLUMNS=columns, DEPTH=block, PARTS=triton.next_power_of_2(max(parts, 128)), EVEN=even, GATED=gated,
-        num_warps=4, num_stages=stages,
+        BY_BITS=widens_by_bits(x_TD), num_warps=4, num_stages=stages,
     )  # fmt: skip
     return y_TN, scaled_TN, new_squares
 
@@ -117,8 +118,12 @@ def _lines(tokens: int) -> int:
     return max(16, triton.next_power_of_2(tokens))
 
 
-def _tile(width: int, *, gated: bool) -> tuple[int, int, int]:
+def _tile(width: int, *, gated: bool, fp8: bool) -> tuple[int, int, int]:
     """Columns, depth and stages, those that were fastest on an H200: all programs run at once, as far as the width allows."""
+    if fp8:
+        if gated:
+            return (64, 256, 5) if width <= 64 * 132 else (32, 256, 3)
+        return (16, 256, 5) if width <= 2048 else (32, 512, 3)
     if gated:
         return (64, 64, 5) if width <= 64 * 132 else (32, 128, 4)
     if width <= 2048:
@@ -126,11 +131,12 @@ def _tile(width: int, *, gated: bool) -> tuple[int, int, int]:
     return (32, 256, 4) if width <= 65536 else (64, 128, 4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _linear_kernel(
     x_ptr, squares_ptr, weight_ptr, inverse_ptr, residual_ptr, norm_ptr, y_ptr, scaled_ptr, new_squares_ptr,
     tokens, width, depth, x_stride, parts, epsilon, shift,
     LINES: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
+    BY_BITS: tl.constexpr,
 ):  # fmt: skip
     row, lane = tl.arange(0, LINES), tl.arange(0, DEPTH)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -152,13 +158,13 @@ def _linear_kernel(
             weight = tl.load(weight_rows + at[:, None], mask=inside, other=0.0)
             x = tl.load(x_ptr + row[:, None] * x_stride + at[None, :], mask=(row[:, None] < tokens) & (at[None, :] < depth), other=0.0)
         # Of one in fp8: its scales are common factors of the sums.
-        total = tl.dot(x, weight.to(x.dtype), total)
+        total = tl.dot(x, widened(weight, x.dtype, BY_BITS), total)
         if GATED:
             if EVEN:
                 second = tl.load(value_rows + at[:, None])
             else:
                 second = tl.load(value_rows + at[:, None], mask=(at[:, None] < depth) & (column[None, :] < width), other=0.0)
-            value = tl.dot(x, second.to(x.dtype), value)
+            value = tl.dot(x, widened(second, x.dtype, BY_BITS), value)
     if inverse_ptr is not None:
         total = total * tl.load(inverse_ptr + column, mask=column < width, other=0.0)[None, :]
         if GATED:
@@ -182,7 +188,7 @@ def _linear_kernel(
         tl.store(new_squares_ptr + tl.program_id(0) * LINES + row, tl.sum(seen * seen, 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _enter_kernel(
     tokens_ptr, rows_ptr, residual_ptr, norm_ptr, x_ptr, scaled_ptr, squares_ptr, tokens, depth, shift, WIDTH: tl.constexpr,
 ):  # fmt: skip

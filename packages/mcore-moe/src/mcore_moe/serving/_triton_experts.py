@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mcore_moe.serving._triton_route import FewPicks
 from mcore_parallel.backends import Scaled
+from mcore_parallel.backends.kernels import widened, widens_by_bits
 from mcore_parallel.nn import NormedStream, StreamNorm
 
 # T tokens, D model, E experts, F width of an expert, K experts a token, P = T * K picks, R lines of a tile, S experts that were picked.
@@ -89,7 +90,7 @@ def up_few(x: NormedStream, up: Tensor | Scaled, picks: FewPicks, tiles: Tiles |
     _up_few_kernel[(most * triton.cdiv(width, tiles.cols),)](
         x.scaled, picks.scales_R, up_EWD, inverse, picks.count, picks.experts_S, picks.weights_SR, h_SRF,
         tokens, depth, width, x.scaled.stride(0),
-        LINES=lines, COLS=tiles.cols, DEPTH=block, EVEN=depth % block == 0 and width % tiles.cols == 0,
+        LINES=lines, COLS=tiles.cols, DEPTH=block, EVEN=depth % block == 0 and width % tiles.cols == 0, BY_BITS=widens_by_bits(x.scaled),
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return h_SRF
@@ -108,7 +109,7 @@ def down_few(
     _down_few_kernel[(programs,)](
         h_SRF, down_EDF, inverse, picks.count, picks.experts_S, residual_TD, norm.weight, y_TD, scaled_TD, squares,
         tokens, width, out, norm.shift,
-        LINES=lines, COLS=tiles.cols, DEPTH=block, EVEN=width % block == 0 and out % tiles.cols == 0,
+        LINES=lines, COLS=tiles.cols, DEPTH=block, EVEN=width % block == 0 and out % tiles.cols == 0, BY_BITS=widens_by_bits(h_SRF),
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return NormedStream(x=y_TD, scaled=scaled_TD, squares=squares, epsilon=norm.epsilon)
@@ -119,15 +120,20 @@ def _parts(factor: Tensor | Scaled) -> tuple[Tensor, Tensor | None]:
     return (factor, None) if isinstance(factor, Tensor) else (factor.data, factor.inverse)
 
 
-def _depth(most: int, size: int) -> int:
+def _depth(most: int, size: int, *, least: int = 16) -> int:
     """Block of a sum over ``size`` elements."""
-    return max(16, min(most, triton.next_power_of_2(size)))
+    return max(least, min(most, triton.next_power_of_2(size)))
+
+
+def _least_depth(x: Tensor) -> int:
+    """Of a block: a matrix instruction takes twice as many elements of one byte."""
+    return 32 if x.dtype.itemsize == 1 else 16
 
 
 @triton.jit
 def _up_few_kernel(
     x_ptr, scales_ptr, up_ptr, inverse_ptr, count_ptr, experts_ptr, weights_ptr, h_ptr, tokens, depth, width, x_stride,
-    LINES: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+    LINES: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, BY_BITS: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, COLS)
     slot = tl.program_id(0) // blocks
@@ -157,9 +163,8 @@ def _up_few_kernel(
                 x = tl.load(x_rows + at[None, :], mask=(row[:, None] < tokens) & (at[None, :] < depth), other=0.0)
                 gates = tl.load(gate_rows + at[:, None], mask=inside, other=0.0)
                 values = tl.load(value_rows + at[:, None], mask=inside, other=0.0)
-            # Casts only weights in fp8.
-            gate = tl.dot(x, gates.to(x.dtype), gate)
-            value = tl.dot(x, values.to(x.dtype), value)
+            gate = tl.dot(x, widened(gates, x.dtype, BY_BITS), gate)
+            value = tl.dot(x, widened(values, x.dtype, BY_BITS), value)
         if inverse_ptr is not None:
             gate *= gate_inverse[None, :]
             value *= value_inverse[None, :]
@@ -173,7 +178,7 @@ def _up_few_kernel(
 @triton.jit
 def _down_few_kernel(
     h_ptr, down_ptr, inverse_ptr, count_ptr, experts_ptr, residual_ptr, norm_ptr, y_ptr, scaled_ptr, squares_ptr, tokens, width, out, shift,
-    LINES: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+    LINES: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, BY_BITS: tl.constexpr,
 ):  # fmt: skip
     row, lane = tl.arange(0, LINES), tl.arange(0, DEPTH)
     column = tl.program_id(0) * COLS + tl.arange(0, COLS)
@@ -193,7 +198,7 @@ def _down_few_kernel(
             weight = tl.load(rows + at[:, None], mask=(at[:, None] < width) & (column[None, :] < out), other=0.0)
             inside = (row[:, None] < tokens) & (at[None, :] < width)
             h = tl.load(h_ptr + (slot * LINES + row)[:, None] * width + at[None, :], mask=inside, other=0.0)
-        weight = weight.to(h.dtype)
+        weight = widened(weight, h.dtype, BY_BITS)
         if inverse_ptr is not None:
             # The sum is over experts, each with scales of its own. In the product they are prefetched, and powers of two are exact there.
             weight *= tl.load(inverse_ptr + expert * out + column, mask=column < out, other=0.0).to(h.dtype)[None, :]
@@ -224,11 +229,11 @@ def up_many(
     (experts, both, depth), picks = up_EWD.shape, order_P.shape[0]
     width = both // 2
     h_PF = torch.empty((picks, width), dtype=dtype, device=x.device)
-    block = _depth(tiles.depth, depth)
+    block = _depth(tiles.depth, depth, least=_least_depth(x))
     _up_many_kernel[(experts * triton.cdiv(width, tiles.cols),)](
         x, x_inverse, up_EWD, inverse, order_P, ends_E, weights_TK, h_PF, depth, width, x.stride(0),
         TOPK=weights_TK.shape[1], LINES=tiles.lines, COLS=tiles.cols, DEPTH=block, EVEN=depth % block == 0 and width % tiles.cols == 0,
-        TURNED=tiles.turned, num_warps=tiles.warps, num_stages=tiles.stages,
+        TURNED=tiles.turned, BY_BITS=widens_by_bits(x), num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return h_PF
 
@@ -238,11 +243,11 @@ def down_many(h_PF: Tensor | Scaled, down: Tensor | Scaled, order_P: Tensor, end
     (h, h_inverse), (down_EDF, inverse) = _parts(h_PF), _parts(down)
     (experts, out, width), picks = down_EDF.shape, order_P.shape[0]
     y_PD = torch.empty((picks, out), dtype=dtype, device=h.device)
-    block = _depth(tiles.depth, width)
+    block = _depth(tiles.depth, width, least=_least_depth(h))
     _down_many_kernel[(experts * triton.cdiv(out, tiles.cols),)](
         h, h_inverse, down_EDF, inverse, order_P, ends_E, y_PD, width, out,
         LINES=tiles.lines, COLS=tiles.cols, DEPTH=block, EVEN=width % block == 0 and out % tiles.cols == 0, TURNED=tiles.turned,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        BY_BITS=widens_by_bits(h), num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return y_PD
 
@@ -269,6 +274,7 @@ def add_rows(rows_PD: Tensor, places_P: Tensor | None, x_TD: Tensor, norm: Strea
 def _up_many_kernel(
     x_ptr, x_inverse_ptr, up_ptr, inverse_ptr, order_ptr, ends_ptr, weights_ptr, h_ptr, depth, width, x_stride,
     TOPK: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr,
+    BY_BITS: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, COLS)
     expert = tl.program_id(0) // blocks
@@ -298,8 +304,8 @@ def _up_many_kernel(
                 x = tl.load(x_rows + at[None, :], mask=real[:, None] & (at[None, :] < depth), other=0.0)
                 gates = tl.load(gate_rows + at[None, :], mask=inside, other=0.0)
                 values = tl.load(value_rows + at[None, :], mask=inside, other=0.0)
-            gate = _add_product(x, gates, gate, TURNED)
-            value = _add_product(x, values, value, TURNED)
+            gate = _add_product(x, gates, gate, TURNED, BY_BITS)
+            value = _add_product(x, values, value, TURNED, BY_BITS)
         if TURNED:
             gate, value = tl.trans(gate), tl.trans(value)
         if inverse_ptr is not None:
@@ -319,6 +325,7 @@ def _up_many_kernel(
 def _down_many_kernel(
     h_ptr, h_inverse_ptr, down_ptr, inverse_ptr, order_ptr, ends_ptr, y_ptr, width, out,
     LINES: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr,
+    BY_BITS: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(out, COLS)
     expert = tl.program_id(0) // blocks
@@ -341,7 +348,7 @@ def _down_many_kernel(
             else:
                 h = tl.load(h_rows + at[None, :], mask=real[:, None] & (at[None, :] < width), other=0.0)
                 weight = tl.load(rows + at[None, :], mask=(at[None, :] < width) & (column[:, None] < out), other=0.0)
-            total = _add_product(h, weight, total, TURNED)
+            total = _add_product(h, weight, total, TURNED, BY_BITS)
         if TURNED:
             total = tl.trans(total)
         if inverse_ptr is not None:
@@ -359,12 +366,12 @@ def _sums(LINES: tl.constexpr, COLS: tl.constexpr, TURNED: tl.constexpr):
 
 
 @triton.jit
-def _add_product(x, weight, total, TURNED: tl.constexpr):
+def _add_product(x, weight, total, TURNED: tl.constexpr, BY_BITS: tl.constexpr):
     """``total + x weight^T``, or its transpose; only weights in fp8 beside wider rows are cast."""
     if TURNED:
-        total = tl.dot(weight.to(x.dtype), tl.trans(x), total)
+        total = tl.dot(widened(weight, x.dtype, BY_BITS), tl.trans(x), total)
     else:
-        total = tl.dot(x, tl.trans(weight.to(x.dtype)), total)
+        total = tl.dot(x, tl.trans(widened(weight, x.dtype, BY_BITS)), total)
     return total
 
 
