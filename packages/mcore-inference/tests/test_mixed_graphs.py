@@ -109,6 +109,7 @@ def test_all_sizes_are_recorded_at_once_when_asked_for(world: Callable[..., Any]
 
 def test_sizes_are_those_of_the_plan() -> None:
     assert [str(size) for size in mixed_sizes(512, 8192, 4096) if size.decode_req_count] == [
+        "[2048]: 16 P + 496 D",
         "[1024]: 16 P + 496 D",
         "[512]: 16 P + 496 D",
         "[256]: 16 P + 240 D",
@@ -117,9 +118,25 @@ def test_sizes_are_those_of_the_plan() -> None:
     assert all(size.token_count <= 100 for size in mixed_sizes(20, 100, 64))
 
 
+def check_defaults() -> None:
+    serve_as_on_a_gpu()
+    assert make_engine()._executor.mixed_graphs is not None
+    for execution in (
+        ExecutionConfig(use_graphs=False),
+        ExecutionConfig(use_cuda_graphs_for_non_decode_steps=False),
+        ExecutionConfig(speculation=NgramSpeculation()),
+    ):
+        assert make_engine(execution)._executor.mixed_graphs is None
+
+
+@pytest.mark.world(1)
+def test_steps_with_prompts_are_recorded_where_they_can_be(world: Callable[..., Any]) -> None:
+    world(check_defaults)
+
+
 def check_refused() -> None:
     serve_as_on_a_gpu()
-    with pytest.raises(ValueError, match=r"non_decode_steps=True: proposals are verified .* set speculation=None; or leave it out"):
+    with pytest.raises(ValueError, match=r"non_decode_steps=True: proposals are verified .* set speculation=None; or leave it at None"):
         make_engine(ExecutionConfig(use_cuda_graphs_for_non_decode_steps=True, speculation=NgramSpeculation()))
     latent = LatentAttentionConfig(kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
     config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=64, latent_attention=latent)

@@ -210,7 +210,8 @@ class PagedAttention(nn.Module):
             "sink_A": sink,
         }
         if rows.num_decode:
-            splits = self._splits(rows, k.shape[1])
+            # A power of two: not a kernel for every number of rows.
+            splits = 1 << self._splits(rows, k.shape[1]).bit_length() - 1
             attend(q, cached, out, **shared, tiles=None, num_rows=rows.num_decode, splits=splits)
         if rows.tiles is not None:
             attend(q, cached, out, **shared, tiles=rows.tiles, num_rows=0, splits=1)

@@ -119,6 +119,19 @@ class StepBuilder:
             recurrent = self._recurrent_rows(self.states, self.send(host.lines_R), num_decode, tuple(lengths_R[num_decode:].tolist()))
         return self._inputs(head, rows, recurrent)
 
+    def sink_step(self, lengths: Sequence[int], cached: Sequence[int]) -> HostStep:
+        """A step of no request: rows of these lengths behind so many tokens, which write to the sink.
+
+        Args:
+            lengths: tokens of each row, those of one first.
+            cached: tokens before them, which are what the sink holds.
+        """
+        tables_RB = np.full((len(lengths), self.max_blocks), self._sink)
+        return HostStep(
+            tokens_T=np.zeros(sum(lengths), dtype=np.int64), lengths_R=np.array(lengths), cached_R=np.array(cached), tables_RB=tables_RB,
+            lines_R=np.arange(len(lengths)),
+        )  # fmt: skip
+
     def decode_inputs(self, num_rows: int) -> StepInputs:
         """Tensors of a step of ``num_rows`` rows of one token each, whose addresses never change; ``send_decode`` fills them."""
         words = self._decode_words[: num_rows * (5 + self.max_blocks)]

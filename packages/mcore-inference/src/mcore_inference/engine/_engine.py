@@ -223,12 +223,29 @@ class DynamicInferenceEngine:
             ValueError: this engine records nothing; says why.
             RuntimeError: it has unfinished requests, or is suspended.
         """
-        if self.has_unfinished_requests() or self.is_suspended:
-            state = "is suspended" if self.is_suspended else f"has {len(self._entries)} unfinished requests"
-            raise RuntimeError(f"create_cuda_graphs needs an idle engine, and this one {state}; call it before the first request")
+        self._check_idle("create_cuda_graphs")
         self._executor.record_graphs()
         if reset_context:
             self.reset_prefix_cache()
+
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Do now what the first requests would wait for: record steps where they are recorded, compile the kernels of the others and of
+        draws, and take the memory of the largest step.
+
+        Nothing of it is counted, and cached beginnings stay. Ranks that share a model call it together, before there is a runner.
+
+        Raises:
+            RuntimeError: as ``create_cuda_graphs``.
+            torch.OutOfMemoryError: a step of ``max_tokens`` does not fit beside weights and cache.
+        """
+        self._check_idle("warm_up")
+        self._executor.warm_up()
+
+    def _check_idle(self, call: str) -> None:
+        if self.has_unfinished_requests() or self.is_suspended:
+            state = "is suspended" if self.is_suspended else f"has {len(self._entries)} unfinished requests"
+            raise RuntimeError(f"{call} needs an idle engine, and this one {state}; call it before the first request")
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something to do or to return."""

@@ -21,6 +21,7 @@ from mcore_inference.engine._decode_graphs import DecodeGraphs, graph_sizes
 from mcore_inference.engine._mixed_graphs import MixedGraphs, mixed_sizes
 from mcore_inference.engine._model_drafts import ModelDrafts
 from mcore_inference.engine._pipeline import Pipeline
+from mcore_inference.engine._warm_up import warm_up_draws
 from mcore_inference.engine._routing import RoutingRecorder, StepRouting
 from mcore_inference.sampling import DrawRows, Draws, Sampler, adjust, keep_allowed, log_probs, token_log_probs
 from mcore_inference.scheduling import Work
@@ -45,9 +46,10 @@ class ExecutionConfig:
     num_cuda_graphs: int | None = None
     """Numbers of rows that are recorded, each half of the next, up to ``max_requests``: few take less memory and time to record, and pad
     more. None for about 25, close together where few rows are served."""
-    use_cuda_graphs_for_non_decode_steps: bool = False
-    """Replay steps with prompts of at most 1024 tokens as graphs too, filled up to 1024, 512, 256 or 128: for hosts that launch kernels
-    more slowly than the device runs them. Takes the memory of at most eight more recordings."""
+    use_cuda_graphs_for_non_decode_steps: bool | None = None
+    """Replay steps with prompts of at most 2048 tokens as graphs too, filled up to 2048, 1024, 512, 256 or 128: the host launches so few
+    tokens more slowly than the device computes them. Takes the memory of at most ten more recordings. None for where decode steps are
+    recorded and the model can."""
     log_interval_steps: int | None = None
     """Steps of one line of JSON in the logger ``mcore_inference.steps``; None for no lines."""
     speculation: NgramSpeculation | MtpSpeculation | EagleSpeculation | None = None
@@ -62,7 +64,8 @@ class ExecutionConfig:
             as_integer("num_cuda_graphs", self.num_cuda_graphs, 1, 2**31)
             if self.use_graphs is False:
                 raise ValueError(f"num_cuda_graphs={self.num_cuda_graphs} and use_graphs=False exclude each other; leave one at None")
-        as_flag("use_cuda_graphs_for_non_decode_steps", self.use_cuda_graphs_for_non_decode_steps)
+        if self.use_cuda_graphs_for_non_decode_steps is not None:
+            as_flag("use_cuda_graphs_for_non_decode_steps", self.use_cuda_graphs_for_non_decode_steps)
         if self.use_cuda_graphs_for_non_decode_steps and self.use_graphs is False:
             raise ValueError("use_cuda_graphs_for_non_decode_steps=True and use_graphs=False exclude each other; leave one out")
         if self.speculation is not None and not isinstance(self.speculation, (NgramSpeculation, MtpSpeculation, EagleSpeculation)):
@@ -180,10 +183,11 @@ class Executor:
         """Heads that propose tokens."""
         if obstacle is None and self.drafts is None and execution.use_graphs is not False:
             self.graphs = DecodeGraphs(self._decode_logits, context.builder, graph_sizes(context.max_requests, execution.num_cuda_graphs))
-        if execution.use_cuda_graphs_for_non_decode_steps:
-            obstacle = obstacle or self._mixed_obstacle(execution)
-            if obstacle is not None:
-                raise ValueError(f"use_cuda_graphs_for_non_decode_steps=True: {obstacle}; or leave it out")
+        asked = execution.use_cuda_graphs_for_non_decode_steps
+        obstacle = obstacle or self._mixed_obstacle(execution)
+        if asked and obstacle is not None:
+            raise ValueError(f"use_cuda_graphs_for_non_decode_steps=True: {obstacle}; or leave it at None")
+        if obstacle is None and self.graphs is not None and asked is not False:
             sizes = mixed_sizes(context.max_requests, context.max_tokens, context.max_sequence_length)
             self.mixed_graphs = MixedGraphs(self._mixed_logits, context.builder, sizes)
 
@@ -283,15 +287,19 @@ class Executor:
             logits_NV = self.mixed_graphs.run(host, rows)
             if logits_NV is not None:
                 return logits_NV
-        inputs = builder.build(host)
+        return self._launched_logits(host, rows)
+
+    def _launched_logits(self, host: HostStep, rows: Sequence[int]) -> Tensor:
+        """Logits [N, V] of a step that is launched kernel by kernel."""
+        inputs, rows_N = self._context.builder.build(host), self._context.builder.send(rows)
         if self._pipeline is not None:
-            return self._pipeline.logits(inputs, builder.send(rows))
+            return self._pipeline.logits(inputs, rows_N)
         if self.drafts is not None:
             with self.drafts.capture:
                 output = self._output(inputs)
                 self.drafts.take_states()
-            return all_gather(output.logits(builder.send(rows)), self._model.groups.tp, dim=1)
-        return self._mixed_logits(inputs, builder.send(rows))
+            return all_gather(output.logits(rows_N), self._model.groups.tp, dim=1)
+        return self._mixed_logits(inputs, rows_N)
 
     def run_padding(self) -> None:
         """The exchanges of a step of ``agreed_rows`` on a rank without work. Cache, counters and random numbers stay as they are."""
@@ -355,6 +363,26 @@ class Executor:
         for graphs in (self.mixed_graphs, self.graphs):
             if graphs is not None:
                 graphs.record_all()
+
+    def warm_up(self) -> None:
+        """Record what can be, compile the kernels of steps with long prompts and of draws, and take the memory of the largest step.
+
+        No request may run: their lines are used.
+        """
+        if self.graphs is not None:
+            self.record_graphs()
+        context, builder = self._context, self._context.builder
+        most = min(context.max_tokens, context.max_sequence_length)
+        # A prompt, the rest of one, and one beside requests that decode, whose number says into how many parts their contexts are cut.
+        begun = min(builder.block_size, most - 1)
+        steps = [([most], [0]), ([most - begun], [begun])]
+        num_decode = 1
+        while num_decode < min(context.max_requests, most):
+            steps.append(([1] * num_decode + [most - num_decode], [begun] * num_decode + [0]))
+            num_decode *= 2
+        for lengths, cached in steps:
+            logits_NV = self._launched_logits(builder.sink_step(lengths, cached), range(len(lengths)))
+        warm_up_draws(self._sampler, logits_NV, self._vocab_size)
 
     def clear_graphs(self) -> None:
         """Forget all recordings: the cache moves, or its memory is given back."""

@@ -14,9 +14,9 @@ from mcore_inference.scheduling import CUDAGraphBatchDimensionBuilder, Inference
 
 __all__ = ["MixedGraphs", "mixed_sizes"]
 
-_MAX_TOKENS = 1024
+_MAX_TOKENS = 2048
 """Of a recorded step: larger ones keep the device busy for longer than the host takes to launch them, and padding costs them more."""
-_NUM_TOKEN_COUNTS = 4
+_NUM_TOKEN_COUNTS = 5
 
 
 def mixed_sizes(max_requests: int, max_tokens: int, max_sequence_length: int) -> list[InferenceBatchDimensions]:
@@ -24,7 +24,7 @@ def mixed_sizes(max_requests: int, max_tokens: int, max_sequence_length: int) ->
 
     Example:
         >>> [str(size) for size in mixed_sizes(64, 8192, 4096)][:4]
-        ['[1024]: 16 P + 48 D', '[512]: 16 P + 48 D', '[256]: 16 P + 48 D', '[1024]: 64 P + 0 D']
+        ['[2048]: 16 P + 48 D', '[1024]: 16 P + 48 D', '[512]: 16 P + 48 D', '[256]: 16 P + 48 D']
     """
     planned, _ = CUDAGraphBatchDimensionBuilder(
         max_requests=max_requests,

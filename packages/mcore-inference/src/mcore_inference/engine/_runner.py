@@ -26,6 +26,8 @@ from mcore_inference.sampling import SamplingParams
 
 __all__ = ["EngineHealth", "EngineRunner"]
 
+_WEIGHTS_S = 60.0
+"""That the next weights of a load may take: they are read from disks and gathered from trainers, which have limits of their own."""
 _LAST_STEP_S = 5.0
 """That a step gets to end whose other ranks are lost; it may never do so."""
 _LOG = logging.getLogger("mcore_inference.engine")
@@ -111,6 +113,7 @@ class EngineRunner:
         self._streams: dict[int, RequestStream] = {}
         self._closing = False
         self._paused = False
+        self._awaits_weights = False
         self._failure: BaseException | None = None
         self._progress = time.monotonic()
         self._leader = None if ranks.size == 1 else LockstepLeader(engine, lockstep or LockstepConfig(), self._give_up)
@@ -262,9 +265,17 @@ class EngineRunner:
             self._send(_Command(lambda: self._change_holds(-drains), lambda: None))
 
     def _watched(self, chunks: Iterable[WeightChunk]) -> Iterator[WeightChunk]:
-        """Each chunk is progress."""
-        for chunk in chunks:
-            self._progress = time.monotonic()
+        """Each chunk is progress, and to wait for one is no step that hangs."""
+        following = iter(chunks)
+        while True:
+            self._awaits_weights = True
+            try:
+                chunk = next(following, None)
+            finally:
+                self._awaits_weights = False
+                self._progress = time.monotonic()
+            if chunk is None:
+                return
             yield chunk
 
     def _hold_queue(self) -> None:
@@ -361,11 +372,13 @@ class EngineRunner:
         return {**self.engine.stats(), "failed_steps": self.num_failed_steps}
 
     def health(self) -> EngineHealth:
-        """Liveness by progress: a thread that hangs in a step is dead after ``stall_timeout_s``."""
+        """Liveness by progress: a thread that hangs in a step is dead after ``stall_timeout_s``, one that waits for weights after a minute
+        at least."""
         waits = self._paused or (self._peers is not None and self._peers.last.hold is not None)
         busy = bool(self._commands or (self._streams and not waits))
         age = time.monotonic() - self._progress if busy else None
-        alive = self._thread.is_alive() and not self._closing and (age is None or age < self._stall_timeout_s)
+        patience_s = max(self._stall_timeout_s, _WEIGHTS_S) if self._awaits_weights else self._stall_timeout_s
+        alive = self._thread.is_alive() and not self._closing and (age is None or age < patience_s)
         failure = None if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
         return EngineHealth(alive=alive, last_step_age_s=age, unfinished_requests=len(self._streams), failure=failure)
 

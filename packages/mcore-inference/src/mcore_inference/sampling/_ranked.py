@@ -49,7 +49,11 @@ def draw_ranked(
     return tokens_R, log_probs_R
 
 
-@triton.jit
+# As of the draws from all tokens.
+_SETTINGS = ["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seed_ptr", "position_ptr", "processed_ptr"]
+
+
+@triton.jit(do_not_specialize_on_alignment=_SETTINGS)
 def _ranked_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, processed_ptr, best_ptr, raw_ptr, tokens_ptr,
     log_probs_ptr, stride, vocab_size, tiles, RAW: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,

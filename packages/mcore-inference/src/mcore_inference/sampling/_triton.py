@@ -69,7 +69,11 @@ def tile_sums(logits_RV: Tensor, temperature_R: Tensor, vocab_size: int, *, want
     return best_RN, weight_RN, raw_RN
 
 
-@triton.jit
+# Settings of rows are rows of one tensor: where these begin depends on their number.
+_SETTINGS = ["temperature_ptr", "seed_ptr", "position_ptr", "processed_ptr"]
+
+
+@triton.jit(do_not_specialize_on_alignment=_SETTINGS[:1])
 def _tile_kernel(
     logits_ptr, temperature_ptr, best_ptr, weight_ptr, raw_ptr, stride, vocab_size, columns, tiles, RAW: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
@@ -97,7 +101,7 @@ def _tile_kernel(
         tl.store(raw_ptr + at, tl.where(highest > -float("inf"), highest + tl.log(raw), -float("inf")))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_SETTINGS)
 def _pick_kernel(
     logits_ptr, temperature_ptr, seed_ptr, position_ptr, processed_ptr, best_ptr, weight_ptr, raw_ptr, tokens_ptr, log_probs_ptr,
     stride, vocab_size, tiles, RAW: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
