@@ -191,10 +191,15 @@ def _generated(engine: DynamicInferenceEngine, load: PoissonLoad) -> dict[str, A
     return {**shape, "s": round(seconds, 3), "out_tok_s": round(sum(record.num_generated for record in records) / seconds, 1)}
 
 
+def _warm_up(engine: DynamicInferenceEngine) -> None:
+    if engine.context.device.type == "cuda":
+        engine.warm_up()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve random weights until a signal, or work for a coordinator."""
     from mcore_inference.server import ConnectionLimits, ServerLimits, StopSignals, serve, serve_runner
-    from mcore_tools.serving import EngineLayout, Job, coordinated, work_for
+    from mcore_tools.serving import EngineLayout, Job, coordinated, take_short_turns, work_for
     from tools.bench.serve import MODELS, build
 
     parser = argparse.ArgumentParser(description=main.__doc__)
@@ -208,11 +213,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--load", help="of a PoissonLoad as JSON: serve nobody, generate its requests at once and print how long it took")
     words = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(words)
+    # As `mcore serve` does.
+    take_short_turns()
     tokenizer = Numerals(MODELS[options.model].vocab_size)
     # The load is to meet no limit.
     limits = ServerLimits(max_waiting_requests=None, connections=ConnectionLimits(max_connections=2**16))
     if options.join is not None:
         engine, _ = build(options.model, options.device, options.memory_gb, tokenizer=tokenizer)
+        _warm_up(engine)
         raise SystemExit(work_for(engine, options.join, options.name, limits))
     if options.load is not None:
         engine, _ = build(options.model, options.device, options.memory_gb)
@@ -223,6 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shown: dict[str, Any] = {"port": options.port, "model_name": options.model, "limits": limits}
         if options.data_parallel is None:
             engine, _ = build(options.model, options.device, options.memory_gb, tokenizer=tokenizer)
+            _warm_up(engine)
             server = serve(engine, **shown)
         else:
             command = [sys.executable, "-m", "tools.bench._online", *words]

@@ -210,7 +210,9 @@ def measure_online(options: argparse.Namespace) -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     ours = f"{OURS} --device {options.device} --memory-gb {options.memory_gb}"
-    servers = [("mcore", ours), *((name, command) for name, _, command in (text.partition("=") for text in options.server))]
+    # As `mcore serve` does, where there is a GPU.
+    behind = " --data-parallel 1" if options.device == "cuda" else ""
+    servers = [("mcore", ours + behind), *((name, command) for name, _, command in (text.partition("=") for text in options.server))]
     rows: list[dict[str, Any]] = []
     for model in options.model:
         shape = {"num_requests": options.requests, "inputs": options.lengths[0], "outputs": options.lengths[1]}

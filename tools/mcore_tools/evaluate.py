@@ -75,6 +75,7 @@ def _evaluate(options: argparse.Namespace) -> dict[str, Any]:
             options.checkpoint,
             device,
             max_length=options.max_length,
+            max_requests=options.max_requests,
             cache_gb=options.cache_gb,
             kv_cache_dtype=options.kv_cache_dtype,
             weight_dtype=options.weight_dtype,

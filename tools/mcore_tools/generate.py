@@ -111,7 +111,9 @@ def _coordinated_runner(options: argparse.Namespace) -> Iterator[CoordinatedRunn
 
 def engine_words(options: argparse.Namespace, *more: str) -> list[str]:
     """The command of an engine like that of these options, which `coordinated` starts."""
-    words = [*PROGRAM, "serve", options.checkpoint, *more, "--cache-gb", str(options.cache_gb)]
+    words = [*PROGRAM, "serve", options.checkpoint, *more]
+    words += [] if options.cache_gb is None else ["--cache-gb", str(options.cache_gb)]
+    words += [] if options.max_requests is None else ["--max-requests", str(options.max_requests)]
     words += [] if options.tp == 1 else ["--tp", str(options.tp)]
     words += [] if options.pp == 1 else ["--pp", str(options.pp)]
     words += [] if options.max_length is None else ["--max-length", str(options.max_length)]
@@ -130,7 +132,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         type=integer(2),
         help="tokens of prompt and continuation (default: what the run trained on, or the context of the model up to 4096)",
     )
-    parser.add_argument("--cache-gb", type=number(above=0), default=1.0, help="memory for keys and values (default: 1)")
+    parser.add_argument(
+        "--cache-gb", type=number(above=0), help="memory for keys and values (default: what a GPU has left of nine tenths; 1 on a CPU)"
+    )
+    parser.add_argument(
+        "--max-requests", type=integer(1, 2**16), help="computed at a time; others wait (default: 256 on a GPU, 64 on a CPU)"
+    )
     parser.add_argument("--kv-cache-dtype", choices=("fp8",), help="of keys and values (default: that of the model)")
     parser.add_argument(
         "--weight-dtype", choices=("fp8", "fp8_weight_only"), help="of linear layers and experts (default: that of the model)"
@@ -192,6 +199,7 @@ def opened(
             options.checkpoint,
             device,
             max_length=options.max_length,
+            max_requests=options.max_requests,
             cache_gb=options.cache_gb,
             kv_cache_dtype=options.kv_cache_dtype,
             weight_dtype=options.weight_dtype,

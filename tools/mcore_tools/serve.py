@@ -9,9 +9,9 @@ mcore serve runs/moe_tiny/checkpoints/step_00001000 --port 8000 --token-file sec
 The folder of a run, of its steps (the newest is taken), one checkpoint that keeps ``run.yaml`` and a tokenizer, or a Hugging Face folder.
 On SIGTERM or SIGINT (Ctrl-C) the server refuses new requests, ends the open ones within --drain-seconds and exits; a second
 signal cuts them off. With --data-parallel N engines of N processes, one a GPU, stand behind one address; one that ends is started again,
-and its requests go to the others (USE_COORDINATOR=1 in the environment does so with one engine, too). With --expert-parallel they share
-the experts of a mixture, and end and start together. With --tp N and --pp M each engine is split over N x M processes, one a GPU, which
-are started here or by torchrun; when one is lost, all of them end.
+and its requests go to the others. On GPUs one engine is a process of its own as well (USE_COORDINATOR=0 in the environment keeps it in
+this one, 1 does so on CPUs too). With --expert-parallel engines share the experts of a mixture, and end and start together. With --tp N
+and --pp M each engine is split over N x M processes, one a GPU, which are started here or by torchrun; when one is lost, all of them end.
 Exit code: 0 done; 1 something was refused, and why; 75 the engine failed several times in a row, or hangs: start it again.
 """
 
@@ -24,6 +24,8 @@ from collections.abc import Sequence
 from ipaddress import ip_address
 from pathlib import Path
 
+import torch
+
 from mcore_ckpt import CheckpointingException
 from mcore_ckpt.hf import import_hf
 from mcore_inference import DynamicInferenceEngine, EngineDeadError
@@ -35,13 +37,26 @@ from mcore_tools.generate import (
     add_sampling_arguments,
     add_speculation_arguments,
     add_split_argument,
+    check_length,
     continue_coordinated,
     engine_words,
     generate,
     opened,
 )
-from mcore_tools.serving import EngineLayout, Job, coordinated, end_process, open_served_tokenizer, served_model, uses_coordinator, work_for
+from mcore_tools.serving import (
+    EngineLayout,
+    Job,
+    coordinated,
+    end_process,
+    open_served_tokenizer,
+    served_model,
+    take_short_turns,
+    uses_coordinator,
+    work_for,
+)
 from mcore_tools.torchrun import report_error
+
+_STALL_ON_GPU_S = 5.0
 
 
 @quiet_pipe
@@ -61,10 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--max-waiting", type=integer(1), default=512, help="requests in the queue, then clients are sent away (default: 512)"
     )
     parser.add_argument(
-        "--stall-seconds",
-        type=number(above=0),
-        default=ServerLimits().stall_timeout_s,
-        help="that a step may take before /health is red; the first of a size compile kernels (default: %(default)g)",
+        "--stall-seconds", type=number(above=0), help="that a step may take before /health is red (default: 5 on a GPU, 60 on a CPU)"
     )
     parser.add_argument(
         "--tool-call-parser", choices=("hermes", "llama3_json", "mistral"), help="how the model writes calls of tools (default: no tools)"
@@ -112,16 +124,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(words)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    take_short_turns()
     try:
         _check_layout(options)
         token, weights = options.token_file, _weights(options)
         if not (options.prompt or options.join or int(os.environ.get("RANK", "0"))):
             _check_address(options.host, options.port, token)
-        if not options.join and (uses_coordinator() or options.data_parallel > 1 or options.coordinator_host):
+        if not options.join and _is_coordinated(options):
             if options.prompt:
                 return continue_coordinated(options)
             return _serve_replicas(options, token, weights)
         with opened("serve", words, options, num_sharing=options.data_parallel) as (engine, ranks):
+            if not options.prompt and engine.context.device.type == "cuda":
+                engine.warm_up()
             if options.prompt:
                 code = generate(engine, options.prompt, max_tokens=options.max_tokens, temperature=options.temperature)
             elif ranks is not None and not engine.model.groups.tp_pp.is_first:
@@ -136,6 +151,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, CheckpointingException) as error:
         report_error(str(error))
         return 1
+
+
+def _is_coordinated(options: argparse.Namespace) -> bool:
+    """Whether engines are processes of their own: several are, and on GPUs one that serves is, which launches kernels from Python."""
+    if options.data_parallel > 1 or options.coordinator_host:
+        return True
+    return uses_coordinator(default=not options.prompt and torch.cuda.is_available())
 
 
 def _check_layout(options: argparse.Namespace) -> None:
@@ -179,7 +201,11 @@ def _weights(options: argparse.Namespace) -> WeightFolders | None:
 
 
 def _limits(options: argparse.Namespace) -> ServerLimits:
-    return ServerLimits(max_waiting_requests=options.max_waiting, stall_timeout_s=options.stall_seconds)
+    stall = options.stall_seconds
+    if stall is None:
+        # Compiled and recorded before the first request, no step of a GPU takes long.
+        stall = _STALL_ON_GPU_S if torch.cuda.is_available() else ServerLimits().stall_timeout_s
+    return ServerLimits(max_waiting_requests=options.max_waiting, stall_timeout_s=stall)
 
 
 def _serve(engine: DynamicInferenceEngine, options: argparse.Namespace, token: str | None, weights: WeightFolders | None) -> int:
@@ -201,9 +227,11 @@ def _serve(engine: DynamicInferenceEngine, options: argparse.Namespace, token: s
 
 def _serve_replicas(options: argparse.Namespace, token: str | None, weights: WeightFolders | None) -> int:
     """Serve by engines in processes of their own."""
+    check_length(options)
     layout = EngineLayout(tp=options.tp, pp=options.pp, num_sharing=options.data_parallel if options.expert_parallel else 1)
     layout.check(*served_model(options.checkpoint))
-    words = engine_words(options, "--max-waiting", str(options.max_waiting), "--stall-seconds", str(options.stall_seconds))
+    words = engine_words(options, "--max-waiting", str(options.max_waiting))
+    words += [] if options.stall_seconds is None else ["--stall-seconds", str(options.stall_seconds)]
     words += ["--data-parallel", str(options.data_parallel), "--expert-parallel"] if options.expert_parallel else []
     tokenizer = open_served_tokenizer(options.checkpoint)
     with (

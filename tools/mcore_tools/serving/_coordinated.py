@@ -21,18 +21,19 @@ _POLL_S = 0.05
 _VARIABLE = "USE_COORDINATOR"
 
 
-def uses_coordinator() -> bool:
-    """Whether the environment asks for a coordinator where one engine would do: ``USE_COORDINATOR=1``.
+def uses_coordinator(*, default: bool = False) -> bool:
+    """Whether one engine works for a coordinator: as ``USE_COORDINATOR`` in the environment says, 0 or 1, else the default; never under
+    torchrun, whose processes are there already.
 
     Raises:
         ValueError: the variable is neither 0 nor 1, or asks for it under torchrun.
     """
-    value = os.environ.get(_VARIABLE, "0")
-    if value not in ("0", "1"):
+    value, under_torchrun = os.environ.get(_VARIABLE), int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if value not in (None, "0", "1"):
         raise ValueError(f"{_VARIABLE}={value} must be 0 or 1: whether requests go through a coordinator")
-    if value == "1" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if value == "1" and under_torchrun:
         raise ValueError(f"{_VARIABLE}=1 starts the processes of its engines itself; leave torchrun out")
-    return value == "1"
+    return default and not under_torchrun if value is None else value == "1"
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 """The exported model generates, and answers over HTTP."""
 
 import json
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -47,8 +48,8 @@ def build_engine(
     *,
     seed: int = 0,
     max_length: int = 256,
-    max_requests: int = 64,
-    cache_gb: float = 0.25,
+    max_requests: int | None = None,
+    cache_gb: float | None = 0.25,
     kv_cache_dtype: Literal["fp8"] | None = None,
     weight_dtype: Literal["fp8", "fp8_weight_only"] | None = None,
     fill: Callable[[GPTModel], None] | None = None,
@@ -56,13 +57,19 @@ def build_engine(
     execution: ExecutionConfig | None = None,
 ) -> DynamicInferenceEngine:
     """An engine with a model of its own, whole on this rank unless ``groups`` split it; its weights are those of the run's seed until some
-    are loaded. ``fill`` writes others into the model before its weights are rounded to ``weight_dtype``."""
+    are loaded. ``fill`` writes others into the model before its weights are rounded to ``weight_dtype``. Without ``max_requests`` it serves
+    256 at a time on a GPU and 64 on a CPU; without ``cache_gb`` its cache takes what a GPU has left, and 1 GB on a CPU."""
+    on_gpu = torch.device(device).type == "cuda"
+    if cache_gb is None and not on_gpu:
+        cache_gb = 1.0
     model = build_model(config, groups or ProcessGroups.single(), device, attention_core=PagedAttention()).eval()
     assert isinstance(model, GPTModel), "a BertModel generates nothing"
     sizes = InferenceConfig(
         max_sequence_length=max_length,
-        max_requests=max_requests,
-        block_size_tokens=16,
+        max_requests=max_requests or (256 if on_gpu else 64),
+        max_tokens=8192,
+        # Kernels take as many keys at a time as a block has; what requests share is cut to whole blocks.
+        block_size_tokens=64 if on_gpu else 16,
         buffer_size_gb=cache_gb,
         kv_cache_dtype=kv_cache_dtype,
         weight_dtype=weight_dtype,
@@ -72,6 +79,11 @@ def build_engine(
         fill(model)
     limit = min(tokenizer.vocab_size, config.model.vocab_size)
     return DynamicInferenceEngine(model, context, tokenizer, seed=seed, vocab_size=limit, execution=execution)
+
+
+def take_short_turns() -> None:
+    """Let threads of this process take turns at the interpreter every 0.2 ms: by default one waits 5 ms for the other, several steps."""
+    sys.setswitchinterval(2e-4)
 
 
 def serve_exported(config: RunConfig, export: Path, tokenizer: Tokenizer, prompts: Sequence[str], device: torch.device | str) -> Served:

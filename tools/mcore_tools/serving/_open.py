@@ -35,7 +35,8 @@ def open_engine(
     device: torch.device | str,
     *,
     max_length: int | None = None,
-    cache_gb: float = 1.0,
+    max_requests: int | None = None,
+    cache_gb: float | None = None,
     kv_cache_dtype: Literal["fp8"] | None = None,
     weight_dtype: Literal["fp8", "fp8_weight_only"] | None = None,
     groups: Callable[[RunConfig], ProcessGroups] | None = None,
@@ -48,7 +49,8 @@ def open_engine(
         device: where it runs.
         max_length: tokens of a prompt and its continuation; None for the length that the run trained on, or the context of the
             published model, at most 4096.
-        cache_gb: memory for keys and values, in GB.
+        max_requests: served at a time; None for 256 on a GPU and 64 on a CPU.
+        cache_gb: memory for keys and values, in GB; None for what a GPU has left, and 1 on a CPU.
         kv_cache_dtype: of keys and values, as of ``InferenceConfig``.
         weight_dtype: of the linear layers and experts, as of ``InferenceConfig``.
         groups: how the model of a run is split over ranks, all of which call this; None for all of it on this process.
@@ -78,6 +80,7 @@ def open_engine(
         tokenizer,
         device,
         max_length=max_length or config.train.seq_len,
+        max_requests=max_requests,
         cache_gb=cache_gb,
         kv_cache_dtype=kv_cache_dtype,
         weight_dtype=weight_dtype,

@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """The sizes of an engine's memory, as they are asked for and as they come out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -10,12 +10,18 @@ import torch
 from mcore_inference._fields import as_flag, as_integer, as_number
 from mcore_inference._stability import experimental_api
 from mcore_inference.cache import num_blocks_for_bytes
+from mcore_parallel import ProcessGroups
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.groups import Group
+from mcore_parallel.models import TransformerConfig
 
-__all__ = ["InferenceConfig", "MemorySizes"]
+__all__ = ["InferenceConfig", "MemorySizes", "with_free_buffer"]
 
 _DEFAULT_MAX_TOKENS = 16384
+_DEFAULT_REQUESTS = 512
+"""That draw in one step, where nothing is asked for."""
+_MARGIN = 0.1
+"""Of a GPU's memory, for recorded steps, compiled kernels and what allocators round up."""
 
 
 @experimental_api
@@ -36,9 +42,10 @@ class InferenceConfig:
     """Tokens in one step; None for 16384 (at least ``max_requests``)."""
     block_size_tokens: int = 256
     """Tokens of one cache block."""
-    buffer_size_gb: float = 20.0
+    buffer_size_gb: float | None = 20.0
     """Memory of the cache and of recurrent states in 2**30 bytes, when ``num_blocks`` is None; no more is taken than ``max_requests`` can
-    fill."""
+    fill. None for what a GPU has left when the context is made, less a tenth of its memory and what the largest step takes; ranks that
+    share a model take the least of theirs."""
     num_blocks: int | None = None
     """Cache blocks that requests can hold."""
     enable_chunked_prefill: bool = True
@@ -68,7 +75,8 @@ class InferenceConfig:
             value = getattr(self, name)
             if value is not None or name in ("max_sequence_length", "block_size_tokens"):
                 object.__setattr__(self, name, as_integer(name, value, 1, 2**48))
-        as_number("buffer_size_gb", self.buffer_size_gb, 2**-30, 2**30)
+        if self.buffer_size_gb is not None:
+            as_number("buffer_size_gb", self.buffer_size_gb, 2**-30, 2**30)
         as_flag("enable_chunked_prefill", self.enable_chunked_prefill)
         as_flag("track_paused_request_events", self.track_paused_request_events)
         if self.enable_prefix_caching is not None:
@@ -116,6 +124,7 @@ class MemorySizes:
         if config.num_blocks is not None:
             # One block more than requests can hold: the sink.
             return cls(num_blocks=config.num_blocks + 1, max_requests=requests or min(config.num_blocks, max_tokens), max_tokens=max_tokens)
+        assert config.buffer_size_gb is not None, "filled in by with_free_buffer"
         buffer = int(config.buffer_size_gb * 2**30)
         if bytes_per_request and requests is None:
             full = bytes_per_request + config.max_blocks_per_request * bytes_per_block
@@ -131,8 +140,44 @@ class MemorySizes:
             total = min(total, requests * config.max_blocks_per_request + 1)
         return cls(num_blocks=total, max_requests=requests or min(total - 1, max_tokens), max_tokens=max_tokens)
 
-    def agreed(self, stages: Group, device: torch.device) -> "MemorySizes":
-        """The smallest sizes of all stages of a pipeline, which schedule alike."""
+    def agreed(self, ranks: Group, device: torch.device) -> "MemorySizes":
+        """The smallest sizes of ranks that share a model, and schedule alike."""
         own = torch.tensor([self.num_blocks, self.max_requests, self.max_tokens], device=device)
-        num_blocks, max_requests, max_tokens = all_reduce(own, stages, op="min").tolist()
+        num_blocks, max_requests, max_tokens = all_reduce(own, ranks, op="min").tolist()
         return MemorySizes(num_blocks=num_blocks, max_requests=max_requests, max_tokens=max_tokens)
+
+
+def with_free_buffer(
+    config: InferenceConfig, model: TransformerConfig, groups: ProcessGroups | None, device: torch.device, itemsize: int
+) -> InferenceConfig:
+    """The config with a number for ``buffer_size_gb``: for None what the device has left, the least of the ranks that share the model.
+
+    Args:
+        config: how large steps get.
+        model: whose weights are on the device.
+        groups: of the model; None for this process alone.
+        device: that of the cache.
+        itemsize: bytes of an activation.
+
+    Raises:
+        ValueError: the device is no GPU, or one of them has nothing left.
+    """
+    if config.buffer_size_gb is not None or config.num_blocks is not None:
+        return config
+    if device.type != "cuda":
+        raise ValueError(f"buffer_size_gb=None takes what a GPU has left, and the cache is on a {device.type}; give a number, or num_blocks")
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    max_tokens = config.max_tokens or _DEFAULT_MAX_TOKENS
+    # The stream, its norm, queries, keys, values and what attention gives; gate, value and their product; logits as they are and in float32.
+    step = max_tokens * (8 * model.hidden_size + 3 * model.ffn_hidden_size) * itemsize
+    step += (config.max_requests or _DEFAULT_REQUESTS) * model.vocab_size * (itemsize + 8)
+    left = torch.tensor(free - step - int(_MARGIN * total), device=device)
+    if groups is not None and groups.tp_pp.size > 1:
+        left = all_reduce(left, groups.tp_pp, op="min")
+    if (buffer := int(left)) <= 0:
+        raise ValueError(
+            f"buffer_size_gb=None: {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free, of which a step of max_tokens={max_tokens} takes "
+            f"about {step / 2**30:.1f} and {_MARGIN:.0%} of all stay free; lower max_tokens or max_requests, split the model, or give a number"
+        )
+    return replace(config, buffer_size_gb=buffer / 2**30)

@@ -21,7 +21,7 @@ from mcore_inference.cache import (
     block_bytes,
     get_mamba_inference_state_config_from_model,
 )
-from mcore_inference.context._config import InferenceConfig, MemorySizes
+from mcore_inference.context._config import InferenceConfig, MemorySizes, with_free_buffer
 from mcore_inference.context._step_builder import HostStep, StepBuilder, StepInputs
 from mcore_inference.memory import cache_memory
 from mcore_inference.requests import (
@@ -76,8 +76,8 @@ class DynamicInferenceContext:
         num_layers: int | None = None,
         mamba_inference_state_config: MambaInferenceStateConfig | None = None,
     ) -> None:
-        self.config = config = config or InferenceConfig()
         self.device = torch.device(device)
+        self.config = config = with_free_buffer(config or InferenceConfig(), model_config, groups, self.device, dtype.itemsize)
         states = mamba_inference_state_config
         tp = 1 if groups is None else groups.tp.size
         if model_config.kv_heads % tp:
