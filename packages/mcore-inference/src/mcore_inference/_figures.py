@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What each figure of ``stats`` is, and how those of several engines become one."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from mcore_inference.requests import FinishReason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A figure of one engine, or of several together."""
+
+    help: str
+    kind: Literal["counter", "gauge"] = "gauge"
+    """A counter grows until its engine ends."""
+    together: Literal["sum", "largest", "smallest", "share"] = "sum"
+    """Of several engines; ``share`` is ``used_blocks`` of ``total_blocks``."""
+
+
+def _counter(text: str) -> Figure:
+    return Figure(help=text, kind="counter")
+
+
+FIGURES: Mapping[str, Figure] = MappingProxyType(
+    {
+        "steps": _counter("Steps of the engine that ended well."),
+        "computed_tokens": _counter("Tokens that went through the model."),
+        "generated_tokens": _counter("Tokens that were drawn for requests."),
+        "graph_steps": _counter("Steps that replayed a CUDA graph."),
+        "failed_steps": _counter("Steps that raised."),
+        "preemptions": _counter("Requests that lost their cache blocks and were computed again."),
+        "prefix_cache_queries": _counter("Prompt tokens that were looked up in the cache."),
+        "prefix_cache_hits": _counter("Prompt tokens that were found in the cache and not computed."),
+        "evicted_blocks": _counter("Known cache blocks that were given to other tokens."),
+        "drafted_tokens": _counter("Proposed tokens that were verified."),
+        "accepted_tokens": _counter("Proposed tokens that were drawn as well."),
+        **{f"finished_{reason.value}": _counter(f"Requests that ended by {reason.value}.") for reason in FinishReason},
+        "seconds_to_first_token": Figure(
+            help="Age of the engine's process when it drew its first token, of several the largest; 0 before.", together="largest"
+        ),
+        "weight_version": Figure(help="Number of completed weight loads, of several engines the smallest.", together="smallest"),
+        "running_requests": Figure(help="Requests that take part in steps."),
+        "waiting_requests": Figure(help="Requests in the queue."),
+        "total_blocks": Figure(help="Cache blocks that requests can hold."),
+        "used_blocks": Figure(help="Cache blocks in use."),
+        "available_blocks": Figure(help="Cache blocks that are free."),
+        "idle_blocks": Figure(help="Free cache blocks whose contents are known."),
+        "utilization": Figure(help="Share of the cache blocks in use, from 0 to 1.", together="share"),
+        "cached_tokens": Figure(help="Tokens whose keys and values are in the cache."),
+        "active_requests": Figure(help="Request slots in use."),
+        "max_requests": Figure(help="Request slots."),
+        "max_tokens": Figure(help="Tokens that one step of an engine may compute, of several the largest.", together="largest"),
+        "engines": Figure(help="Engines that take requests."),
+        "lost_engines": _counter("Engines that left or were lost."),
+        "open_requests": Figure(help="Requests that have no answer yet."),
+        "open_tokens": Figure(help="Tokens of the prompts and budgets of open requests."),
+    }
+)
+"""By name; each has an entry in ``/metrics`` where ``stats`` has it."""
+
+
+def counters(stats: Mapping[str, float]) -> dict[str, float]:
+    """Those of the figures that grow."""
+    return {name: value for name, value in stats.items() if name in FIGURES and FIGURES[name].kind == "counter"}
+
+
+def together(engines: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """One figure of those of several engines; of names that are none of ``FIGURES`` nothing is known, and they are left out."""
+    engines = list(engines)
+    merged: dict[str, float] = {}
+    for name, figure in FIGURES.items():
+        values = [stats[name] for stats in engines if name in stats]
+        if not values:
+            continue
+        if figure.together == "sum":
+            merged[name] = sum(values)
+        elif figure.together == "largest":
+            merged[name] = max(values)
+        elif figure.together == "smallest":
+            merged[name] = min(values)
+    total = merged.get("total_blocks", 0.0)
+    if total > 0:
+        merged["utilization"] = merged.get("used_blocks", 0.0) / total
+    return merged
