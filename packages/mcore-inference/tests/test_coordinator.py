@@ -409,7 +409,7 @@ def test_stop_fails_what_is_open_and_ends_workers(runners: list[EngineRunner]) -
                 await client.unpause_engines()
 
     with DataParallelInferenceCoordinator(CoordinatorConfig(**QUICK)) as coordinator:
-        workers = [EngineWorker(runner, coordinator.address, heartbeat_s=0.05) for runner in runners]
+        workers = [EngineWorker(runner, coordinator.address, name=f"dp-{at}", heartbeat_s=0.05) for at, runner in enumerate(runners)]
         coordinator.wait_for_engines(2)
         asyncio.run(ask(coordinator.address))
         assert coordinator.state is GroupState.STOPPED

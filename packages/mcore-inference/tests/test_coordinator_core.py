@@ -5,17 +5,22 @@
 from collections import Counter, defaultdict
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("zmq")
 
-from mcore_inference.coordinator import CoordinatorConfig, GroupState
+from mcore_inference.coordinator import CoordinatorConfig, CoordinatorSecurity, GroupState, Status
 from mcore_inference.coordinator._core import CoordinatorCore
 from mcore_inference.coordinator._messages import (
+    GREETING_BYTES,
+    MAX_FIGURES,
     PROTOCOL,
+    SHORT_BYTES,
     Abort,
+    AskStatus,
     Connect,
     ConnectAck,
     Disconnect,
@@ -30,6 +35,7 @@ from mcore_inference.coordinator._messages import (
     Refusal,
     Register,
     RegisterAck,
+    Report,
     Resume,
     Signal,
     SignalAck,
@@ -42,6 +48,8 @@ from mcore_inference.coordinator._messages import (
     WireChunk,
     decode_incoming,
     encode,
+    is_greeting,
+    is_too_long,
 )
 from mcore_inference.coordinator._states import signals_between, state_after
 
@@ -52,12 +60,16 @@ def submit(number: int, prompt: str | list[int] = "x", budget: int = 8, *, strea
     return SubmitRequest(request_id=number, prompt=prompt, sampling_params={"num_tokens_to_generate": budget}, stream=stream)
 
 
-def register(name: str = "dp", state: str = "running") -> Register:
-    return Register(protocol=PROTOCOL, secret="", name=name, state=state, max_sequence_length=64)
+def register(name: str = "dp", state: str = "running", **more: Any) -> Register:
+    return Register(protocol=PROTOCOL, secret="", name=name, state=state, max_sequence_length=64, **more)
 
 
-def connect() -> Connect:
-    return Connect(protocol=PROTOCOL, secret="")
+def connect(control_secret: str = "") -> Connect:
+    return Connect(protocol=PROTOCOL, secret="", control_secret=control_secret)
+
+
+def report(tokens: float, *, is_alive: bool = True, age: float | None = None) -> Report:
+    return Report(is_alive=is_alive, last_step_age_s=age, stats={"generated_tokens": tokens, "used_blocks": 1.0})
 
 
 def reply(number: int) -> EngineReply:
@@ -325,7 +337,7 @@ def test_an_engine_that_joins_is_led_to_the_state_of_the_others() -> None:
     group.send(b"e0", register())
     assert [type(message) for message in group.inbox[b"e0"]] == [RegisterAck, Pause, Suspend]
     group.send(b"c0", Resume(call=1))
-    group.send(b"e1", register(state="suspended"))
+    group.send(b"e1", register("other", state="suspended"))
     assert [type(message) for message in group.inbox[b"e1"]] == [RegisterAck, Resume]
 
 
@@ -398,6 +410,151 @@ def test_signals_lead_from_every_state_to_every_other(begin: GroupState, target:
         assert after is not state
         state = after
     assert state is target
+
+
+def status(group: Group) -> Status:
+    group.send(b"c0", AskStatus(call=1))
+    return group.got(b"c0", Status)[-1]
+
+
+def test_a_second_engine_of_a_name_is_refused_while_the_first_is_there() -> None:
+    group = Group(engines=1, clients=1)
+    group.send(b"e1", register("dp-0"))
+    assert "name='dp-0' is that of an engine that is here; give each engine a name of its own" in group.got(b"e1", Refusal)[0].message
+    assert not group.got(b"e1", RegisterAck) and group.core.num_engines == 1
+    # The first hears of it, by which the socket finds out whether its connection is gone.
+    assert group.got(b"e0", Heartbeat)
+    group.lose(b"e0")
+    group.send(b"e1", register("dp-0"))
+    assert group.got(b"e1", RegisterAck)
+    for length in (0, 65):
+        group.send(b"e2", register("x" * length))
+        assert f"has {length} characters; give a name of 1 to 64" in group.got(b"e2", Refusal)[-1].message
+
+
+def test_an_engine_that_comes_back_by_another_connection_takes_its_own_place() -> None:
+    group = Group(clients=1)
+    group.send(b"e0", register("dp-0", worker="a"))
+    group.send(b"c0", submit(0))
+    group.send(b"e1", register("dp-0", worker="a"))
+    assert group.got(b"e1", RegisterAck) and not group.got(b"e1", Refusal) and group.core.num_engines == 1
+    # It knows nothing of what the connection before had brought.
+    assert len(group.got(b"e1", SubmitRequest)) == 1
+    group.send(b"e2", register("dp-0", worker="b"))
+    assert group.got(b"e2", Refusal)
+
+
+def test_a_name_is_free_as_soon_as_its_engine_is_known_to_have_ended() -> None:
+    group = Group(engines=1)
+    group._take(group.core.lose("dp-0", "its process was killed", group.now))
+    group.send(b"e1", register("dp-0"))
+    assert group.got(b"e1", RegisterAck)
+
+
+def test_counters_of_engines_that_are_gone_come_back_or_are_replaced_never_fall() -> None:
+    group = Group(clients=1)
+    lowest = 0.0
+
+    def check(expected: float) -> None:
+        nonlocal lowest
+        now = status(group)
+        total = sum(engine.stats["generated_tokens"] for engine in now.engines) + now.past.get("generated_tokens", 0.0)
+        assert total == expected >= lowest
+        lowest = total
+
+    group.send(b"e0", register("dp-0", worker="a", stats={"generated_tokens": 5.0, "used_blocks": 3.0}))
+    group.send(b"e1", register("dp-1", worker="b", stats={"generated_tokens": 0.0}))
+    check(5)
+    group.send(b"e0", report(100))
+    group.send(b"e1", report(40))
+    check(140)
+    group.lose(b"e0")
+    check(140)
+    assert "used_blocks" not in status(group).past
+    # The same process, with what it drew meanwhile.
+    group.send(b"e2", register("dp-0", worker="a", stats={"generated_tokens": 110.0}))
+    check(150)
+    # Another process of the name.
+    group.send(b"e2", Disconnect())
+    group.send(b"e3", register("dp-0", worker="c", stats={"generated_tokens": 0.0}))
+    check(150)
+    group.send(b"e3", report(1))
+    check(151)
+    # One that begins anew without a word.
+    group.send(b"e1", report(3))
+    check(154)
+    assert status(group).past["lost_engines"] == 2
+    group.send(b"c0", Stop(call=9))
+    for peer in (b"e1", b"e3"):
+        group.send(peer, SignalAck(call=group.got(peer, Stop)[-1].call))
+    assert group.core.state is GroupState.STOPPED
+    check(154)
+
+
+def test_an_engine_that_says_that_it_is_stuck_is_lost_at_once() -> None:
+    group = Group(engines=2, clients=1)
+    group.send(b"e0", report(1, age=2.5))
+    assert [engine.last_step_age_s for engine in status(group).engines] == [2.5, None]
+    group.send(b"c0", submit(0))
+    group.send(b"c0", submit(1))
+    group.send(b"e0", report(1, is_alive=False, age=61.0))
+    assert group.core.num_engines == 1 and len(group.got(b"e1", SubmitRequest)) == 2
+    assert "it makes no progress for 61.0 s" in group.got(b"e0", Refusal)[0].message
+
+
+@pytest.mark.parametrize(
+    "stats",
+    [{"x" * 65: 1.0}, {f"x{index}": 1.0 for index in range(MAX_FIGURES + 1)}, {"x": float("nan")}, {"x": float("inf")}, {"x": 1e19}],
+)
+def test_figures_that_are_too_many_too_long_or_no_numbers_are_no_message(stats: dict[str, float]) -> None:
+    for message in (Report(is_alive=True, last_step_age_s=None, stats=stats), register(stats=stats)):
+        with pytest.raises(msgspec.ValidationError):
+            decode_incoming(encode(message))
+    kept = {f"x{index}": 1.0 for index in range(MAX_FIGURES)}
+    assert decode_incoming(encode(Report(is_alive=True, last_step_age_s=None, stats=kept))).stats == kept
+    with pytest.raises(msgspec.ValidationError):
+        decode_incoming(encode(Report(is_alive=True, last_step_age_s=float("nan"), stats={})))
+
+
+def test_signals_and_weights_need_the_control_secret_where_there_is_one() -> None:
+    group = Group(CoordinatorConfig(security=CoordinatorSecurity(control_secret="key")), engines=1)
+    for client, secret in ((b"c0", ""), (b"c1", "kex"), (b"c2", "key")):
+        group.send(client, connect(secret))
+    for client in (b"c0", b"c1"):
+        for number, message in enumerate((Pause(call=0), Suspend(call=1), Resume(call=2), Unpause(call=3), Stop(call=4), load(5))):
+            group.send(client, message)
+            refusal = group.got(client, Refusal)[-1]
+            name = "load_weights" if isinstance(message, LoadWeights) else type(message).__name__.lower()
+            assert refusal.call == number and refusal.message.startswith(f"{name} needs control_secret")
+        group.send(client, bucket(1))
+        assert "no load waits" in group.got(client, Refusal)[-1].message
+        # The rest is for all who have the job's secret.
+        group.send(client, submit(0))
+        group.send(client, AskStatus(call=9))
+        assert group.got(client, Status)
+    assert [type(message) for message in group.inbox[b"e0"]] == [SubmitRequest] * 2 and group.core.state is GroupState.RUNNING
+    group.send(b"c2", Pause(call=0))
+    assert group.got(b"e0", Pause) and not group.got(b"c2", Refusal)
+    # A client that connects again has the rights that it brings then.
+    group.send(b"c2", connect("kex"))
+    group.send(b"c2", Unpause(call=1))
+    assert "unpause needs control_secret" in group.got(b"c2", Refusal)[-1].message
+
+
+def test_each_kind_of_message_has_its_longest() -> None:
+    text = "x" * SHORT_BYTES
+    long = [Failure(request_id=0, kind="", message=text, is_transient=False), connect(text), register(text)]
+    assert all(is_too_long(encode(message)) for message in long) and is_too_long(b"x" + text.encode())
+    allowed = [
+        submit(0, text),
+        reply(0),
+        partials(*range(2**17)),
+        WeightBucket(call=0, index=1, chunks=[WireChunk(name="w", dtype="uint8", shape=[2**20], offsets=None, data=bytes(2**20))]),
+        connect("x" * 4096),
+    ]
+    assert not any(is_too_long(encode(message)) for message in allowed) and len(encode(allowed[2])) > SHORT_BYTES
+    assert is_greeting(encode(connect("x" * 4096))) and is_greeting(encode(register()))
+    assert not is_greeting(encode(connect("x" * GREETING_BYTES))) and not is_greeting(encode(submit(0)))
 
 
 KINDS = [

@@ -18,6 +18,7 @@ from mcore_inference._fields import as_integer
 from mcore_inference._stability import experimental_api
 from mcore_inference.coordinator._config import CoordinatorSecurity
 from mcore_inference.coordinator._messages import (
+    MAX_MESSAGE_BYTES,
     PROTOCOL,
     Abort,
     AskStatus,
@@ -46,7 +47,7 @@ from mcore_inference.coordinator._messages import (
     decode_for_client,
     encode,
 )
-from mcore_inference.coordinator._peer import connect
+from mcore_inference.coordinator._peer import connect, reconnect
 from mcore_inference.coordinator._weights import pack
 from mcore_inference.engine import EndingQueue, Increment, WeightLoadError, WeightSlice
 from mcore_inference.requests import (
@@ -54,6 +55,7 @@ from mcore_inference.requests import (
     DynamicInferenceRequestRecord,
     EngineDeadError,
     EngineLostError,
+    RequestError,
     request_error,
 )
 from mcore_inference.sampling import SamplingParams
@@ -101,9 +103,13 @@ class InferenceClient:
 
     Args:
         address: of the coordinator, ``tcp://host:port``.
-        security: the coordinator's secret and public key.
+        security: the coordinator's secret and public key, and its control secret for signals and weights, where it has one.
         timeout_s: seconds that the coordinator gets to answer ``start`` and signs of life; after them everything open fails.
         heartbeat_s: as of the coordinator.
+        max_message_bytes: as of the coordinator; longer requests are refused here.
+
+    Raises:
+        ValueError: a limit out of its range.
 
     Example:
         >>> async def ask(address: str) -> list[int]:
@@ -113,9 +119,16 @@ class InferenceClient:
     """
 
     def __init__(
-        self, address: str, *, security: CoordinatorSecurity | None = None, timeout_s: float = 30.0, heartbeat_s: float = 1.0
+        self,
+        address: str,
+        *,
+        security: CoordinatorSecurity | None = None,
+        timeout_s: float = 30.0,
+        heartbeat_s: float = 1.0,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self._address = address
+        self._max_bytes = as_integer("max_message_bytes", max_message_bytes, 1024, 2**40)
         self._security = CoordinatorSecurity() if security is None else security
         self._timeout_s, self._heartbeat_s = timeout_s, heartbeat_s
         self._numbers = itertools.count()
@@ -147,11 +160,11 @@ class InferenceClient:
             raise ValueError("the client was started before; make a new one")
         self._context = zmq.asyncio.Context()
         try:
-            self._socket = connect(self._context, self._address, self._security)
+            self._socket = connect(self._context, self._address, self._security, self._max_bytes)
             self._connected = asyncio.get_running_loop().create_future()
             self._heard = time.monotonic()
             self._tasks = [asyncio.ensure_future(self._receive())]
-            self._send(Connect(protocol=PROTOCOL, secret=self._security.secret))
+            self._greet()
             try:
                 acknowledgement = await asyncio.wait_for(asyncio.shield(self._connected), self._timeout_s)
             except TimeoutError:
@@ -187,6 +200,7 @@ class InferenceClient:
 
         Raises:
             CoordinatorError: the client is not started, or lost its coordinator.
+            RequestError: it is longer than ``max_message_bytes``.
         """
         return self._submit(prompt, sampling_params, priority, stream=stream)
 
@@ -197,6 +211,7 @@ class InferenceClient:
 
         Raises:
             CoordinatorError: the client is not started, or lost its coordinator.
+            RequestError: it is longer than ``max_message_bytes``.
         """
         stream, begin = self._submit(prompt, sampling_params, priority, stream=False), time.monotonic()
 
@@ -214,7 +229,8 @@ class InferenceClient:
         """Let all engines stop at the end of a step; requests keep their place. Returns when all have.
 
         Raises:
-            CoordinatorError: not possible now, or an engine was lost meanwhile (named; the others are paused).
+            CoordinatorError: not possible now, not without the coordinator's control secret, or an engine was lost meanwhile (named; the
+                others are paused).
         """
         await self._signal(Pause)
 
@@ -258,7 +274,8 @@ class InferenceClient:
 
         Raises:
             WeightLoadError: engines refused the weights, by name; those that had begun to copy wait for another load.
-            CoordinatorError: there is no engine, or engines were lost meanwhile (named; the others have the weights).
+            CoordinatorError: there is no engine, the coordinator has a control secret which is not this client's, or engines were lost
+                meanwhile (named; the others have the weights).
             ValueError: an unknown policy, or a version that is none.
             Exception: whatever ``chunks`` raises.
         """
@@ -302,8 +319,13 @@ class InferenceClient:
         settings = (SamplingParams() if params is None else params).serialize()
         remote = RemoteStream(self, next(self._numbers), whole=not stream)
         body: str | list[int] = prompt if isinstance(prompt, str) else [int(token) for token in prompt]
-        self._streams[remote.request_id] = remote
-        self._send(SubmitRequest(request_id=remote.request_id, prompt=body, sampling_params=settings, stream=stream, priority=priority))
+        number = remote.request_id
+        frame = encode(SubmitRequest(request_id=number, prompt=body, sampling_params=settings, stream=stream, priority=priority))
+        if len(frame) > self._max_bytes:
+            # The connection would be cut, and with it every other request.
+            raise RequestError(number, f"it has {len(frame)} bytes and max_message_bytes={self._max_bytes}; shorten the prompt")
+        self._streams[number] = remote
+        self._send_frame(frame)
         return remote
 
     async def _signal(self, kind: type[Signal]) -> None:
@@ -323,13 +345,20 @@ class InferenceClient:
         finally:
             self._calls.pop(number, None)
 
+    def _greet(self) -> None:
+        keys = self._security
+        self._send(Connect(protocol=PROTOCOL, secret=keys.secret, control_secret=keys.control_secret or ""))
+
     def _check_open(self) -> None:
         if len(self._tasks) < 2 or any(task.done() for task in self._tasks):
             raise CoordinatorError("the client is not started, or lost its coordinator; use `async with InferenceClient(...)`")
 
     def _send(self, message: Message) -> None:
+        self._send_frame(encode(message))
+
+    def _send_frame(self, frame: bytes) -> None:
         # A DEALER queues without waiting; it is full only when the coordinator reads nothing for long.
-        sent: Any = self._socket.send(encode(message))
+        sent: Any = self._socket.send(frame)
         self._sending.add(sent)
         sent.add_done_callback(self._sending.discard)
 
@@ -340,6 +369,8 @@ class InferenceClient:
             silent = time.monotonic() - self._heard
             if silent > self._timeout_s:
                 self._fail_all(CoordinatorError(f"the coordinator at {self._address} was silent for {silent:.1f} s"))
+                reconnect(self._socket, self._address)
+                self._heard = time.monotonic()
 
     async def _receive(self) -> None:
         # As in the coordinator: a future for each message costs more than the message.
@@ -389,7 +420,7 @@ class InferenceClient:
         else:
             # It was restarted, or had given this client up: what was open is open no more.
             self._fail_all(error)
-            self._send(Connect(protocol=PROTOCOL, secret=self._security.secret))
+            self._greet()
 
     def _deliver(self, number: int, item: Increment | Exception) -> None:
         stream = self._streams.get(number)

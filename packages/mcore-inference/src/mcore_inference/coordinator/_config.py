@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 
 from mcore_inference._fields import as_integer, as_number, is_loopback
 from mcore_inference._stability import experimental_api
+from mcore_inference.coordinator._messages import MAX_MESSAGE_BYTES
+
+_MAX_SECRET = 4096
+"""Characters; a longer greeting is not read."""
 
 
 @experimental_api
@@ -14,7 +18,8 @@ class CoordinatorSecurity:
     """Who may join.
 
     Raises:
-        ValueError: an empty secret, or a key that is no 40 characters of Z85; keys of a curve are made by ``zmq.curve_keypair()``.
+        ValueError: a secret that is no string, too long, or (of control) empty; a key that is no 40 characters of Z85; keys of a curve
+            are made by ``zmq.curve_keypair()``.
     """
 
     secret: str = field(default="", repr=False)
@@ -23,10 +28,18 @@ class CoordinatorSecurity:
     """Of the coordinator, 40 characters of Z85. With it everything is encrypted and the coordinator proves itself (CurveZMQ)."""
     secret_key: str | None = field(default=None, repr=False)
     """Of the coordinator; engines and clients have None."""
+    control_secret: str | None = field(default=None, repr=False)
+    """That clients bring besides, to pause, suspend, resume and stop engines and to load weights; others may only send requests and ask
+    for the status. Engines need none. With None on the coordinator the job's secret is enough."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.secret, str):
-            raise ValueError(f"secret is a {type(self.secret).__name__}; give a string")
+        for name, value in (("secret", self.secret), ("control_secret", "" if self.control_secret is None else self.control_secret)):
+            if not isinstance(value, str):
+                raise ValueError(f"{name} is a {type(value).__name__}; give a string")
+            if len(value) > _MAX_SECRET:
+                raise ValueError(f"{name} has {len(value)} characters; {_MAX_SECRET} are allowed")
+        if self.control_secret == "":
+            raise ValueError("control_secret='' is empty; give a secret, or None where the job's is enough")
         for name in ("public_key", "secret_key"):
             key = getattr(self, name)
             if key is not None and (not isinstance(key, str) or len(key) != 40 or not key.isascii()):
@@ -65,8 +78,8 @@ class CoordinatorConfig:
     """Seconds that a request waits while there is no engine."""
     max_open_requests: int = 65_536
     """Requests of all clients; more are refused."""
-    max_message_bytes: int = 64 * 2**20
-    """Longest message; the connection of a longer one is cut."""
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+    """Longest message, of requests, records, tokens and weights; the connection of a longer one is cut. Others have 1 MiB."""
     prefix_slack_tokens: int = 16_384
     """Open tokens by which an engine that knows the beginning of a prompt may be busier than the idlest; 0 for no affinity."""
 

@@ -16,7 +16,7 @@ import zmq.asyncio
 from mcore_inference._stability import experimental_api
 from mcore_inference.coordinator._config import CoordinatorConfig
 from mcore_inference.coordinator._core import CoordinatorCore, Outbox
-from mcore_inference.coordinator._messages import UNKNOWN, Refusal, decode_incoming, encode, is_greeting
+from mcore_inference.coordinator._messages import UNKNOWN, Refusal, decode_incoming, encode, is_greeting, is_too_long
 from mcore_inference.coordinator._states import GroupState
 from mcore_inference.requests import PortInUseError
 
@@ -34,9 +34,9 @@ class DataParallelInferenceCoordinator:
     """Spreads requests of many clients over many engines, and pauses, suspends and stops all engines together.
 
     It runs in a thread of its own from ``start`` to ``close``; also a context manager. Engines join by ``EngineWorker`` and may come and
-    go at any time; clients use ``InferenceClient``. A request goes to the engine with the fewest open tokens, or to one that had a prompt
-    of the same beginning. When an engine is lost its requests go to others; those whose tokens were sent already fail with
-    ``EngineLostError``.
+    go at any time, each with a name of its own; clients use ``InferenceClient``. A request goes to the engine with the fewest open tokens,
+    or to one that had a prompt of the same beginning. When an engine is lost its requests go to others; those whose tokens were sent
+    already fail with ``EngineLostError``.
 
     Args:
         config: address, time-outs, limits, security.
@@ -120,7 +120,7 @@ class DataParallelInferenceCoordinator:
         Nothing happens when no engine has the name, or the coordinator has ended.
 
         Args:
-            name: of its ``EngineWorker``; all engines of the name are lost, and those that live register again.
+            name: of its ``EngineWorker``; one that lives registers again.
             reason: for messages, ``its process was killed``.
         """
         loop = self._loop
@@ -196,6 +196,8 @@ class DataParallelInferenceCoordinator:
         if is_stranger and not is_greeting(frame):
             # Nothing of it is read.
             outbox: Outbox = [(peer, UNKNOWN)]
+        elif is_too_long(frame):
+            outbox = [(peer, Refusal(call=-1, message=f"a message of {len(frame)} bytes is longer than its kind may be"))]
         else:
             try:
                 outbox = self._core.receive(peer, decode_incoming(frame), now)

@@ -2,15 +2,14 @@
 # Copyright (c) 2026 the mcore authors
 """What a coordinator does with each message, without sockets and clocks."""
 
-import hmac
 from collections import deque
 
 import msgspec
 
+from mcore_inference.coordinator._admission import NO_CONTROL, Admission
 from mcore_inference.coordinator._config import CoordinatorConfig
 from mcore_inference.coordinator._entries import Client, Engine, Load, Operation, Request
 from mcore_inference.coordinator._messages import (
-    PROTOCOL,
     UNKNOWN,
     Abort,
     AskStatus,
@@ -18,7 +17,6 @@ from mcore_inference.coordinator._messages import (
     ConnectAck,
     Disconnect,
     EngineReply,
-    EngineStatus,
     Failure,
     Heartbeat,
     Incoming,
@@ -28,6 +26,7 @@ from mcore_inference.coordinator._messages import (
     Refusal,
     Register,
     RegisterAck,
+    Report,
     Signal,
     SignalAck,
     Status,
@@ -37,6 +36,7 @@ from mcore_inference.coordinator._messages import (
     WeightBucket,
     WireChunk,
 )
+from mcore_inference.coordinator._past import PastCounters
 from mcore_inference.coordinator._routing import PrefixRouter
 from mcore_inference.coordinator._states import GroupState, signals_between, state_after
 
@@ -59,6 +59,7 @@ class CoordinatorCore:
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self._config = config
+        self._admission = Admission(config.security)
         self.state = GroupState.RUNNING
         self._engines: dict[bytes, Engine] = {}
         self._clients: dict[bytes, Client] = {}
@@ -66,6 +67,9 @@ class CoordinatorCore:
         self._homeless: deque[Request] = deque()
         """Requests that wait for an engine."""
         self._router = PrefixRouter(config.prefix_slack_tokens)
+        self._past = PastCounters()
+        self._num_lost = 0
+        """Engines that left or were lost."""
         self._operation: Operation | None = None
         self._signals: deque[tuple[bytes, Signal]] = deque()
         self._number = 0
@@ -139,32 +143,30 @@ class CoordinatorCore:
 
     # -- peers -------------------------------------------------------------------------------------------------------
 
-    def _admits(self, peer: bytes, protocol: int, secret: str) -> bool:
-        if protocol != PROTOCOL:
-            self._send(peer, Refusal(call=-1, message=f"protocol={protocol} is not {PROTOCOL}; use one version of mcore-inference"))
-            return False
-        if not hmac.compare_digest(secret.encode(), self._config.security.secret.encode()):
-            self._send(peer, Refusal(call=-1, message="secret is not that of this job"))
-            return False
-        return True
+    def _admits(self, peer: bytes, greeting: Connect | Register) -> bool:
+        refusal = self._admission.refusal(greeting)
+        if refusal is not None:
+            self._send(peer, Refusal(call=-1, message=refusal))
+        return refusal is None
 
     def _connect(self, peer: bytes, message: Connect, now: float) -> None:
-        if peer in self._engines or not self._admits(peer, message.protocol, message.secret):
+        if peer in self._engines or not self._admits(peer, message):
             return
-        self._clients.setdefault(peer, Client(heard=now)).heard = now
+        client = self._clients.setdefault(peer, Client(heard=now, may_control=False))
+        client.heard, client.may_control = now, self._admission.may_control(message)
         self._send(peer, ConnectAck(max_sequence_length=self._shortest_context()))
 
     def _register(self, peer: bytes, message: Register, now: float) -> None:
-        if peer in self._clients or not self._admits(peer, message.protocol, message.secret):
+        if peer in self._clients or not self._admits(peer, message) or not self._frees_name(peer, message, now):
             return
-        if message.state not in tuple(GroupState):
-            self._send(peer, Refusal(call=-1, message=f"state={message.state!r} is none of {', '.join(GroupState)}"))
-            return
-        if peer in self._engines:
-            # It began anew, and knows nothing of what it had.
-            self._lose(peer, "it registered again", now, tell=False)
+        self._past.check_growth(self._past.take_back(message.worker), message.stats)
         self._engines[peer] = Engine(
-            name=message.name, max_sequence_length=message.max_sequence_length, heard=now, weight_version=message.weight_version
+            name=message.name,
+            max_sequence_length=message.max_sequence_length,
+            heard=now,
+            weight_version=message.weight_version,
+            worker=message.worker,
+            stats=message.stats,
         )
         self._send(peer, RegisterAck())
         target = self.state if self._operation is None else self._operation.target
@@ -175,9 +177,25 @@ class CoordinatorCore:
         for request in homeless:
             self._route(request, now)
 
+    def _frees_name(self, peer: bytes, message: Register, now: float) -> bool:
+        """Whether no other engine has the name of one that registers. Where it is that engine itself, what it had is given to others."""
+        for other, engine in list(self._engines.items()):
+            if other == peer or (message.worker and engine.worker == message.worker):
+                # It began anew, or comes by another connection, and knows nothing of what it had.
+                self._lose(other, "it registered again", now, tell=False)
+            elif engine.name == message.name:
+                # Finds out now whether its connection is gone; the new one asks again a heartbeat later.
+                self._send(other, Heartbeat())
+                text = f"name={message.name!r} is that of an engine that is here; give each engine a name of its own (--name, EngineWorker)"
+                self._send(peer, Refusal(call=-1, message=text))
+                return False
+        return True
+
     def _lose(self, peer: bytes, reason: str, now: float, *, tell: bool = True) -> None:
         """An engine is gone: its requests go to others where that changes nothing for the client."""
         engine = self._engines.pop(peer)
+        self._past.add(engine.worker, engine.stats)
+        self._num_lost += 1
         if tell:
             self._send(peer, Refusal(call=-1, message=f"you were given up: {reason}; register again"))
         for attempt in list(engine.requests):
@@ -221,7 +239,9 @@ class CoordinatorCore:
         elif isinstance(message, Heartbeat):
             self._send(peer, Heartbeat())
         elif isinstance(message, Signal):
-            if len(self._signals) >= _MAX_SIGNALS:
+            if not client.may_control:
+                self._send(peer, Refusal(call=message.call, message=f"{_name(message)} {NO_CONTROL}"))
+            elif len(self._signals) >= _MAX_SIGNALS:
                 self._send(peer, Refusal(call=message.call, message=f"{_MAX_SIGNALS} signals wait already"))
             else:
                 self._signals.append((peer, message))
@@ -313,10 +333,21 @@ class CoordinatorCore:
                 self._finish_operation(now)
         elif isinstance(message, WeightAck):
             self._weights_taken(peer, engine, message, now)
+        elif isinstance(message, Report):
+            self._take_report(peer, engine, message, now)
         elif isinstance(message, Heartbeat):
             self._send(peer, Heartbeat())
         elif isinstance(message, Disconnect):
             self._lose(peer, "it left", now, tell=False)
+
+    def _take_report(self, peer: bytes, engine: Engine, report: Report, now: float) -> None:
+        self._past.check_growth(engine.stats, report.stats)
+        engine.stats, engine.last_step_age_s = report.stats, report.last_step_age_s
+        if report.is_alive:
+            self._send(peer, Heartbeat())
+        else:
+            age = "" if report.last_step_age_s is None else f" for {report.last_step_age_s:.1f} s"
+            self._lose(peer, f"it makes no progress{age}", now)
 
     def _forward(self, engine: Engine, message: Partials) -> None:
         """Tokens of a step to the clients of its streams, each under the client's number."""
@@ -373,6 +404,9 @@ class CoordinatorCore:
                 self._fail(request, "EngineDeadError", "the engines were stopped")
             self._attempts.clear()
             self._homeless.clear()
+            for engine in self._engines.values():
+                self._past.add(engine.worker, engine.stats)
+            self._num_lost += len(self._engines)
             self._engines.clear()
         if operation.lost:
             text = f"{_name(operation.signal)} took effect without engines that were lost ({'; '.join(operation.lost)})"
@@ -464,19 +498,14 @@ class CoordinatorCore:
             self._send(operation.client, WeightAck(call=call, index=load.index, version=load.version, bucket_bytes=size))
 
     def _status(self, call: int, now: float) -> Status:
-        engines = [
-            EngineStatus(
-                name=engine.name,
-                open_requests=len(engine.requests),
-                open_tokens=engine.open_tokens,
-                finished_requests=engine.finished,
-                silent_s=now - engine.heard,
-                weight_version=engine.weight_version,
-            )
-            for engine in self._engines.values()
-        ]
-        length = self._shortest_context()
-        return Status(call=call, state=self.state, waiting_requests=len(self._homeless), max_sequence_length=length, engines=engines)
+        return Status(
+            call=call,
+            state=self.state,
+            waiting_requests=len(self._homeless),
+            max_sequence_length=self._shortest_context(),
+            engines=[engine.status(now) for engine in self._engines.values()],
+            past={**self._past.sums, "lost_engines": self._num_lost},
+        )
 
     def _shortest_context(self) -> int:
         self._context = min((engine.max_sequence_length for engine in self._engines.values()), default=self._context)

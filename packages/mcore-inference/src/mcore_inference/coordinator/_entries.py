@@ -4,7 +4,7 @@
 
 from dataclasses import dataclass, field
 
-from mcore_inference.coordinator._messages import Signal, SubmitRequest
+from mcore_inference.coordinator._messages import EngineStatus, Signal, SubmitRequest
 from mcore_inference.coordinator._states import GroupState
 
 
@@ -18,11 +18,31 @@ class Engine:
     open_tokens: int = 0
     finished: int = 0
     weight_version: int = 0
+    worker: str = ""
+    """What it drew to be known by when it comes back."""
+    stats: dict[str, float] = field(default_factory=dict)
+    """Of its last report."""
+    last_step_age_s: float | None = None
+
+    def status(self, now: float) -> EngineStatus:
+        """What clients may know."""
+        return EngineStatus(
+            name=self.name,
+            open_requests=len(self.requests),
+            open_tokens=self.open_tokens,
+            finished_requests=self.finished,
+            silent_s=now - self.heard,
+            weight_version=self.weight_version,
+            last_step_age_s=self.last_step_age_s,
+            stats=self.stats,
+        )
 
 
 @dataclass(kw_only=True)
 class Client:
     heard: float
+    may_control: bool
+    """Send signals and weights."""
     requests: dict[int, "Request"] = field(default_factory=dict)
     """By the client's own number."""
 

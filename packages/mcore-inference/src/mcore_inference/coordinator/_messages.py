@@ -2,14 +2,30 @@
 # Copyright (c) 2026 the mcore authors
 """What clients, the coordinator and engines send each other: one msgpack array a message, its first element the number of its kind."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from mcore_inference._stability import experimental_api
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version that both sides name when they meet."""
+MAX_MESSAGE_BYTES = 64 * 2**20
+"""Default of the longest message."""
+SHORT_BYTES = 2**20
+"""Longest message of those that carry neither tokens nor weights."""
+GREETING_BYTES = 64 * 2**10
+"""Longest message of a peer that is not known."""
+MAX_FIGURES = 64
+"""That an engine may report."""
+MAX_NAME = 64
+"""Characters of the name of a figure or an engine."""
+
+Figures = Annotated[
+    dict[Annotated[str, Meta(max_length=MAX_NAME)], Annotated[float, Meta(ge=-1e18, le=1e18)]], Meta(max_length=MAX_FIGURES)
+]
+"""Finite numbers by name."""
 
 
 class Message(msgspec.Struct, array_like=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,6 +37,8 @@ class Connect(Message, tag=1):
 
     protocol: int
     secret: str
+    control_secret: str = ""
+    """Of those that may send signals and weights; empty for none."""
 
 
 class ConnectAck(Message, tag=2):
@@ -129,10 +147,23 @@ class Register(Message, tag=17):
     protocol: int
     secret: str
     name: str
-    """For messages to humans: ``dp-3``."""
+    """For messages to humans: ``dp-3``; no two engines have one."""
     state: str
     max_sequence_length: int
     weight_version: int = 0
+    worker: str = ""
+    """Drawn by the worker at its start: tells one that comes back from another of its name."""
+    stats: Figures = {}
+
+
+class Report(Message, tag=25):
+    """Engine to coordinator, at each heartbeat and in place of it: I am here, and this is how I am."""
+
+    is_alive: bool
+    """Whether it makes progress (``EngineHealth.alive``)."""
+    last_step_age_s: Annotated[float, Meta(ge=0, le=1e9)] | None
+    """As of ``EngineHealth``."""
+    stats: Figures
 
 
 class RegisterAck(Message, tag=18):
@@ -165,6 +196,10 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     """Seconds since it was last heard."""
     weight_version: int = 0
     """Of its weights; while an engine has those of the last load, others get no requests."""
+    last_step_age_s: float | None = None
+    """Seconds since its last step ended, or since work arrived, as it reported them last; None when idle."""
+    stats: dict[str, float] = {}
+    """``EngineRunner.stats``, as it reported them last."""
 
 
 @experimental_api
@@ -178,6 +213,8 @@ class Status(Message, tag=21):
     max_sequence_length: int
     """Of the engine with the shortest; 0 while there is none."""
     engines: list[EngineStatus]
+    past: dict[str, float] = {}
+    """Sums of the counters of engines that are gone, and ``lost_engines``: how many."""
 
 
 class LoadWeights(Signal, tag=22):
@@ -234,7 +271,7 @@ class Partials(Message, tag=14):
 
 Incoming = (
     Connect | SubmitRequest | EngineReply | Pause | SignalAck | Unpause | Suspend | Resume | Stop | Failure | Abort | Partials | Heartbeat
-    | Disconnect | Register | AskStatus | LoadWeights | WeightBucket | WeightAck
+    | Disconnect | Register | AskStatus | LoadWeights | WeightBucket | WeightAck | Report
 )  # fmt: skip
 """What a coordinator may get."""
 ToEngine = (
@@ -252,5 +289,19 @@ decode_for_client = msgspec.msgpack.Decoder(ToClient).decode
 
 
 def is_greeting(frame: bytes) -> bool:
-    """Whether a frame may be a ``Connect`` or a ``Register``, by its first two bytes: a short array, and their numbers."""
-    return len(frame) > 1 and frame[0] & 0xF0 == 0x90 and frame[1] in (1, 17)
+    """Whether a frame may be a ``Connect`` or a ``Register``, by its length and first two bytes: a short array, and their numbers."""
+    return len(frame) <= GREETING_BYTES and _kind(frame) in (1, 17)
+
+
+def is_too_long(frame: bytes) -> bool:
+    """Whether a frame is longer than its kind may be, by its first two bytes: nothing of it is decoded."""
+    return len(frame) > SHORT_BYTES and _kind(frame) not in _LONG
+
+
+def _kind(frame: bytes) -> int:
+    """Number of a frame's kind; -1 for what is no message."""
+    return frame[1] if len(frame) > 1 and frame[0] & 0xF0 == 0x90 else -1
+
+
+_LONG = (3, 4, 14, 23)
+"""Requests, records, tokens of a step, weights."""

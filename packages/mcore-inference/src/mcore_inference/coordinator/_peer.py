@@ -2,14 +2,19 @@
 # Copyright (c) 2026 the mcore authors
 """The sockets of those that connect to a coordinator."""
 
+import contextlib
+
 import zmq
 import zmq.asyncio
 
 from mcore_inference.coordinator._config import CoordinatorSecurity
 
+_NUMBER_BYTES = 64
+"""By which a message may grow on its way: the coordinator gives it a number of its own."""
 
-def connect(context: zmq.asyncio.Context, address: str, security: CoordinatorSecurity) -> zmq.asyncio.Socket:
-    """A socket that connects, and connects again when the coordinator comes back.
+
+def connect(context: zmq.asyncio.Context, address: str, security: CoordinatorSecurity, max_message_bytes: int) -> zmq.asyncio.Socket:
+    """A socket that connects, and connects again when the coordinator comes back; a longer message ends it until ``reconnect``.
 
     Raises:
         ValueError: the address is none.
@@ -17,6 +22,7 @@ def connect(context: zmq.asyncio.Context, address: str, security: CoordinatorSec
     socket = context.socket(zmq.DEALER)
     socket.linger = 200
     socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 1000
+    socket.maxmsgsize = max_message_bytes + _NUMBER_BYTES
     socket.ipv6 = "[" in address
     if security.public_key is not None:
         public, secret = zmq.curve_keypair()
@@ -28,3 +34,11 @@ def connect(context: zmq.asyncio.Context, address: str, security: CoordinatorSec
         socket.close()
         raise ValueError(f"address={address!r} is none; it looks like tcp://127.0.0.1:5000") from error
     return socket
+
+
+def reconnect(socket: zmq.asyncio.Socket, address: str) -> None:
+    """Connect anew where nothing is heard; what was to be sent by the connection before is lost."""
+    with contextlib.suppress(zmq.ZMQError):
+        # There is none after a message that was too long.
+        socket.disconnect(address)
+    socket.connect(address)

@@ -10,12 +10,13 @@ from typing import Literal
 
 from torch import Tensor
 
+from mcore_inference._figures import counters, together
 from mcore_inference._stability import experimental_api
 from mcore_inference.coordinator._client import InferenceClient, RemoteStream
 from mcore_inference.coordinator._config import CoordinatorSecurity
-from mcore_inference.coordinator._messages import Status
+from mcore_inference.coordinator._messages import MAX_MESSAGE_BYTES, Status
 from mcore_inference.engine import EngineHealth, Increment, RequestStream, WeightSlice, deliver
-from mcore_inference.requests import CoordinatorError, RequestError
+from mcore_inference.requests import CoordinatorError, EngineDeadError, RequestError
 from mcore_inference.sampling import SamplingParams
 
 _STATUS_S = 0.5
@@ -30,20 +31,30 @@ class CoordinatedRunner:
 
     Args:
         address: of the coordinator.
-        security: its secret and public key.
+        security: its secret and public key, and its control secret for ``load_weights``.
         timeout_s: as of ``InferenceClient``.
+        max_message_bytes: as of the coordinator.
 
     Raises:
         CoordinatorError: no answer in time, or a refusal.
-        ValueError: the address is none.
+        ValueError: the address is none, or a limit out of its range.
     """
 
-    def __init__(self, address: str, *, security: CoordinatorSecurity | None = None, timeout_s: float = 30.0) -> None:
-        self._client = InferenceClient(address, security=security, timeout_s=timeout_s)
+    def __init__(
+        self,
+        address: str,
+        *,
+        security: CoordinatorSecurity | None = None,
+        timeout_s: float = 30.0,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        self._client = InferenceClient(address, security=security, timeout_s=timeout_s, max_message_bytes=max_message_bytes)
         self._open: dict[int, tuple[RemoteStream, RequestStream]] = {}
         self._news: list[tuple[RequestStream, Increment | Exception]] = []
         """Of this turn of the loop, in which whole messages come."""
         self._status: Status | None = None
+        self._counters: dict[str, float] = {}
+        """Of the last status."""
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._closing: asyncio.Event | None = None
@@ -71,29 +82,54 @@ class CoordinatedRunner:
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the thread."""
+        """What ended the thread, or was given to ``fail``."""
         return self._failure
 
+    def fail(self, error: BaseException) -> None:
+        """End for good, from any thread: open requests and all later ones get ``EngineDeadError``, and a server over it ends.
+
+        For one who knows that no engine will come any more. Nothing happens after an end.
+
+        Args:
+            error: what ended the engines.
+        """
+        if self._failure is None and self._thread.is_alive():
+            self._failure = error
+            self._end()
+
     def health(self) -> EngineHealth:
-        """Alive while the coordinator answers and has engines."""
+        """Alive while the coordinator answers and has engines; the age is that of the engine which is slowest, as it reported it last."""
         status, reason = self._status, None
-        if not self._thread.is_alive() or self._failure is not None:
-            reason = f"the client ended: {self._failure!r}"
+        if self._failure is not None:
+            reason = f"{type(self._failure).__name__}: {self._failure}"
+        elif not self._thread.is_alive():
+            reason = "the runner was closed"
         elif status is None:
             reason = "the coordinator does not answer"
         elif not status.engines:
             reason = "the coordinator has no engine"
         elif status.state == "stopped":
             reason = "the engines are stopped"
-        return EngineHealth(alive=reason is None, last_step_age_s=None, unfinished_requests=len(self._open), failure=reason)
+        engines = [] if status is None else status.engines
+        age = max((engine.last_step_age_s for engine in engines if engine.last_step_age_s is not None), default=None)
+        return EngineHealth(alive=reason is None, last_step_age_s=age, unfinished_requests=len(self._open), failure=reason)
 
     def stats(self) -> dict[str, float]:
-        """Engines, open requests and tokens, as the coordinator knows them."""
+        """Figures of all engines together, and how many there are and were lost.
+
+        Counters are sums, over engines that are gone, too: they fall only when another coordinator takes the address. They keep their
+        values while the coordinator does not answer. Of ``weight_version`` it is the smallest of the engines, of
+        ``seconds_to_first_token`` and ``max_tokens`` the largest.
+        """
+        status = self._status
+        return {"engines": 0.0, "open_requests": 0.0, "open_tokens": 0.0, **self._counters, **({} if status is None else _merged(status))}
+
+    def engine_stats(self) -> dict[str, dict[str, float]]:
+        """``stats`` of each engine, by its name, and its requests and tokens, as the coordinator knows them."""
         engines = [] if self._status is None else self._status.engines
         return {
-            "engines": len(engines),
-            "open_requests": sum(engine.open_requests for engine in engines),
-            "open_tokens": sum(engine.open_tokens for engine in engines),
+            engine.name: {**engine.stats, "open_requests": float(engine.open_requests), "open_tokens": float(engine.open_tokens)}
+            for engine in engines
         }
 
     async def submit(
@@ -103,14 +139,15 @@ class CoordinatedRunner:
 
         Raises:
             CoordinatorError: the coordinator is gone, or this runner was closed.
+            EngineDeadError: the engines failed for good (``fail``).
+            RequestError: it is longer than ``max_message_bytes``.
         """
         increments = RequestStream(self.abort, asyncio.get_running_loop(), whole=not stream)
-        if self._loop is None or not self._thread.is_alive():
-            raise CoordinatorError("the runner was closed")
+        loop = self._open_loop()
         try:
-            began = asyncio.run_coroutine_threadsafe(self._begin(prompt, sampling_params, priority, increments), self._loop)
-        except RuntimeError as error:
-            raise CoordinatorError("the runner was closed") from error
+            began = asyncio.run_coroutine_threadsafe(self._begin(prompt, sampling_params, priority, increments), loop)
+        except RuntimeError:
+            raise self._ended() from None
         increments.request_id = await asyncio.wrap_future(began)
         return increments
 
@@ -125,10 +162,10 @@ class CoordinatedRunner:
 
         Raises:
             CoordinatorError: as there, or this runner was closed.
+            EngineDeadError: the engines failed for good.
         """
-        if self._loop is None or not self._thread.is_alive():
-            raise CoordinatorError("the runner was closed")
-        loading = asyncio.run_coroutine_threadsafe(self._client.load_weights(chunks, version, in_flight=in_flight), self._loop)
+        loop = self._open_loop()
+        loading = asyncio.run_coroutine_threadsafe(self._client.load_weights(chunks, version, in_flight=in_flight), loop)
         return await asyncio.wrap_future(loading)
 
     def abort(self, request_id: int) -> None:
@@ -139,10 +176,22 @@ class CoordinatedRunner:
 
     def close(self) -> None:
         """Abort what is open and end the thread; the engines go on. May be called again."""
+        self._end()
+        self._thread.join()
+
+    def _end(self) -> None:
         if self._loop is not None and self._closing is not None:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._closing.set)
-        self._thread.join()
+
+    def _open_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None or not self._thread.is_alive() or self._failure is not None:
+            raise self._ended()
+        return self._loop
+
+    def _ended(self) -> CoordinatorError | EngineDeadError:
+        failure = self._failure
+        return CoordinatorError("the runner was closed") if failure is None else EngineDeadError(f"the engines failed: {failure}")
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
@@ -150,14 +199,14 @@ class CoordinatedRunner:
         try:
             asyncio.run(self._serve())
         except BaseException as error:
-            self._failure = error
+            self._failure = self._failure or error
         finally:
             self._ready.set()
 
     async def _serve(self) -> None:
         self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
         async with self._client:
-            self._status = await self._client.status()
+            self._take_status(await self._client.status())
             self._ready.set()
             watching = asyncio.ensure_future(self._watch())
             await self._closing.wait()
@@ -171,9 +220,13 @@ class CoordinatedRunner:
         while True:
             await asyncio.sleep(_STATUS_S)
             try:
-                self._status = await asyncio.wait_for(self._client.status(), 4 * _STATUS_S)
+                self._take_status(await asyncio.wait_for(self._client.status(), 4 * _STATUS_S))
             except (CoordinatorError, TimeoutError):
                 self._status = None
+
+    def _take_status(self, status: Status) -> None:
+        self._counters = counters(_merged(status))
+        self._status = status
 
     async def _begin(self, prompt: str | Sequence[int], params: SamplingParams | None, priority: int, stream: RequestStream) -> int:
         def take(item: Increment | Exception) -> None:
@@ -190,7 +243,8 @@ class CoordinatedRunner:
         remote, stream = self._open.pop(request_id, (None, None))
         if remote is not None and stream is not None:
             remote.abort()
-            self._add((stream, RequestError(request_id, "the request was aborted")))
+            aborted = RequestError(request_id, "the request was aborted")
+            self._add((stream, aborted if self._failure is None else self._ended()))
 
     def _add(self, news: tuple[RequestStream, Increment | Exception]) -> None:
         if not self._news:
@@ -202,3 +256,13 @@ class CoordinatedRunner:
         """One call into the loop of each server for all that came, since each wakes it."""
         news, self._news = self._news, []
         deliver(news)
+
+
+def _merged(status: Status) -> dict[str, float]:
+    engines = status.engines
+    merged = together([status.past, *(engine.stats for engine in engines)])
+    merged["waiting_requests"] = merged.get("waiting_requests", 0.0) + status.waiting_requests
+    merged["engines"] = float(len(engines))
+    merged["open_requests"] = float(sum(engine.open_requests for engine in engines))
+    merged["open_tokens"] = float(sum(engine.open_tokens for engine in engines))
+    return merged

@@ -5,20 +5,24 @@
 import asyncio
 import contextlib
 import logging
+import math
+import secrets
 import threading
 from typing import Any
 
 import zmq.asyncio
 
+from mcore_inference._fields import as_integer
+from mcore_inference._figures import FIGURES
 from mcore_inference._stability import experimental_api
 from mcore_inference.coordinator._config import CoordinatorSecurity
 from mcore_inference.coordinator._messages import (
+    MAX_MESSAGE_BYTES,
     PROTOCOL,
     Abort,
     Disconnect,
     EngineReply,
     Failure,
-    Heartbeat,
     LoadWeights,
     Message,
     Partial,
@@ -26,6 +30,7 @@ from mcore_inference.coordinator._messages import (
     Refusal,
     Register,
     RegisterAck,
+    Report,
     Signal,
     SignalAck,
     Stop,
@@ -35,32 +40,36 @@ from mcore_inference.coordinator._messages import (
     decode_for_engine,
     encode,
 )
-from mcore_inference.coordinator._peer import connect
+from mcore_inference.coordinator._peer import connect, reconnect
 from mcore_inference.coordinator._states import GroupState, state_after
 from mcore_inference.coordinator._weights import WeightReceiver
-from mcore_inference.engine import EngineRunner, Increment, RequestStream
+from mcore_inference.engine import EngineHealth, EngineRunner, Increment, RequestStream
 from mcore_inference.requests import EngineDeadError, RequestError
 from mcore_inference.sampling import SamplingParams
 
 _LOG = logging.getLogger("mcore_inference.coordinator")
+_SILENT_BEATS = 30
+"""Signs of life without an answer, after which the connection is made anew."""
+_GOODBYE_S = 0.2
 
 
 @experimental_api
 class EngineWorker:
     """Serves requests of a coordinator with one engine, in a thread, until ``close`` or a stop of all engines.
 
-    It registers again when the coordinator was restarted or had given it up. No sign of life is sent while the engine makes no progress
-    (``EngineRunner.health``), so that the coordinator gives its requests to others.
+    It registers again when the coordinator was restarted or had given it up. With each sign of life it sends ``EngineRunner.stats`` and
+    ``health``; an engine that makes no progress says so, and the coordinator gives its requests to others.
 
     Args:
         runner: the engine; others may use it meanwhile.
         address: of the coordinator.
-        name: for messages to humans, ``dp-0``.
+        name: for messages to humans, ``dp-0``; the coordinator refuses one that another engine has (``refusal``).
         security: the coordinator's secret and public key.
         heartbeat_s: as of the coordinator.
+        max_message_bytes: as of the coordinator; a request whose answer is longer fails.
 
     Raises:
-        ValueError: the address is none.
+        ValueError: the address is none, or a limit out of its range.
     """
 
     def __init__(
@@ -71,14 +80,19 @@ class EngineWorker:
         name: str = "engine",
         security: CoordinatorSecurity | None = None,
         heartbeat_s: float = 1.0,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self.runner = runner
         self.name = name
         self._address = address
         self._security = CoordinatorSecurity() if security is None else security
         self._heartbeat_s = heartbeat_s
+        self._max_bytes = as_integer("max_message_bytes", max_message_bytes, 1024, 2**40)
+        self._id = secrets.token_hex(8)
         self._state = GroupState.RUNNING
         self._registered = False
+        self._unanswered = 0
+        """Signs of life since the coordinator, which answers each, was heard."""
         self._requests: dict[int, asyncio.Task[None]] = {}
         self._parts: list[Partial] = []
         """Of this turn of the loop, in which all streams get what a step brought."""
@@ -137,7 +151,7 @@ class EngineWorker:
 
     async def _serve(self) -> None:
         self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
-        with zmq.asyncio.Context() as context, connect(context, self._address, self._security) as self._socket:
+        with zmq.asyncio.Context() as context, connect(context, self._address, self._security, self._max_bytes) as self._socket:
             self._ready.set()
             tasks = [asyncio.ensure_future(each) for each in (self._receive(), self._beat(), self._ended.wait())]
             try:
@@ -150,35 +164,48 @@ class EngineWorker:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 await self._abort_all()
                 with contextlib.suppress(Exception):
-                    await self._socket.send(encode(Disconnect()))
+                    await asyncio.wait_for(self._socket.send(encode(Disconnect())), _GOODBYE_S)
 
     async def _send(self, message: Message) -> None:
         await self._socket.send(encode(message))
 
     async def _beat(self) -> None:
-        """Register, and say now and then that the engine makes progress."""
+        """Register, and say now and then how the engine is."""
         while True:
-            if self.runner.health().alive:
-                if self._registered:
-                    await self._send(Heartbeat())
-                else:
-                    await self._send(
-                        Register(
-                            protocol=PROTOCOL,
-                            secret=self._security.secret,
-                            name=self.name,
-                            state=self._state,
-                            max_sequence_length=self.runner.max_sequence_length,
-                            weight_version=self.runner.engine.weight_version,
-                        )
-                    )
-            elif self.runner.failure is not None:
+            health = self.runner.health()
+            if not health.alive and self.runner.failure is not None:
                 raise EngineDeadError(f"the engine of {self.name} failed") from self.runner.failure
+            if self._unanswered >= _SILENT_BEATS:
+                reconnect(self._socket, self._address)
+                self._unanswered = 0
+            if self._registered or health.alive:
+                self._unanswered += 1
+                # Queued, as long as there is no connection.
+                self._socket.send(encode(self._sign_of_life(health)))
             await asyncio.sleep(self._heartbeat_s)
+
+    def _sign_of_life(self, health: EngineHealth) -> Register | Report:
+        if self._registered:
+            return Report(is_alive=health.alive, last_step_age_s=health.last_step_age_s, stats=self._stats())
+        return Register(
+            protocol=PROTOCOL,
+            secret=self._security.secret,
+            name=self.name,
+            state=self._state,
+            max_sequence_length=self.runner.max_sequence_length,
+            weight_version=self.runner.engine.weight_version,
+            worker=self._id,
+            stats=self._stats(),
+        )
+
+    def _stats(self) -> dict[str, float]:
+        """What others know how to read."""
+        return {name: float(value) for name, value in self.runner.stats().items() if name in FIGURES and math.isfinite(value)}
 
     async def _receive(self) -> None:
         while True:
             message = decode_for_engine(await self._socket.recv())
+            self._unanswered = 0
             if isinstance(message, SubmitRequest):
                 self._start(message)
             elif isinstance(message, Abort):
@@ -188,8 +215,10 @@ class EngineWorker:
             elif isinstance(message, RegisterAck):
                 self._registered, self._refusal = True, None
             elif isinstance(message, Refusal):
+                if message.message != self._refusal:
+                    # Not at each heartbeat.
+                    _LOG.warning("the coordinator at %s refuses %s: %s", self._address, self.name, message.message)
                 self._refusal = message.message
-                _LOG.warning("the coordinator at %s refuses %s: %s", self._address, self.name, message.message)
                 if self._registered:
                     self._registered = False
                     await self._abort_all()
@@ -284,7 +313,12 @@ class EngineWorker:
     async def _reply(self, message: EngineReply | Failure) -> None:
         """The end of a request, behind the tokens that it had before."""
         self._send_parts()
-        await self._send(message)
+        frame = encode(message)
+        if len(frame) > self._max_bytes:
+            # The connection would be cut, and with it every other request.
+            text = f"the answer has {len(frame)} bytes and max_message_bytes={self._max_bytes}; ask for fewer tokens or log-probabilities"
+            frame = encode(Failure(request_id=message.request_id, kind="RequestError", message=text, is_transient=False))
+        await self._socket.send(frame)
 
     def _add_part(self, part: Partial) -> None:
         if not self._parts:

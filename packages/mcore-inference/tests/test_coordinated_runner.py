@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Engines of a coordinator as one runner sees them: figures, health, the end; and who may do what, over real sockets."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+zmq = pytest.importorskip("zmq")
+
+from mcore_inference import CoordinatorError, EngineDeadError, EngineRunner, RequestError, SamplingParams  # noqa: E402
+from mcore_inference.coordinator import (  # noqa: E402
+    CoordinatedRunner,
+    CoordinatorConfig,
+    CoordinatorSecurity,
+    DataParallelInferenceCoordinator,
+    EngineWorker,
+    InferenceClient,
+)
+from mcore_inference.coordinator._messages import (  # noqa: E402
+    PROTOCOL,
+    ConnectAck,
+    Heartbeat,
+    Refusal,
+    Register,
+    RegisterAck,
+    decode_for_client,
+    decode_for_engine,
+    decode_incoming,
+    encode,
+)
+from mcore_parallel import named_shards  # noqa: E402
+from mcore_parallel.data import ByteTokenizer  # noqa: E402
+
+Make = Callable[..., Any]
+TEN = SamplingParams(num_tokens_to_generate=10, seed=1, ignore_eos=True)
+LONG = SamplingParams(num_tokens_to_generate=400, seed=1, ignore_eos=True)
+# An engine that is silent is lost long after each test.
+PATIENT = {"heartbeat_s": 0.05, "engine_timeout_s": 100.0}
+
+
+@pytest.fixture
+def runners(make_model: Make, make_engine: Make) -> Iterator[list[EngineRunner]]:
+    """Two engines of equal weights, stuck where a step takes longer than half a second."""
+    with ExitStack() as stack:
+        engines = [
+            make_engine(make_model(vocab_size=272, dtype=torch.float32, layers=1), ByteTokenizer(), max_sequence_length=512)
+            for _ in range(2)
+        ]
+        yield [stack.enter_context(EngineRunner(engine, stall_timeout_s=0.5)) for engine in engines]
+
+
+def start(stack: ExitStack, **settings: Any) -> DataParallelInferenceCoordinator:
+    return stack.enter_context(DataParallelInferenceCoordinator(CoordinatorConfig(**{**PATIENT, **settings})))
+
+
+def join(stack: ExitStack, runner: EngineRunner, to: DataParallelInferenceCoordinator, name: str = "dp-0", **options: Any) -> EngineWorker:
+    security = CoordinatorSecurity(secret=to.config.security.secret)
+    worker = stack.enter_context(EngineWorker(runner, to.address, name=name, heartbeat_s=0.05, security=security, **options))
+    return worker
+
+
+def until(holds: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+async def ten(runner: CoordinatedRunner, count: int = 1) -> None:
+    streams = [await runner.submit(f"prompt {number}", TEN) for number in range(count)]
+    for stream in streams:
+        assert len((await stream.record()).generated_tokens) == 10
+
+
+def test_figures_are_those_of_all_engines_and_counters_outlive_them(runners: list[EngineRunner]) -> None:
+    with ExitStack() as stack:
+        coordinator = start(stack)
+        workers = [join(stack, each, coordinator, f"dp-{at}") for at, each in enumerate(runners)]
+        coordinator.wait_for_engines(2)
+        runner = stack.enter_context(CoordinatedRunner(coordinator.address))
+        asyncio.run(ten(runner, 6))
+        until(lambda: runner.stats()["finished_length"] == 6, "the figures of the requests came")
+        stats, each = runner.stats(), [engine.stats() for engine in runners]
+        assert set(stats) == {*each[0], "engines", "open_requests", "open_tokens", "lost_engines"}
+        for name in (
+            "generated_tokens",
+            "computed_tokens",
+            "steps",
+            "prefix_cache_queries",
+            "total_blocks",
+            "max_requests",
+            "failed_steps",
+        ):
+            assert stats[name] == sum(one[name] for one in each), name
+        assert stats["generated_tokens"] == 60 and stats["max_tokens"] == each[0]["max_tokens"] and stats["engines"] == 2
+        assert stats["seconds_to_first_token"] == max(one["seconds_to_first_token"] for one in each) > 0
+        engines = runner.engine_stats()
+        assert {name: one["generated_tokens"] for name, one in engines.items()} == {
+            f"dp-{at}": one["generated_tokens"] for at, one in enumerate(each)
+        }
+        workers[0].close()
+        until(lambda: runner.stats()["engines"] == 1, "the coordinator lost one")
+        after = runner.stats()
+        assert after["generated_tokens"] == 60 and after["finished_length"] == 6 and after["lost_engines"] == 1
+        assert after["total_blocks"] == each[1]["total_blocks"] and list(runner.engine_stats()) == ["dp-1"]
+        # Nothing is known of gauges while nobody answers; counters keep what they were.
+        coordinator.close()
+        until(lambda: not runner.health().alive, "the coordinator is gone")
+        gone = runner.stats()
+        assert gone["generated_tokens"] == 60 and gone["engines"] == 0 and "total_blocks" not in gone and not runner.engine_stats()
+
+
+def test_metrics_of_a_server_have_the_engines_together_and_gauges_of_each(runners: list[EngineRunner]) -> None:
+    httpx = pytest.importorskip("httpx")
+    from prometheus_client.parser import text_string_to_metric_families
+
+    from mcore_inference.server import serve_runner
+
+    with ExitStack() as stack:
+        coordinator = start(stack)
+        for at, each in enumerate(runners):
+            join(stack, each, coordinator, f'dp-{at} "x"\n')
+        coordinator.wait_for_engines(2)
+        server = stack.enter_context(serve_runner(lambda: CoordinatedRunner(coordinator.address), ByteTokenizer()))
+        alone = stack.enter_context(serve_runner(lambda: runners[0], ByteTokenizer()))
+        body = {"prompt": "x", "max_tokens": 10, "ignore_eos": True}
+        for _ in range(2):
+            assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
+
+        def families(url: str) -> dict[str, Any]:
+            return {family.name: family for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text)}
+
+        until(lambda: families(server.url)["mcore_inference_generated_tokens"].samples[0].value == 20, "the figures of the requests came")
+        many, one = families(server.url), families(alone.url)
+        # What one engine's server shows, the other does too, under the same name and of the same kind.
+        assert {name: many[name].type for name in one} == {name: family.type for name, family in one.items()}
+        finished = {
+            sample.labels["reason"]: sample.value
+            for sample in many["mcore_inference_finished_requests"].samples
+            if "reason" in sample.labels
+        }
+        assert finished == {"stop": 0, "length": 2, "abort": 0, "error": 0}
+        for name in ("open_requests", "open_tokens", "waiting_requests", "utilization", "weight_version", "seconds_to_first_token"):
+            family = many[f"mcore_inference_engine_{name}"]
+            assert family.type == "gauge" and [sample.labels["engine"] for sample in family.samples] == ['dp-0 "x"\n', 'dp-1 "x"\n']
+        assert "mcore_inference_engine_open_requests" not in one
+
+
+def test_a_stuck_engine_turns_health_red_within_a_heartbeat_and_comes_back(
+    runners: list[EngineRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free, engine = threading.Event(), runners[0].engine
+    step = engine.step
+
+    def hang() -> Any:
+        free.wait(20)
+        return step()
+
+    async def ask(runner: CoordinatedRunner) -> None:
+        stream = await runner.submit("x", TEN)
+        begin = time.monotonic()
+        ages = []
+        while runner.health().alive:
+            ages.append(runner.health().last_step_age_s)
+            await asyncio.sleep(0.01)
+        # Half a second of the engine, a heartbeat, and half a second in which the runner asks; the rest is the machine's.
+        assert 0.5 <= time.monotonic() - begin < 5 and runner.health().failure == "the coordinator has no engine"
+        assert any(age is not None and 0 < age < 0.6 for age in ages)
+        free.set()
+        # None of its tokens was sent: it waits for an engine, and here it is the same one.
+        assert len((await stream.record()).generated_tokens) == 10
+
+    with ExitStack() as stack:
+        coordinator = start(stack)
+        worker = join(stack, runners[0], coordinator)
+        coordinator.wait_for_engines(1)
+        runner = stack.enter_context(CoordinatedRunner(coordinator.address))
+        assert runner.health().last_step_age_s is None
+        monkeypatch.setattr(engine, "step", hang)
+        asyncio.run(asyncio.wait_for(ask(runner), 30))
+        until(lambda: runner.health().alive and worker.refusal is None, "it is back")
+        assert runner.stats()["lost_engines"] == 1
+
+
+def test_a_runner_that_is_told_that_no_engine_will_come_ends_and_its_server_with_it(runners: list[EngineRunner]) -> None:
+    httpx = pytest.importorskip("httpx")
+    from mcore_inference.server import serve_runner
+
+    async def ask(runner: CoordinatedRunner) -> None:
+        stream = await runner.submit("x", LONG)
+        await anext(aiter(stream))
+        runner.fail(EngineDeadError("all engines ended"))
+        runner.fail(EngineDeadError("another reason"))
+        with pytest.raises(EngineDeadError, match="the engines failed: all engines ended"):
+            await stream.record()
+        with pytest.raises(EngineDeadError, match="the engines failed: all engines ended"):
+            await runner.submit("x", TEN)
+        with pytest.raises(EngineDeadError, match="the engines failed: all engines ended"):
+            await runner.load_weights([])
+
+    with ExitStack() as stack:
+        coordinator = start(stack)
+        join(stack, runners[0], coordinator)
+        coordinator.wait_for_engines(1)
+        made: list[CoordinatedRunner] = []
+
+        def run() -> CoordinatedRunner:
+            made.append(CoordinatedRunner(coordinator.address))
+            return made[0]
+
+        server = stack.enter_context(serve_runner(run, ByteTokenizer()))
+        asyncio.run(asyncio.wait_for(ask(made[0]), 20))
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        assert made[0].health().failure == "EngineDeadError: all engines ended" and "all engines ended" in str(made[0].failure)
+        with pytest.raises(EngineDeadError, match="all engines ended"):
+            server.wait()
+        made[0].close()
+        # One that was closed in order did not fail.
+        closed = CoordinatedRunner(coordinator.address)
+        closed.close()
+        closed.fail(EngineDeadError("late"))
+        assert closed.failure is None
+
+
+def test_a_client_without_the_control_secret_generates_and_controls_nothing(runners: list[EngineRunner]) -> None:
+    security = CoordinatorSecurity(secret="job", control_secret="control")
+    weights = [(shard.name, shard.parameter.detach().clone()) for shard in named_shards(runners[0].engine.model)]
+
+    async def ask(address: str, runner: CoordinatedRunner) -> None:
+        await ten(runner)
+        with pytest.raises(CoordinatorError, match="load_weights needs control_secret"):
+            await runner.load_weights(weights)
+        async with InferenceClient(address, security=CoordinatorSecurity(secret="job", control_secret="wrong")) as client:
+            for call, name in ((client.pause_engines, "pause"), (client.resume_engines, "resume"), (client.stop_engines, "stop")):
+                with pytest.raises(CoordinatorError, match=f"{name} needs control_secret"):
+                    await call()
+            assert len((await client.add_request("x", TEN)).generated_tokens) == 10
+        async with InferenceClient(address, security=security) as client:
+            await client.suspend_engines()
+            await client.resume_engines()
+            assert await client.load_weights(weights) == 1
+
+    with ExitStack() as stack:
+        coordinator = start(stack, security=security)
+        # Without the control secret, as engines are.
+        join(stack, runners[0], coordinator)
+        coordinator.wait_for_engines(1)
+        runner = stack.enter_context(CoordinatedRunner(coordinator.address, security=CoordinatorSecurity(secret="job")))
+        asyncio.run(asyncio.wait_for(ask(coordinator.address, runner), 20))
+    with pytest.raises(ValueError, match="control_secret='' is empty"):
+        CoordinatorSecurity(control_secret="")
+    with pytest.raises(ValueError, match="control_secret is a int"):
+        CoordinatorSecurity(control_secret=0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="secret has 4097 characters; 4096 are allowed"):
+        CoordinatorSecurity(secret="x" * 4097)
+    assert "control" not in repr(security).replace("control_secret", "")
+
+
+def test_two_engines_of_one_name_are_told_apart_until_one_has_gone(runners: list[EngineRunner]) -> None:
+    with ExitStack() as stack:
+        coordinator = start(stack)
+        # An engine in another process, as far as the coordinator knows.
+        context = stack.enter_context(zmq.Context())
+        other = context.socket(zmq.DEALER)
+        other.linger = 0
+        other.connect(coordinator.address)
+        other.send(encode(Register(protocol=PROTOCOL, secret="", name="dp-0", state="running", max_sequence_length=512, worker="a")))
+        assert isinstance(decode_for_engine(other.recv()), RegisterAck)
+        second = join(stack, runners[1], coordinator)
+        until(lambda: second.refusal is not None, "the second is refused")
+        assert "name='dp-0' is that of an engine that is here" in str(second.refusal)
+        time.sleep(0.3)
+        assert second.refusal is not None and coordinator.num_engines == 1
+        # Its process ends without a word, and nobody waits for its silence.
+        other.close()
+        until(lambda: second.refusal is None, "the name is free")
+        assert coordinator.num_engines == 1
+
+
+def raw_client(stack: ExitStack, address: str) -> Any:
+    context = stack.enter_context(zmq.Context())
+    client = context.socket(zmq.DEALER)
+    stack.callback(client.close, linger=0)
+    client.rcvtimeo = 5000
+    client.connect(address)
+    # A Connect, without a control secret, which it may leave out.
+    client.send(b"\x93\x01" + bytes([PROTOCOL]) + b"\xa0")
+    assert isinstance(decode_for_client(client.recv()), ConnectAck)
+    return client
+
+
+def test_a_frame_is_as_long_as_its_kind_may_be(runners: list[EngineRunner], monkeypatch: pytest.MonkeyPatch) -> None:
+    longest: list[int] = []
+
+    def counted(frame: bytes) -> Any:
+        longest.append(len(frame))
+        return decode_incoming(frame)
+
+    monkeypatch.setattr("mcore_inference.coordinator._coordinator.decode_incoming", counted)
+    with ExitStack() as stack:
+        coordinator = start(stack, max_message_bytes=2**22)
+        join(stack, runners[0], coordinator)
+        coordinator.wait_for_engines(1)
+        client = raw_client(stack, coordinator.address)
+        # A heartbeat with something behind it, of two megabytes.
+        client.send(b"\x92\x0f" + bytes(2**21))
+        refusal = decode_for_client(client.recv())
+        assert isinstance(refusal, Refusal) and "a message of 2097154 bytes is longer than its kind may be" in refusal.message
+        # A request may be as long, and is read; what is longer than all may be cuts the connection, and the next one is a stranger's.
+        client.send(b"\x92\x03" + bytes(2**21))
+        refusal = decode_for_client(client.recv())
+        assert isinstance(refusal, Refusal) and "was not understood" in refusal.message
+        client.send(b"\x92\x03" + bytes(2**23))
+        deadline = time.monotonic() + 10
+        while not client.poll(50):
+            assert time.monotonic() < deadline
+            client.send(encode(Heartbeat()))
+        assert isinstance(decode_for_client(client.recv()), Refusal)
+        # Nothing of a stranger's long greeting is read.
+        client.send(b"\x94\x01" + bytes(2**17))
+        assert isinstance(decode_for_client(client.recv()), Refusal)
+        asyncio.run(ten(stack.enter_context(CoordinatedRunner(coordinator.address))))
+        assert 2**21 < max(longest) < 2**22 and sum(size > 2**17 for size in longest) == 1
+
+
+def test_requests_and_answers_that_are_too_long_fail_alone(runners: list[EngineRunner]) -> None:
+    best = SamplingParams(num_tokens_to_generate=200, ignore_eos=True, return_log_probs=True, top_n_logprobs=5)
+
+    async def ask(runner: CoordinatedRunner) -> None:
+        long = await runner.submit("y", LONG)
+        with pytest.raises(RequestError, match=r"it has \d+ bytes and max_message_bytes=8192; shorten the prompt"):
+            await runner.submit("x" * 9000, TEN)
+        with pytest.raises(RequestError, match=r"the answer has \d+ bytes and max_message_bytes=8192; ask for fewer"):
+            await (await runner.submit("x", best, stream=False)).record()
+        await ten(runner)
+        assert len((await long.record()).generated_tokens) == 400
+        assert runner.stats()["lost_engines"] == 0
+
+    with ExitStack() as stack:
+        coordinator = start(stack, max_message_bytes=8192)
+        join(stack, runners[0], coordinator, max_message_bytes=8192)
+        coordinator.wait_for_engines(1)
+        runner = stack.enter_context(CoordinatedRunner(coordinator.address, max_message_bytes=8192))
+        asyncio.run(asyncio.wait_for(ask(runner), 30))
+        with pytest.raises(ValueError, match="max_message_bytes=0 must be"):
+            CoordinatedRunner(coordinator.address, max_message_bytes=0)
+        with pytest.raises(ValueError, match="max_message_bytes=0 must be"):
+            EngineWorker(runners[1], coordinator.address, max_message_bytes=0)
+
+
+def test_an_engine_takes_no_longer_message_than_it_was_told(runners: list[EngineRunner]) -> None:
+    """Whoever has taken the coordinator's place sends what it likes."""
+    with ExitStack() as stack:
+        context = stack.enter_context(zmq.Context())
+        router = context.socket(zmq.ROUTER)
+        stack.callback(router.close, linger=0)
+        router.rcvtimeo = 5000
+        address = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+        worker = stack.enter_context(EngineWorker(runners[0], address, heartbeat_s=0.05, max_message_bytes=2**16))
+        peer, frame = router.recv_multipart()
+        assert isinstance(decode_incoming(frame), Register)
+        router.send_multipart([peer, b"\x92\x13" + bytes(2**17)])
+        # Another connection, of the same worker.
+        deadline = time.monotonic() + 10
+        while (another := router.recv_multipart())[0] == peer:
+            assert time.monotonic() < deadline
+        message = decode_incoming(another[1])
+        assert isinstance(message, Register) and message.worker == decode_incoming(frame).worker and not worker.join(0)
