@@ -212,6 +212,22 @@ def test_engines_of_their_own_processes_answer_while_one_is_killed_and_comes_bac
     assert len(set(children)) == 3 * (int(split[-1]) if split else 1) and not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_server_whose_only_engine_dies_again_and_again_ends_with_its_exit_code(saved_run: tuple[RunConfig, Path]) -> None:
+    words = [str(saved_run[1]), "--port", "0", "--cache-gb", "0.01"]
+    with Command(main, words, {"USE_COORDINATOR": "1"}) as command:
+        url_of(command)
+        killed: set[int] = set()
+        while command.errors.count("ended with exit code -9") < 3:
+            for pid in set(command.children()) - killed:
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+            time.sleep(0.05)
+        assert command.wait() == 75
+        assert "all engines ended 3 times within a minute of their start" in command.errors
+
+
 def test_engines_of_their_own_processes_get_the_layout(
     saved_run: tuple[RunConfig, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

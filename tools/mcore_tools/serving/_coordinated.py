@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import zmq
 
+from mcore_inference import EngineDeadError
 from mcore_inference.coordinator import CoordinatedRunner, CoordinatorConfig, CoordinatorSecurity, DataParallelInferenceCoordinator
 from mcore_tools.serving._job import Job
 from mcore_tools.serving._layout import EngineLayout
@@ -36,6 +38,38 @@ def uses_coordinator(*, default: bool = False) -> bool:
     return default and not under_torchrun if value is None else value == "1"
 
 
+class _Runners:
+    """Runners over the engines of a command, which fail when no engine is left for good.
+
+    Args:
+        address: of the coordinator.
+        security: its secrets and public key.
+    """
+
+    def __init__(self, address: str, security: CoordinatorSecurity) -> None:
+        self._address, self._security = address, security
+        self._made: list[CoordinatedRunner] = []
+        self._reason: str | None = None
+        self._lock = threading.Lock()
+
+    def make(self) -> CoordinatedRunner:
+        runner = CoordinatedRunner(self._address, security=self._security)
+        with self._lock:
+            self._made.append(runner)
+            reason = self._reason
+        if reason is not None:
+            runner.fail(EngineDeadError(reason))
+        return runner
+
+    def fail(self, reason: str) -> None:
+        """From any thread; those that are made later fail at once."""
+        with self._lock:
+            self._reason = reason
+            made = list(self._made)
+        for runner in made:
+            runner.fail(EngineDeadError(reason))
+
+
 @contextlib.contextmanager
 def coordinated(
     command: Sequence[str],
@@ -47,6 +81,9 @@ def coordinated(
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[Callable[[], CoordinatedRunner] | None]:
     """Start engines and a coordinator for them.
+
+    Engines may join it, and nobody else has the secret by which the runner loads weights. When all engines of this host were given up and
+    none of another is there, the runner fails (``CoordinatedRunner.failure``).
 
     Args:
         command: of a process, as of ``Replicas``.
@@ -66,16 +103,18 @@ def coordinated(
     # On loopback nobody listens who could not read this process.
     public_key, secret_key = (None, None) if job_file is None else (key.decode() for key in zmq.curve_keypair())
     security = CoordinatorSecurity(secret=secrets.token_hex(32), public_key=public_key)
-    own = dataclasses.replace(security, secret_key=secret_key)
+    control = dataclasses.replace(security, control_secret=secrets.token_hex(32))
+    own = dataclasses.replace(control, secret_key=secret_key)
     with contextlib.ExitStack() as stack:
         coordinator = stack.enter_context(DataParallelInferenceCoordinator(CoordinatorConfig(host=host, security=own)))
         job = Job(address=coordinator.address, security=security)
         if job_file is not None:
             job.write(job_file)
             stack.callback(job_file.unlink, missing_ok=True)
-        replicas = stack.enter_context(Replicas(command, count=count, coordinator=coordinator, job=job, layout=layout))
+        runners = _Runners(job.address, control)
+        replicas = stack.enter_context(Replicas(command, count=count, coordinator=coordinator, job=job, layout=layout, on_end=runners.fail))
         while coordinator.num_engines < count and not is_stopped():
             if replicas.num_given_up:
                 raise ValueError("an engine ended at its start; the reason stands above")
             time.sleep(_POLL_S)
-        yield None if coordinator.num_engines < count else lambda: CoordinatedRunner(job.address, security=security)
+        yield None if coordinator.num_engines < count else runners.make

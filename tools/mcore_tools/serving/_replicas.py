@@ -7,7 +7,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,7 +64,8 @@ class Replicas:
     """A context manager that runs processes ``mcore serve CHECKPOINT --join ADDRESS --name NAME``, one a device.
 
     When a process ends, those of its engine do, and of all engines that share experts with it. They are started again together, unless that
-    happened ``3`` times, each time within a minute. The coordinator hears of it at once, and gives the requests to other engines.
+    happened ``3`` times, each time within a minute. The coordinator hears of it at once, and gives the requests to other engines. When all
+    are given up, and no engine of another host is left, ``on_end`` hears of it.
 
     Args:
         command: of a process, ``mcore serve CHECKPOINT`` or another that takes ``--join ADDRESS --name NAME``, which are added.
@@ -72,13 +73,21 @@ class Replicas:
         coordinator: of this process.
         job: what the engines know of it.
         layout: of each engine, or of all that share experts.
+        on_end: called once, with the reason, from a thread: nothing is served any more.
 
     Raises:
         ValueError: there are too few GPUs.
     """
 
     def __init__(
-        self, command: Sequence[str], *, count: int, coordinator: DataParallelInferenceCoordinator, job: Job, layout: EngineLayout
+        self,
+        command: Sequence[str],
+        *,
+        count: int,
+        coordinator: DataParallelInferenceCoordinator,
+        job: Job,
+        layout: EngineLayout,
+        on_end: Callable[[str], None] = lambda reason: None,
     ) -> None:
         gpus, num_ranks = torch.cuda.device_count(), count * layout.ranks_each
         if gpus and num_ranks > gpus:
@@ -86,7 +95,7 @@ class Replicas:
                 f"--data-parallel {count} of {layout.ranks_each} GPUs each (--tp, --pp) needs {num_ranks} and {gpus} are visible; lower one"
             )
         self._command, self._coordinator, self._job, self._layout = command, coordinator, job, layout
-        self._gpus, self._num_ranks = gpus, num_ranks
+        self._gpus, self._num_ranks, self._on_end = gpus, num_ranks, on_end
         self._worlds = [_World(first) for first in range(0, count, layout.num_sharing)]
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="mcore-replicas", daemon=True)
@@ -144,6 +153,9 @@ class Replicas:
                 rank = None if world.is_given_up else world.ended()
                 if rank is not None:
                     self._replace(world, rank)
+            if all(world.is_given_up for world in self._worlds) and not self._coordinator.num_engines:
+                self._on_end(f"all engines ended {_MAX_EARLY_ENDS} times within a minute of their start; the reason stands above")
+                return
 
     def _replace(self, world: _World, rank: int) -> None:
         """End what cannot go on without a rank that ended, tell the coordinator, and start it again."""

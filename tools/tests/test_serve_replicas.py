@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Engines in processes of their own that die, and what becomes of the server over them. The processes only speak as engines do."""
+
+import asyncio
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mcore_inference import CoordinatorError, EngineDeadError
+from mcore_inference.coordinator import (
+    CoordinatedRunner,
+    CoordinatorConfig,
+    CoordinatorSecurity,
+    DataParallelInferenceCoordinator,
+    InferenceClient,
+)
+from mcore_inference.coordinator._messages import PROTOCOL
+from mcore_inference.server import serve_runner
+from mcore_parallel.data import ByteTokenizer
+from mcore_tools.serving import EngineLayout, Job, coordinated
+from mcore_tools.serving._replicas import Replicas
+
+ONE = EngineLayout(tp=1, pp=1, num_sharing=1)
+ENGINE = f"""
+import os, pathlib, sys, time
+import msgspec, zmq
+folder, address, name = pathlib.Path(sys.argv[1]), sys.argv[3], sys.argv[5]
+with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+    dealer.linger = 0
+    if key := os.environ.get("MCORE_COORDINATOR_KEY"):
+        dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
+        dealer.curve_serverkey = key.encode()
+    dealer.connect(address)
+    dealer.send(msgspec.msgpack.encode([17, {PROTOCOL}, os.environ["MCORE_COORDINATOR_SECRET"], name, "running", 64]))
+    while not (folder / name).exists():
+        if dealer.poll(50):
+            dealer.recv()
+        dealer.send(msgspec.msgpack.encode([25, True, None, {{"generated_tokens": 5.0}}]))
+os._exit(9)
+"""
+
+
+def command(folder: Path) -> list[str]:
+    """Of a process that works for a coordinator until the folder has a file of its name."""
+    return [sys.executable, "-c", ENGINE, str(folder)]
+
+
+def until(holds: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def test_a_server_ends_when_all_of_its_engines_were_given_up_and_not_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with coordinated(command(tmp_path), count=2, layout=ONE) as run:
+        assert run is not None
+        runners: list[CoordinatedRunner] = []
+
+        def made() -> CoordinatedRunner:
+            runners.append(run())
+            return runners[-1]
+
+        with serve_runner(made, ByteTokenizer()) as server, caplog.at_level(logging.ERROR, "mcore_tools.serving"):
+            runner = runners[0]
+            (tmp_path / "dp-0").touch()
+            until(lambda: "dp-0 ended with exit code 9, 3 times" in caplog.text, "the first is given up")
+            until(lambda: runner.stats()["engines"] == 1, "one is left")
+            time.sleep(0.5)
+            assert runner.failure is None and runner.health().alive
+            (tmp_path / "dp-1").touch()
+            with pytest.raises(EngineDeadError, match="all engines ended 3 times within a minute of their start"):
+                server.wait()
+            assert runner.stats()["generated_tokens"] >= 10
+        # One that is made later fails as well.
+        assert isinstance(run().failure, EngineDeadError)
+
+
+def test_an_engine_of_another_host_keeps_the_server_alone(tmp_path: Path) -> None:
+    ends: list[str] = []
+    security = CoordinatorSecurity(secret="job")
+    with DataParallelInferenceCoordinator(CoordinatorConfig(security=security)) as coordinator:
+        job = Job(address=coordinator.address, security=security)
+        (tmp_path / "dp-0").touch()
+        other = Replicas(command(tmp_path / "elsewhere"), count=1, coordinator=coordinator, job=job, layout=ONE)
+        # Of the other host, which numbers its engines differently.
+        other._worlds[0].first = 7
+        own = Replicas(command(tmp_path), count=1, coordinator=coordinator, job=job, layout=ONE, on_end=ends.append)
+        with other:
+            coordinator.wait_for_engines(1)
+            with own:
+                until(lambda: own.num_given_up == 1, "its own was given up")
+                time.sleep(0.5)
+                assert not ends and coordinator.num_engines == 1
+                other.__exit__()
+                until(lambda: len(ends) == 1, "none is left", 10)
+                time.sleep(0.5)
+    assert len(ends) == 1 and ends[0].startswith("all engines ended 3 times")
+
+
+def test_engines_of_other_hosts_get_no_secret_to_control_others(tmp_path: Path) -> None:
+    file = tmp_path / "job"
+    with coordinated(command(tmp_path), count=1, layout=ONE, job_file=file) as run:
+        assert run is not None
+        assert set(json.loads(file.read_text())) == {"address", "secret", "public_key"}
+        with run() as runner:
+            security = runner._client._security
+            assert security.control_secret is not None and security.control_secret not in (file.read_text(), security.secret)
+            assert security.control_secret not in str(Job.named(str(file)).environment())
+            assert Job.named(str(file)).security == CoordinatorSecurity(secret=security.secret, public_key=security.public_key)
+        # What the file has is enough to send requests, and not to stop others' engines.
+
+        async def ask() -> None:
+            job = Job.named(str(file))
+            async with InferenceClient(job.address, security=job.security) as client:
+                assert len((await client.status()).engines) == 1
+                with pytest.raises(CoordinatorError, match="stop needs control_secret"):
+                    await client.stop_engines()
+
+        asyncio.run(asyncio.wait_for(ask(), 20))
