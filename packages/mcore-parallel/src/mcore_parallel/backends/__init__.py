@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Implementations of the norms and GEMMs of a model: torch or Transformer Engine, in the model's dtype or in fp8."""
 
+from mcore_parallel.backends._batch_invariant_mode import is_batch_invariant_mode_enabled, set_batch_invariant_mode
 from mcore_parallel.backends._factory import choose_backend, grouped_products, quantization, special_products
 from mcore_parallel.backends._fp8_config import RECIPES, Fp8Config
 from mcore_parallel.backends._fp8_grouped import Fp8GroupedProducts
@@ -36,9 +37,11 @@ __all__ = [
     "grouped_scaled_product",
     "grouped_widened_product",
     "has_widening_kernel",
+    "is_batch_invariant_mode_enabled",
     "quantization",
     "quantize_base",
     "quantize_rows",
     "scaled_product",
+    "set_batch_invariant_mode",
     "special_products",
 ]

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from mcore_parallel.backends._batch_invariant_mode import is_batch_invariant_mode_enabled
 from mcore_parallel.backends._fp8_config import Fp8Config
 from mcore_parallel.backends._grouped import GroupedProducts
 from mcore_parallel.backends._protocol import Backend, GroupedProductsFactory
@@ -25,13 +26,13 @@ _LEAST_CAPABILITY = {
 _GENERATIONS = {(8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}
 
 
-def choose_backend(name: Literal["torch", "te"] = "torch", *, fp8: Fp8Config | None = None, batch_invariant: bool = False) -> Backend:
+def choose_backend(name: Literal["torch", "te"] = "torch", *, fp8: Fp8Config | None = None, batch_invariant: bool | None = None) -> Backend:
     """The backend of a model (``GPTModel(backend=...)``).
 
     Args:
         name: "torch", or "te" for Transformer Engine (extra ``te``), which is imported here and nowhere else.
         fp8: recipe of fp8 GEMMs; None for the model's dtype.
-        batch_invariant: as of ``TorchBackend``.
+        batch_invariant: as of ``TorchBackend``; None for what ``set_batch_invariant_mode`` says.
 
     Raises:
         ValueError: an unknown name, a recipe that the backend does not have or that this machine's GPU has no units for,
@@ -42,6 +43,7 @@ def choose_backend(name: Literal["torch", "te"] = "torch", *, fp8: Fp8Config | N
         >>> type(choose_backend("torch", fp8=Fp8Config(recipe="rowwise"))).__name__
         'TorchBackend'
     """
+    batch_invariant = is_batch_invariant_mode_enabled() if batch_invariant is None else batch_invariant
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     if name not in ("torch", "te"):
         raise ValueError(f'backend={name!r} is unknown; use "torch" or "te"')

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mcore_parallel.backends._batch_invariant_mode import is_batch_invariant_mode_enabled
 from mcore_parallel.backends._fp8_config import Fp8Config
 from mcore_parallel.backends._fp8_grouped import Fp8GroupedProducts
 from mcore_parallel.backends._fp8_loss import Fp8LossProducts
@@ -31,13 +32,16 @@ class TorchBackend:
     Args:
         fp8: None for the model's dtype everywhere; recipes "tensorwise" and "rowwise".
         batch_invariant: the forward of a token depends, bit by bit, on its own sequence only: neither on the other sequences of a batch
-            nor on how they are packed. On a GPU by kernels of this package, in 16 or 32 bits; on a CPU every token is computed alone.
+            nor on how they are packed. On a GPU by kernels of this package, in 16 or 32 bits; on a CPU every token is computed alone. None
+            for what ``set_batch_invariant_mode`` says, False outside of it.
 
     Raises:
         ValueError: a recipe that needs Transformer Engine, or fp8 with ``batch_invariant``.
     """
 
-    def __init__(self, fp8: Fp8Config | None = None, *, batch_invariant: bool = False) -> None:
+    def __init__(self, fp8: Fp8Config | None = None, *, batch_invariant: bool | None = None) -> None:
+        if batch_invariant is None:
+            batch_invariant = is_batch_invariant_mode_enabled()
         if fp8 is not None and batch_invariant:
             raise ValueError("batch_invariant=True excludes fp8, whose scales are of all tokens of a step; leave one of them out")
         if fp8 is not None and fp8.recipe not in RECIPES_OF_TORCH:
