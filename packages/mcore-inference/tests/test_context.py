@@ -4,6 +4,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from mcore_inference import (
     InferenceConfig,
     MaxSequenceLengthOverflowError,
     RequestOverflowError,
+    TensorStateDeallocatedError,
     TokenOverflowError,
 )
 from mcore_inference.requests import ActiveRequestCountOverflowError
@@ -84,6 +86,19 @@ def test_slots_and_blocks_that_run_out_are_transient_and_take_nothing() -> None:
         context.build_step([(0, [1]), (1, [1]), (2, [1])])
 
 
+def test_no_step_is_made_over_memory_that_was_given_up() -> None:
+    context = make()
+    context.add_request(0)
+    context.extend(0, 3)
+    context.memory.free()
+    for make_step in (lambda: context.host_step([(0, [1, 2, 3])]), lambda: context.decode_step(np.array([context.line(0)]))):
+        with pytest.raises(TensorStateDeallocatedError, match=r"call resume\(\) first") as caught:
+            make_step()
+        assert caught.value.is_transient
+    context.memory.allocate_again()
+    assert context.build_step([(0, [1, 2, 3])]).tokens_T.tolist() == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -93,6 +108,7 @@ def test_slots_and_blocks_that_run_out_are_transient_and_take_nothing() -> None:
         MaxSequenceLengthOverflowError(3),
         BlockOverflowError(4, "c"),
         ActiveRequestCountOverflowError(2, 3, request_id=5),
+        TensorStateDeallocatedError(None),
     ],
 )
 def test_every_context_error_survives_the_wire(error: ContextOverflowError) -> None:

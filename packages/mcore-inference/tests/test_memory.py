@@ -13,6 +13,7 @@ import torch
 from mcore_inference import (
     InferenceConfig,
     SamplingParams,
+    UnifiedMemoryCompileTimeoutError,
     UnifiedMemoryUnsupportedError,
     advise_managed_tensor_accessed_by,
     advise_managed_tensor_preferred_location,
@@ -120,6 +121,10 @@ def test_the_allocator_is_compiled_once_and_a_missing_compiler_is_named(tmp_path
     assert _unified._compiled() == library
     library.unlink()
     with pytest.raises(UnifiedMemoryUnsupportedError, match="could not compile"):
+        _unified._compiled()
+    compiler.write_text("#!/bin/sh\nexec sleep 30\n")
+    monkeypatch.setattr(_unified, "_COMPILE_TIMEOUT_S", 0.2)
+    with pytest.raises(UnifiedMemoryCompileTimeoutError, match="took more than 0.2 s .* unified_memory_level=0"):
         _unified._compiled()
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))

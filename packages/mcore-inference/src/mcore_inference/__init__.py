@@ -25,6 +25,7 @@ from mcore_inference.engine import (
     get_asyncio_loop,
 )
 from mcore_inference.memory import (
+    UnifiedMemoryCompileTimeoutError,
     UnifiedMemoryUnsupportedError,
     advise_managed_tensor_accessed_by,
     advise_managed_tensor_preferred_location,
@@ -56,6 +57,7 @@ from mcore_inference.requests import (
     Status,
     StepFailedError,
     StructuredOutputError,
+    TensorStateDeallocatedError,
     TokenOverflowError,
 )
 from mcore_inference.sampling import SamplingParams, StructuredOutput
@@ -138,11 +140,13 @@ __all__ = [
     "StopTokenizer",
     "StructuredOutput",
     "StructuredOutputError",
+    "TensorStateDeallocatedError",
     "TextStream",
     "TokenOverflowError",
     "Tokenizer",
     "ToolChatTokenizer",
     "TransformersTokenizer",
+    "UnifiedMemoryCompileTimeoutError",
     "UnifiedMemoryUnsupportedError",
     "VocabularyTokenizer",
     "WeightLoadError",

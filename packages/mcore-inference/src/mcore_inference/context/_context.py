@@ -29,6 +29,7 @@ from mcore_inference.requests import (
     BlockOverflowError,
     MaxSequenceLengthOverflowError,
     RequestOverflowError,
+    TensorStateDeallocatedError,
     TokenOverflowError,
 )
 from mcore_inference.scheduling import Limits
@@ -319,6 +320,7 @@ class DynamicInferenceContext:
 
         Raises:
             ActiveRequestCountOverflowError: more requests than ``max_requests``.
+            TensorStateDeallocatedError: the memory of the cache was given up.
         """
         if len(work) > self.max_requests:
             raise ActiveRequestCountOverflowError(self.max_requests, len(work))
@@ -333,6 +335,9 @@ class DynamicInferenceContext:
 
         Args:
             work: request, place of the first token and tokens, those with one token first; their places lie in blocks that it holds.
+
+        Raises:
+            TensorStateDeallocatedError: the memory of the cache was given up.
         """
         lines_R = np.array([self._slots[request_id] for request_id, _, _ in work])
         step = self._host_step(
@@ -360,10 +365,16 @@ class DynamicInferenceContext:
         return True
 
     def decode_step(self, lines_R: np.ndarray) -> HostStep:
-        """A step that computes the last token of each of these lines, wherever it is."""
+        """A step that computes the last token of each of these lines, wherever it is.
+
+        Raises:
+            TensorStateDeallocatedError: the memory of the cache was given up.
+        """
         return self._host_step(-1 - lines_R, np.ones(len(lines_R), dtype=np.int64), lines_R)
 
     def _host_step(self, tokens_T: np.ndarray, lengths_R: np.ndarray, lines_R: np.ndarray) -> HostStep:
+        if not self.memory.is_allocated:
+            raise TensorStateDeallocatedError(None, "the cache has no memory on the device while its engine is suspended; call resume() first")
         cached_R, tables_RB = self._num_cached[lines_R], self._block_table[lines_R]
         return HostStep(tokens_T=tokens_T, lengths_R=lengths_R, cached_R=cached_R, tables_RB=tables_RB, lines_R=lines_R)
 

@@ -4,6 +4,7 @@
 
 from mcore_inference.memory._memory import CacheMemory, cache_memory
 from mcore_inference.memory._unified import (
+    UnifiedMemoryCompileTimeoutError,
     UnifiedMemoryUnsupportedError,
     advise_managed_tensor_accessed_by,
     advise_managed_tensor_preferred_location,
@@ -14,6 +15,7 @@ from mcore_inference.memory._unified import (
 
 __all__ = [
     "CacheMemory",
+    "UnifiedMemoryCompileTimeoutError",
     "UnifiedMemoryUnsupportedError",
     "advise_managed_tensor_accessed_by",
     "advise_managed_tensor_preferred_location",

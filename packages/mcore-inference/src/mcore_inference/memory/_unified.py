@@ -43,13 +43,19 @@ class UnifiedMemoryUnsupportedError(RuntimeError):
 
 
 @experimental_api
+class UnifiedMemoryCompileTimeoutError(UnifiedMemoryUnsupportedError):
+    """The C compiler took too long for the allocator of managed memory."""
+
+
+@experimental_api
 def create_unified_mempool() -> torch.cuda.MemPool:
     """A pool whose tensors lie in managed memory; give it to ``torch.cuda.use_mem_pool``.
 
     The allocator is compiled by the machine's C compiler when it is first asked for, and found again by later processes.
 
     Raises:
-        UnifiedMemoryUnsupportedError: no CUDA, no C compiler, or it fails or takes more than 30 s.
+        UnifiedMemoryCompileTimeoutError: the C compiler takes more than 30 s.
+        UnifiedMemoryUnsupportedError: no CUDA, no C compiler, or it fails.
     """
     _check_cuda()
     return torch.cuda.MemPool(_allocator().allocator())
@@ -219,6 +225,11 @@ def _compiled() -> Path:
         command = [compiler, "-shared", "-fPIC", "-O2", str(source), "-o", str(result)]
         try:
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=_COMPILE_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise UnifiedMemoryCompileTimeoutError(
+                f"{compiler} took more than {_COMPILE_TIMEOUT_S} s for the allocator of managed memory; set unified_memory_level=0, or try "
+                "again on a host with less to do"
+            ) from error
         except (OSError, subprocess.SubprocessError) as error:
             detail = getattr(error, "stderr", None) or error
             raise UnifiedMemoryUnsupportedError(f"{compiler} could not compile the allocator of managed memory: {detail}") from error

@@ -20,6 +20,7 @@ from mcore_inference.requests._errors import (
     RequestOverflowError,
     StepFailedError,
     StructuredOutputError,
+    TensorStateDeallocatedError,
     TokenOverflowError,
     request_error,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "Status",
     "StepFailedError",
     "StructuredOutputError",
+    "TensorStateDeallocatedError",
     "TokenOverflowError",
     "encode_prompt",
     "integers_of",

@@ -25,6 +25,7 @@ __all__ = [
     "RequestOverflowError",
     "StepFailedError",
     "StructuredOutputError",
+    "TensorStateDeallocatedError",
     "TokenOverflowError",
     "request_error",
 ]
@@ -88,6 +89,10 @@ class ActiveRequestCountOverflowError(ContextOverflowError):
         self.active_request_count = active_request_count
         text = message or f"active requests {active_request_count} > max_requests={max_request_count}; raise max_requests"
         super().__init__(request_id, text, is_transient=is_transient)
+
+
+class TensorStateDeallocatedError(ContextOverflowError):
+    """A step was to be made while the cache has no memory on the device: the engine is suspended, or closed."""
 
 
 class InvalidTokenError(RequestError):
@@ -176,6 +181,7 @@ _WIRE_CLASSES: dict[str, type[ContextOverflowError]] = {
         MaxSequenceLengthOverflowError,
         BlockOverflowError,
         ActiveRequestCountOverflowError,
+        TensorStateDeallocatedError,
     )
 }
 
