@@ -30,7 +30,7 @@ MATRIX = [
 THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 CONSTRAINTS = "constraints/dev.txt"
 # Extras that build or run only beside a GPU, are large, or talk to a service: no session installs them.
-GPU_EXTRAS = {"cuda", "modelopt", "ray", "te", "trackio", "wandb"}
+GPU_EXTRAS = {"cuda", "flashinfer", "modelopt", "ray", "te", "trackio", "wandb"}
 # What follows torch's own release or is bounded by it; the sessions that change torch must not be held by these pins.
 TORCH_FAMILY = ("cuda-", "nvidia-", "setuptools=", "torch=", "triton=")
 # Tests of a file in one process, in the order of conftest.py.

@@ -18,11 +18,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # Distributions whose import name is not their own name.
-IMPORT_NAMES = {"cuda-bindings": "cuda", "opentelemetry-api": "opentelemetry", "pyyaml": "yaml", "pyzmq": "zmq", "protobuf": "google"}
+IMPORT_NAMES = {
+    "cuda-bindings": "cuda",
+    "flashinfer-python": "flashinfer",
+    "opentelemetry-api": "opentelemetry",
+    "pyyaml": "yaml",
+    "pyzmq": "zmq",
+    "protobuf": "google",
+}
 # What every type checker knows by itself; under TYPE_CHECKING nothing has to be installed for it.
 TYPE_CHECKERS_BRING = {"typing_extensions"}
 # Wheel -> libraries that it can use, and that no index has: users build them from source, and no extra can name them.
-FROM_SOURCE = {"mcore-moe": {"deep_ep"}}
+FROM_SOURCE = {"mcore-inference": {"flash_attn_interface"}, "mcore-moe": {"deep_ep"}}
 IMPORT_BUDGET_S = 0.3
 """Of a processor that takes ``_PACE_S`` for a million turns of a loop; a slower one has as much longer."""
 _PACE_S = 0.04

@@ -28,7 +28,7 @@ from tools.checks._tree import ROOT, Wheel, wheels
 from tools.checks.release import parse_tag
 
 # Extras that no session installs, as in the noxfile.
-GPU_EXTRAS = {"modelopt", "ray", "te", "trackio", "wandb"}
+GPU_EXTRAS = {"flashinfer", "modelopt", "ray", "te", "trackio", "wandb"}
 # Of one test of a release, on a machine that runs two releases at a time.
 TEST_LIMIT_S = 900
 

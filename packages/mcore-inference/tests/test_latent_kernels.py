@@ -74,6 +74,7 @@ def table_rows(case: Case, tables: Tensor, device: str) -> TableRows:
         whole_tiles=tiles[1],
         block_size=case.block_size,
         longest=max(contexts),
+        longest_query=max(new),
     )
 
 

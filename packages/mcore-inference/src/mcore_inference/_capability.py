@@ -2,7 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """Which models an engine can serve: it names what it holds, and refuses everything else."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_inference._stability import experimental_api
-from mcore_inference.attention import PagedAttention, has_attention_kernel
+from mcore_inference.attention import HeadRotation, PagedAttention, PageFormat, has_attention_kernel, load_rotation
 from mcore_inference.cache import MambaInferenceStateConfig, PagedKVCache, get_mamba_inference_state_config_from_model
 from mcore_parallel import Group
 from mcore_parallel.backends import TorchBackend
@@ -124,10 +125,14 @@ def graph_obstacle(model: GPTModel) -> str | None:
     """Why no graph can hold a decode step of the model, and the remedy; None where one can.
 
     No feed-forward reads numbers of the device, as some with experts do (their ``reads_device``) and those whose experts have a capacity,
-    which rows of padding would take; single tokens of recurrent layers are one kernel; and no stage waits for another.
+    which rows of padding would take; single tokens of recurrent layers are one kernel; no stage waits for another, and attention plans
+    nothing on the host.
     """
     if model.groups.pp.size > 1:
         return f"stages of pp={model.groups.pp.size} wait for each other; serve with pp=1"
+    for name, mixer in _attention_layers(model):
+        if isinstance(mixer.core, PagedAttention) and mixer.core.plans_on_host:
+            return f'PagedAttention(backend="{mixer.core.backend}") of {name} plans each step on the host; use another backend, or None'
     for number, layer in model.layers.items():
         assert isinstance(layer, TransformerLayer)
         if not _is_recorded(layer.mixer):
@@ -151,6 +156,90 @@ def _is_recorded(mixer: nn.Module | None) -> bool:
 
 def _stays_on_device(experts: nn.Module) -> bool:
     return getattr(experts, "reads_device", True) is False and getattr(experts, "drops_tokens", True) is False
+
+
+def _attention_layers(model: GPTModel) -> Iterable[tuple[str, SelfAttention | LatentSelfAttention]]:
+    for number, layer in model.layers.items():
+        mixer = layer.mixer if isinstance(layer, TransformerLayer) else None
+        if isinstance(mixer, (SelfAttention, LatentSelfAttention)):
+            yield f"layers.{number}", mixer
+
+
+def attention_backend(model: GPTModel) -> str | None:
+    """Of the model's ``PagedAttention``.
+
+    Raises:
+        ValueError: layers have different ones.
+    """
+    backends = {mixer.core.backend: name for name, mixer in _attention_layers(model) if isinstance(mixer.core, PagedAttention)}
+    if len(backends) > 1:
+        places = ", ".join(f"{backend!r} in {name}" for backend, name in backends.items())
+        raise ValueError(f"attention over one cache has one backend, found {places}; build the model with one PagedAttention(backend=...)")
+    return next(iter(backends), None)
+
+
+def check_attention(model: GPTModel, pages: PageFormat, dtype: torch.dtype) -> None:
+    """Whether the backend of a model's attention computes every layer over a cache.
+
+    Args:
+        model: whose cores are ``PagedAttention``.
+        pages: of the cache.
+        dtype: of the activations.
+
+    Raises:
+        ValueError: layers have different backends, or one asks for what its backend does not have.
+    """
+    attention_backend(model)
+    check_cores(_attention_layers(model), pages, dtype)
+
+
+def check_cores(layers: Iterable[tuple[str, SelfAttention | LatentSelfAttention]], pages: PageFormat, dtype: torch.dtype) -> None:
+    """The same of layers with their names."""
+    for name, mixer in layers:
+        core = mixer.core
+        if not isinstance(core, PagedAttention):
+            continue
+        obstacle = core.obstacle(dataclasses.replace(mixer.spec, dtype=dtype, device=pages.device.type), pages)
+        if obstacle is not None:
+            raise ValueError(f'PagedAttention(backend="{core.backend}"): {name} {obstacle}; leave backend at None')
+
+
+def head_rotation(model: GPTModel, wanted: bool | None, dtype: torch.dtype, device: torch.device) -> HeadRotation | None:
+    """What turns a model's heads in place of this package's kernel.
+
+    Args:
+        model: one that is served.
+        wanted: ``use_flashinfer_fused_rope``.
+        dtype: of the activations.
+        device: of the model.
+
+    Raises:
+        ValueError: it is wanted, and heads are turned otherwise.
+        ModuleNotFoundError: it is wanted, and flashinfer is not installed.
+    """
+    if wanted is False:
+        return None
+    obstacle = _rotation_obstacle(model, dtype, device)
+    if obstacle is None:
+        return load_rotation(required=wanted is True)
+    if wanted:
+        raise ValueError(f"use_flashinfer_fused_rope=True: {obstacle}; leave it at None")
+    return None
+
+
+def _rotation_obstacle(model: GPTModel, dtype: torch.dtype, device: torch.device) -> str | None:
+    config = model.config
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return f"the model is in {dtype} on {device}, and flashinfer turns bfloat16 or float16 on a GPU"
+    if config.position_embedding_type not in ("rope", "yarn") or config.rotary_percent != 1.0 or config.rotary_interleaved:
+        return (
+            f"position_embedding_type={config.position_embedding_type!r}, rotary_percent={config.rotary_percent} and "
+            f"rotary_interleaved={config.rotary_interleaved} are turned by the model's own forward"
+        )
+    for name, mixer in _attention_layers(model):
+        if isinstance(mixer, LatentSelfAttention) or mixer.q_norm is not None:
+            return f"{name} has latents, or norms of its heads, and flashinfer turns heads as they come from the projection"
+    return None
 
 
 def shares_prefixes(model: GPTModel, wanted: bool | None) -> bool:
@@ -280,10 +369,17 @@ def check_cache(model: GPTModel, cache: PagedKVCache, max_sequence_length: int) 
     """Whether a cache, once made, holds a model's keys and values at every position.
 
     Raises:
-        ValueError: another number of layers, heads or channels; sequences longer than the learned positions.
+        ValueError: another number of layers, heads or channels, or another backend of attention; sequences longer than the learned
+            positions.
     """
     if isinstance(model.backend, TorchBackend) and model.backend.batch_invariant:
         _check_batch_invariant(model, cache)
+    if (backend := attention_backend(model)) != cache.attention_backend:
+        raise ValueError(
+            f"the context is made for attention_backend={cache.attention_backend!r}, and the model has "
+            f"PagedAttention(backend={backend!r}); use DynamicInferenceContext.for_model(model)"
+        )
+    check_attention(model, PageFormat.of(cache), next(parameter.dtype for parameter in model.parameters() if parameter.dtype.itemsize > 1))
     num_layers, num_kv_heads, head_dim = cache.pages.shape[0], *cache.pages.shape[-2:]
     # Where layers keep states, check_states has seen which ones have pages.
     if cache.layers is None and num_layers < len(model.layers):

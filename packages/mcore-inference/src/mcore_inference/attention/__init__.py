@@ -2,20 +2,28 @@
 # Copyright (c) 2026 the mcore authors
 """Attention over a paged cache: the core, what it reads of a step, its torch path and its kernels."""
 
-from mcore_inference.attention._core import PagedAttention, has_attention_kernel
-from mcore_inference.attention._packed import HeadNorms, PackedHeads
-from mcore_inference.attention._step import DecodeRows, GatheredRows, PagedStep, PrefillRows, TableRows
+from mcore_inference.attention._backends import AttentionLibrary, has_attention_kernel, load_rotation, reads_tables
+from mcore_inference.attention._core import PagedAttention
+from mcore_inference.attention._packed import HeadNorms, HeadRotation, PackedHeads
+from mcore_inference.attention._page_format import PageFormat
+from mcore_inference.attention._step import DecodeRows, GatheredRows, HostRows, PagedStep, PrefillRows, TableRows
 from mcore_inference.attention._tiles import prefill_tiles
 
 __all__ = [
+    "AttentionLibrary",
     "DecodeRows",
     "GatheredRows",
     "HeadNorms",
+    "HeadRotation",
+    "HostRows",
     "PackedHeads",
+    "PageFormat",
     "PagedAttention",
     "PagedStep",
     "PrefillRows",
     "TableRows",
     "has_attention_kernel",
+    "load_rotation",
     "prefill_tiles",
+    "reads_tables",
 ]

@@ -9,31 +9,15 @@ from torch import Tensor, nn
 
 from mcore_inference._kernels import has_kernels
 from mcore_inference._stability import experimental_api
+from mcore_inference.attention._backends import LIBRARIES, backend_obstacle, load_library
 from mcore_inference.attention._gathered import attend_gathered
 from mcore_inference.attention._packed import PackedHeads
+from mcore_inference.attention._page_format import PageFormat
 from mcore_inference.attention._step import GatheredRows, PagedStep, TableRows
-from mcore_inference.attention._tiles import fits_latents, tile_tokens
+from mcore_inference.attention._tiles import tile_tokens
 from mcore_inference.cache import LayerSlots
 from mcore_parallel import ProcessGroups
 from mcore_parallel.nn import AttentionCore, AttentionSpec, SinkAttentionCore, Step, causal_attention, choose_attention
-
-# The fewest tokens of a block that the kernels take: one side of a matmul.
-KERNEL_BLOCK = 16
-
-
-@experimental_api
-def has_attention_kernel(device: torch.device, dtype: torch.dtype, block_size: int, latent: tuple[int, int] | None = None) -> bool:
-    """Whether steps of such a cache run by the kernels.
-
-    Args:
-        device: of the cache.
-        dtype: of the model's activations.
-        block_size: tokens of a block.
-        latent: of a cache of latents, channels that are values and channels in all; up to 512 and 256 more in 16 bits, 128 and 64 more in
-            float32.
-    """
-    fits = latent is None or fits_latents(*latent, dtype.itemsize)
-    return fits and has_kernels(device, dtype) and block_size % KERNEL_BLOCK == 0
 
 
 # T tokens of a step, A heads, K key-value heads (of this tp rank), d width of a head, W width of a latent with its rotary key.
@@ -41,17 +25,32 @@ def has_attention_kernel(device: torch.device, dtype: torch.dtype, block_size: i
 class PagedAttention(nn.Module):
     """The attention core of a model that an engine drives: writes the new keys and values into their slots, then attends.
 
-    It holds no state; the cache travels in ``step.attention``. Without one (``None``) it is mcore_parallel's own attention over the
-    step's sequences, so the same model can be scored or trained. Given to a model, it makes a core for each layer, with that
+    It holds no state of requests; the cache travels in ``step.attention``. Without one (``None``) it is mcore_parallel's own attention over
+    the step's sequences, so the same model can be scored or trained. Given to a model, it makes a core for each layer, with that
     layer's window, sink and scale; for latent attention it is the ``LatentCore`` of all layers.
 
     Args:
         spec: what a layer asks for; None for plain causal attention.
         plain: the core for steps without a cache; None for causal attention.
+        backend: "triton" for this package's kernels, "torch" for contexts gathered by torch, "flash_attn_3" or "flashinfer" for these
+            libraries, where a layer or a cache that they cannot compute is refused when the engine is made; None for the kernels where
+            there are some, and torch elsewhere.
+
+    Raises:
+        ValueError: no such backend.
+        ModuleNotFoundError: its library is not installed; names the extra.
     """
 
-    def __init__(self, spec: AttentionSpec | None = None, plain: AttentionCore | SinkAttentionCore | None = None) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec | None = None,
+        plain: AttentionCore | SinkAttentionCore | None = None,
+        *,
+        backend: str | None = None,
+    ) -> None:
         super().__init__()
+        self.backend = backend
+        self._library = load_library(backend)
         self._plain: Any = causal_attention if plain is None else plain
         self._scale = None if spec is None else spec.softmax_scale
         self._window = -1 if spec is None else spec.bounds[0]
@@ -62,19 +61,47 @@ class PagedAttention(nn.Module):
     def build_core(self, spec: AttentionSpec, groups: ProcessGroups, layer: int) -> AttentionCore | SinkAttentionCore:
         """The core of one layer; mcore_parallel's own for what no step over a cache computes, by which an engine refuses the model."""
         plain = choose_attention(spec, groups)
-        return PagedAttention(spec, plain) if spec.causal and spec.width == spec.head_dim else plain
+        if not spec.causal or spec.width != spec.head_dim:
+            return plain
+        core = PagedAttention(spec, plain)
+        # One object of a library, with its workspace and plans, for all layers.
+        core.backend, core._library = self.backend, self._library
+        return core
+
+    def obstacle(self, spec: AttentionSpec, pages: PageFormat) -> str | None:
+        """Why its backend cannot compute a layer over a cache; None where it can.
+
+        Args:
+            spec: of the layer, in the dtype of its activations.
+            pages: of the cache.
+        """
+        return backend_obstacle(self.backend, self._library, spec, pages)
+
+    @property
+    def plans_on_host(self) -> bool:
+        """Whether each step is planned on the host, so that no graph can hold one."""
+        return self._library is not None and self._library.plans_on_host
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, step: Step, *, sink: Tensor | None = None) -> Tensor:
         """[T, A, d], [T, K, d], [T, K, d], sink [A] -> [T, A, d].
 
         Raises:
-            TypeError: ``step.attention`` is data for another core.
+            TypeError: ``step.attention`` is data for another core, or another backend.
+            RuntimeError: the step asks for a rotation by flashinfer, and its heads come turned.
         """
         paged: Any = step.attention
         if paged is None:
             return self._plain(q, k, v, layer, step) if sink is None else self._plain(q, k, v, layer, step, sink=sink)
         self._check_step(paged)
+        if paged.rotation is not None and paged.rotation.required:
+            raise RuntimeError(
+                "use_flashinfer_fused_rope=True, and the engine runs this model by its own forward, which turns heads itself; "
+                "leave it at None"
+            )
         cached, rows, sink = paged.cache.layer(layer), paged.rows, self._sink(q, sink)
+        if isinstance(rows, TableRows) and self._library is not None:
+            self._write(k, v, cached, paged.slots_T)
+            return self._library.attend(q, cached, rows, scale=self._scale_of(q), window=self._window)
         if isinstance(rows, TableRows):
             from mcore_inference.attention._triton import append
 
@@ -123,7 +150,7 @@ class PagedAttention(nn.Module):
         return attend_gathered(queries, cached, paged.rows, scale=scale, window=-1, sink=None)
 
     def attend_packed(self, heads: PackedHeads, layer: int, paged: PagedStep, finished: Tensor, *, sink: Tensor | None = None) -> Tensor:
-        """The same from the projection's result, by the kernels only: [T, K, G + 2, d] -> [T, A, d].
+        """The same from the projection's result, by the kernels or a library: [T, K, G + 2, d] -> [T, A, d].
 
         Args:
             heads: of the step.
@@ -134,11 +161,17 @@ class PagedAttention(nn.Module):
         """
         rows = paged.rows
         assert isinstance(rows, TableRows), "only steps of the kernels come here"
-        cached = paged.cache.layer(layer)
-        if rows.has_prefill:
-            from mcore_inference.attention._rotate import rotate_and_append
+        cached, rotation = paged.cache.layer(layer), paged.rotation
+        if rows.has_prefill or self._library is not None or (rotation is not None and rotation.required):
+            if rotation is not None and heads.tables is not None and heads.norms is None:
+                q, k, v = rotation.rotate(heads)
+                self._write(k, v, cached, paged.slots_T)
+            else:
+                from mcore_inference.attention._rotate import rotate_and_append
 
-            q, k, v = rotate_and_append(heads, cached, paged.slots_T)
+                q, k, v = rotate_and_append(heads, cached, paged.slots_T)
+            if self._library is not None:
+                return self._library.attend(q, cached, rows, scale=self._scale_of(q), window=self._window)
             return self._by_kernels(q, k, v, cached, rows, self._sink(q, sink))
         from mcore_inference.attention._decode import attend_packed
 
@@ -191,6 +224,21 @@ class PagedAttention(nn.Module):
     def _check_step(self, paged: object) -> None:
         if not isinstance(paged, PagedStep):
             raise TypeError(f"step.attention is a {type(paged).__name__}; PagedAttention reads a PagedStep or None")
+        unread = GatheredRows if self.backend == "triton" or self.backend in LIBRARIES else TableRows if self.backend == "torch" else None
+        if unread is not None and isinstance(paged.rows, unread):
+            raise TypeError(
+                f'PagedAttention(backend="{self.backend}") reads no {unread.__name__}; make the context with '
+                "DynamicInferenceContext.for_model(model)"
+            )
+
+    def _write(self, k: Tensor, v: Tensor, cached: LayerSlots, slots_T: Tensor) -> None:
+        """Keys and values [T, K, d] into their slots."""
+        if has_kernels(k.device, k.dtype):
+            from mcore_inference.attention._triton import append
+
+            append(k, v, cached, slots_T)
+        else:
+            cached.write(slots_T, k, v)
 
     def _sink(self, q: Tensor, sink: Tensor | None) -> Tensor | None:
         return q.new_zeros(q.shape[1]) if self._off_by_one else sink

@@ -3,6 +3,7 @@
 """What attention is told when it takes the projection's result as it is."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -37,3 +38,16 @@ class PackedHeads:
     tables: tuple[Tensor, Tensor] | None
     """cos and sin [T, d] that turn queries and keys, or None."""
     norms: HeadNorms | None
+
+
+# A query heads.
+@experimental_api
+class HeadRotation(Protocol):
+    """Turns queries and keys between the projection and attention, in place of this package's kernel."""
+
+    required: bool
+    """Whether every step is to be turned by it; else those with prompts, where turning is a kernel of its own."""
+
+    def rotate(self, heads: PackedHeads) -> tuple[Tensor, Tensor, Tensor]:
+        """Of heads with tables and without norms: queries [T, A, d], keys and values [T, K, d]."""
+        ...

@@ -4,9 +4,11 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from mcore_inference._stability import experimental_api
+from mcore_inference.attention._packed import HeadRotation
 from mcore_inference.cache import PagedKVCache
 
 
@@ -56,6 +58,19 @@ class GatheredRows:
 
 @experimental_api
 @dataclass(frozen=True, kw_only=True)
+class HostRows:
+    """The rows of a step as the host knows them, for libraries that plan there."""
+
+    lengths_R: np.ndarray
+    """[R] tokens of each row in the step."""
+    contexts_R: np.ndarray
+    """[R] tokens of each row in the cache, those of the step included."""
+    tables_RB: np.ndarray
+    """[R, B] blocks of each row; -1 behind the last."""
+
+
+@experimental_api
+@dataclass(frozen=True, kw_only=True)
 class TableRows:
     """What the kernels read: all on the device, nothing as large as a context."""
 
@@ -75,6 +90,10 @@ class TableRows:
     block_size: int
     longest: int
     """Tokens that a context can have."""
+    longest_query: int
+    """Tokens of the step that a row can have."""
+    host: HostRows | None = None
+    """None where a recording is replayed, whose rows the host does not know."""
 
     @property
     def has_prefill(self) -> bool:
@@ -90,3 +109,5 @@ class PagedStep:
     slots_T: Tensor
     """[T] int64, where the keys and values of the step's tokens are written."""
     rows: TableRows | GatheredRows
+    rotation: HeadRotation | None = None
+    """In place of this package's kernel; None for that."""

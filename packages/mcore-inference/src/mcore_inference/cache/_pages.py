@@ -50,6 +50,8 @@ class PagedKVCache:
     """[layers, 2, K, blocks * block_size] float32, what the values of a head of a token in fp8 are multiplied by; None in other dtypes."""
     latent_rank: int | None = None
     """Of latents the channels that are values; their rotary key follows. None for keys and values."""
+    attention_backend: str | None = None
+    """Who attends over it, as of ``PagedAttention``: steps are made for that."""
 
     @classmethod
     def allocate(
@@ -66,6 +68,7 @@ class PagedKVCache:
         layers: tuple[int, ...] | None = None,
         memory: CacheMemory | None = None,
         latent_rank: int | None = None,
+        attention_backend: str | None = None,
     ) -> "PagedKVCache":
         """Pages of zeros in ``memory``, or in memory of the device that is theirs for good."""
         memory = cache_memory(torch.device(device)) if memory is None else memory
@@ -75,7 +78,7 @@ class PagedKVCache:
         if dtype == FP8:
             # Heads outside: the scales of a tile of keys lie side by side.
             scales = memory.zeros((num_layers, parts, num_kv_heads, num_blocks * block_size), torch.float32)
-        return cls(pages=pages, layers=layers, scales=scales, latent_rank=latent_rank)
+        return cls(pages=pages, layers=layers, scales=scales, latent_rank=latent_rank, attention_backend=attention_backend)
 
     @property
     def num_bytes(self) -> int:

@@ -67,6 +67,10 @@ class InferenceConfig:
     track_paused_request_events: bool = False
     """Whether requests record an event ``PAUSE`` each time that they stop: before they give up their blocks to others, and when the engine
     is suspended."""
+    use_flashinfer_fused_rope: bool | None = False
+    """True: queries and keys of every step are turned by flashinfer (extra ``flashinfer``), and then written and read by other kernels;
+    refused where it is not installed or cannot turn the model's heads. None: those of steps with prompts, where it is installed and can.
+    False: by kernels of this package, which write keys and values as they turn, and in steps of single tokens attend too."""
     watermark: float = 0.01
     """Share of the blocks that an admission leaves to running requests."""
 
@@ -79,8 +83,9 @@ class InferenceConfig:
             as_number("buffer_size_gb", self.buffer_size_gb, 2**-30, 2**30)
         as_flag("enable_chunked_prefill", self.enable_chunked_prefill)
         as_flag("track_paused_request_events", self.track_paused_request_events)
-        if self.enable_prefix_caching is not None:
-            as_flag("enable_prefix_caching", self.enable_prefix_caching)
+        for name in ("enable_prefix_caching", "use_flashinfer_fused_rope"):
+            if getattr(self, name) is not None:
+                as_flag(name, getattr(self, name))
         if self.kv_cache_dtype not in (None, "fp8"):
             raise ValueError(f'kv_cache_dtype={self.kv_cache_dtype!r} is unknown; choose "fp8", or None for the dtype of the model')
         if self.weight_dtype not in (None, "fp8", "fp8_weight_only"):

@@ -10,8 +10,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from mcore_inference._capability import EngineCapability, check_weights, shares_prefixes
+from mcore_inference._capability import EngineCapability, attention_backend, check_attention, check_weights, head_rotation, shares_prefixes
 from mcore_inference._stability import experimental_api
+from mcore_inference.attention import HeadRotation, PageFormat
 from mcore_inference.cache import (
     BlockAllocator,
     BlockKey,
@@ -59,11 +60,13 @@ class DynamicInferenceContext:
             of their sizes.
         mamba_inference_state_config: states of recurrent layers, beside which only layers of attention have keys and values; None for a
             model without.
+        attention_backend: of the model's ``PagedAttention``.
+        rotation: turns heads in place of this package's kernel; ``for_model`` finds it where ``use_flashinfer_fused_rope`` asks for it.
 
     Raises:
         UnifiedMemoryUnsupportedError: ``unified_memory_level`` is above 0 where there is no managed memory.
         ValueError: the memory does not hold two blocks beside the states, or tp does not divide the key-value heads; ``kv_cache_dtype``
-            for latents, or where no layer has keys and values.
+            for latents, or where no layer has keys and values; ``use_flashinfer_fused_rope=True`` without a rotation.
     """
 
     def __init__(
@@ -76,9 +79,17 @@ class DynamicInferenceContext:
         device: torch.device | str = "cpu",
         num_layers: int | None = None,
         mamba_inference_state_config: MambaInferenceStateConfig | None = None,
+        attention_backend: str | None = None,
+        rotation: HeadRotation | None = None,
     ) -> None:
+        config = config or InferenceConfig()
+        if config.use_flashinfer_fused_rope and rotation is None:
+            raise ValueError(
+                "use_flashinfer_fused_rope=True is for heads of a model, which a config does not show; use "
+                "DynamicInferenceContext.for_model(model, config)"
+            )
         self.device = torch.device(device)
-        self.config = config = with_free_buffer(config or InferenceConfig(), model_config, groups, self.device, dtype.itemsize)
+        self.config = config = with_free_buffer(config, model_config, groups, self.device, dtype.itemsize)
         states = mamba_inference_state_config
         tp = 1 if groups is None else groups.tp.size
         if model_config.kv_heads % tp:
@@ -108,8 +119,9 @@ class DynamicInferenceContext:
         """Of keys, values and states."""
         rank = None if latent is None else latent.kv_lora_rank
         self.cache = PagedKVCache.allocate(
-            num_blocks=held.num_blocks, device=self.device, layers=layers, memory=self.memory, latent_rank=rank, **sizes
-        )
+            num_blocks=held.num_blocks, device=self.device, layers=layers, memory=self.memory, latent_rank=rank,
+            attention_backend=attention_backend, **sizes,
+        )  # fmt: skip
         self.states = None if states is None else RecurrentStateCache(states, self.max_requests, self.memory)
         """States of recurrent layers, by the slots of requests; None for a model without."""
         with self.memory.step_tensors():
@@ -121,6 +133,7 @@ class DynamicInferenceContext:
                 # All heads read one latent, and its kernel cuts tiles of tokens itself.
                 group=1 if latent is not None else model_config.num_attention_heads // model_config.kv_heads,
                 dtype=dtype,
+                rotation=rotation,
             )
         self.reset()
 
@@ -129,14 +142,23 @@ class DynamicInferenceContext:
         """A context with the model's heads, layers, groups, dtype and device.
 
         Raises:
-            ValueError: the engine cannot serve the model (``EngineCapability``), or not with ``enable_prefix_caching`` or ``weight_dtype``;
-                nothing is allocated then.
+            ValueError: the engine cannot serve the model (``EngineCapability``), or not with ``enable_prefix_caching``, ``weight_dtype`` or
+                ``use_flashinfer_fused_rope``, or the backend of its attention cannot compute a layer; nothing is allocated then.
+            ModuleNotFoundError: ``use_flashinfer_fused_rope=True``, and flashinfer is not installed.
         """
         EngineCapability().check_model(model)
         shares_prefixes(model, None if config is None else config.enable_prefix_caching)
         check_weights(model, None if config is None else config.weight_dtype)
         # Of another engine some may be in fp8.
         parameter = next(parameter for parameter in model.parameters() if parameter.dtype.itemsize > 1)
+        sizes, latent = config or InferenceConfig(), model.config.latent_attention
+        pages = PageFormat(
+            dtype=parameter.dtype if sizes.kv_cache_dtype is None else torch.float8_e4m3fn,
+            device=parameter.device,
+            block_size=sizes.block_size_tokens,
+            latent=None if latent is None else (latent.kv_lora_rank, latent.cache_width),
+        )
+        check_attention(model, pages, parameter.dtype)
         return cls(
             model.config,
             config,
@@ -145,6 +167,8 @@ class DynamicInferenceContext:
             device=parameter.device,
             num_layers=len(model.stage_layers),
             mamba_inference_state_config=get_mamba_inference_state_config_from_model(model),
+            attention_backend=attention_backend(model),
+            rotation=head_rotation(model, sizes.use_flashinfer_fused_rope, parameter.dtype, parameter.device),
         )
 
     def reset(self) -> None:
@@ -374,7 +398,9 @@ class DynamicInferenceContext:
 
     def _host_step(self, tokens_T: np.ndarray, lengths_R: np.ndarray, lines_R: np.ndarray) -> HostStep:
         if not self.memory.is_allocated:
-            raise TensorStateDeallocatedError(None, "the cache has no memory on the device while its engine is suspended; call resume() first")
+            raise TensorStateDeallocatedError(
+                None, "the cache has no memory on the device while its engine is suspended; call resume() first"
+            )
         cached_R, tables_RB = self._num_cached[lines_R], self._block_table[lines_R]
         return HostStep(tokens_T=tokens_T, lengths_R=lengths_R, cached_R=cached_R, tables_RB=tables_RB, lines_R=lines_R)
 

@@ -13,11 +13,14 @@ from mcore_inference._stability import experimental_api
 from mcore_inference.attention import (
     DecodeRows,
     GatheredRows,
+    HeadRotation,
+    HostRows,
     PagedStep,
+    PageFormat,
     PrefillRows,
     TableRows,
-    has_attention_kernel,
     prefill_tiles,
+    reads_tables,
 )
 from mcore_inference.cache import PagedKVCache, RecurrentStateCache
 from mcore_inference.scheduling import InferenceBatchDimensions
@@ -65,6 +68,7 @@ class StepBuilder:
         max_blocks: B.
         group: query heads that share a key-value head.
         dtype: of the model's activations; None for that of the pages.
+        rotation: in place of this package's kernel; None for that.
     """
 
     def __init__(
@@ -76,12 +80,13 @@ class StepBuilder:
         max_blocks: int,
         group: int,
         dtype: torch.dtype | None = None,
+        rotation: HeadRotation | None = None,
     ) -> None:
         pages = cache.pages
         dtype = pages.dtype if dtype is None else dtype
         self.cache, self.states, self.block_size = cache, states, pages.shape[3]
-        latent = (cache.latent_rank or 0, pages.shape[-1]) if cache.holds_latents else None
-        self.device, self.has_kernel = pages.device, has_attention_kernel(pages.device, dtype, pages.shape[3], latent)
+        self.device, self.has_kernel = pages.device, reads_tables(cache.attention_backend, PageFormat.of(cache), dtype)
+        self._rotation = rotation
         self.max_blocks, self._group = max_blocks, group
         self._sink = pages.shape[2] - 1
         self.last_tokens = torch.zeros(max_requests, dtype=torch.int64, device=self.device)
@@ -102,14 +107,18 @@ class StepBuilder:
         parts = [host.tokens_T, positions_T, slots_T]
         total = len(positions_T)
         if self.has_kernel:
-            parts += [starts_R, [total], host.cached_R + lengths_R, host.tables_RB.ravel()]
+            contexts_R, tables_RB = host.cached_R + lengths_R, host.tables_RB
+            known = HostRows(lengths_R=lengths_R, contexts_R=contexts_R, tables_RB=tables_RB)
+            if self.cache.attention_backend is not None:
+                # A library may follow entries behind the last, and mask what it finds there.
+                tables_RB = np.maximum(tables_RB, 0)
+            parts += [starts_R, [total], contexts_R, tables_RB.ravel()]
             others = np.arange(num_decode, len(lengths_R))
             continued = host.cached_R[num_decode:] > 0
             tiles, whole_tiles = (prefill_tiles(lengths_R[rows], rows, self._group) for rows in (others[continued], others[~continued]))
             words = self.send_words(np.concatenate([*parts, *tiles, *whole_tiles]))
             head, rest = words[: 3 * total], words[3 * total :]
-            shape = len(lengths_R), num_decode, host.tables_RB.shape[1], len(tiles[0])
-            rows: TableRows | GatheredRows = self._table_rows(rest, *shape)
+            rows: TableRows | GatheredRows = self._table_rows(rest, known, num_decode, len(tiles[0]))
         else:
             head = self.send_words(np.concatenate(parts))
             rows = self._gathered_rows(host, num_decode)
@@ -146,6 +155,7 @@ class StepBuilder:
             whole_tiles=None,
             block_size=self.block_size,
             longest=self.max_blocks * self.block_size,
+            longest_query=1,
         )
         recurrent = None if self.states is None else self._recurrent_rows(self.states, lines.long(), num_rows, ())
         return self._inputs(words[: 3 * num_rows], rows, recurrent)
@@ -225,6 +235,7 @@ class StepBuilder:
             whole_tiles=None,
             block_size=self.block_size,
             longest=self.max_blocks * self.block_size,
+            longest_query=size.token_count,
         )
         return self._inputs(head, rows), read.long()
 
@@ -238,11 +249,12 @@ class StepBuilder:
         """Of [3 T] tokens, positions and slots on the device."""
         tokens_T, positions_T, slots_T = words.view(3, -1).long()
         tokens_T = torch.where(tokens_T < 0, self.last_tokens[(-1 - tokens_T).clamp(min=0)], tokens_T)
-        paged = PagedStep(cache=self.cache, slots_T=slots_T, rows=rows)
+        paged = PagedStep(cache=self.cache, slots_T=slots_T, rows=rows, rotation=self._rotation)
         step = Step(batch_size=1, seq_len=len(positions_T), positions=positions_T, attention=paged, states=recurrent)
         return StepInputs(tokens_T=tokens_T, step=step)
 
-    def _table_rows(self, words: Tensor, num_rows: int, num_decode: int, num_blocks: int, num_tiles: int) -> TableRows:
+    def _table_rows(self, words: Tensor, host: HostRows, num_decode: int, num_tiles: int) -> TableRows:
+        num_rows, num_blocks = host.tables_RB.shape
         sizes = [num_rows + 1, num_rows, num_rows * num_blocks, 2 * num_tiles]
         starts, contexts, tables, tiles, whole_tiles = words.split([*sizes, len(words) - sum(sizes)])
         return TableRows(
@@ -254,6 +266,8 @@ class StepBuilder:
             whole_tiles=_pair(whole_tiles),
             block_size=self.block_size,
             longest=self.max_blocks * self.block_size,
+            longest_query=int(host.lengths_R.max()),
+            host=host,
         )
 
     def _recurrent_rows(self, states: RecurrentStateCache, slots_R: Tensor, num_decode: int, lengths: tuple[int, ...]) -> RecurrentRows:

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_inference.attention import PagedAttention
+from mcore_inference._capability import check_cores
+from mcore_inference.attention import PagedAttention, PageFormat
 from mcore_inference.cache import PagedKVCache
 from mcore_inference.context import DynamicInferenceContext, StepBuilder
 from mcore_inference.engine._active_request import ActiveRequest
@@ -256,6 +257,15 @@ def _builder(heads: DraftHeads, context: DynamicInferenceContext, dtype: torch.d
         raise ValueError(f"the layers of a draft head have keys of different sizes {sorted(sizes)}; one size serves all")
     kv_heads, width, parts = sizes.pop()
     first = heads.mixers[0]
+    backends = {mixer.core.backend for mixer in heads.mixers if isinstance(mixer.core, PagedAttention)}
+    if len(backends) > 1:
+        raise ValueError(
+            f"the layers of a draft head have attention backends {sorted(map(str, backends))}; build it with one PagedAttention()"
+        )
+    rank = first.latent.kv_lora_rank if isinstance(first, LatentSelfAttention) else None
+    latent = None if rank is None else (rank, width)
+    form = PageFormat(dtype=dtype, device=context.device, block_size=context.block_size, latent=latent)
+    check_cores([(f"layer {number} of the heads", mixer) for number, mixer in enumerate(heads.mixers)], form, dtype)
     pages = PagedKVCache.allocate(
         num_layers=len(heads.mixers),
         num_blocks=context.cache.pages.shape[2],
@@ -267,7 +277,8 @@ def _builder(heads: DraftHeads, context: DynamicInferenceContext, dtype: torch.d
         parts=parts,
         layers=tuple(mixer.layer for mixer in heads.mixers),
         memory=context.memory,
-        latent_rank=first.latent.kv_lora_rank if isinstance(first, LatentSelfAttention) else None,
+        latent_rank=rank,
+        attention_backend=backends.pop(),
     )
     group = 1 if isinstance(first, LatentSelfAttention) else first.spec.num_heads // kv_heads
     return StepBuilder(pages, max_requests=context.max_requests, max_blocks=context.max_blocks_per_request, group=group, dtype=dtype)
