@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
 from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention
 from mcore_parallel import ProcessGroups
@@ -22,7 +23,7 @@ from mcore_rl import (
     Problem,
     RewardOnlyAgent,
 )
-from mcore_rl._collect import collect
+from mcore_rl._collect import checked, draw, exchange
 from mcore_rl.envs import CharacterShare
 
 ARGS = GenericGenerationArgs(max_tokens=4)
@@ -53,7 +54,8 @@ def test_one_of_64_that_never_ends_costs_itself_in_50_runs() -> None:
     for run in range(50):
         interface = OneNeverEnds(run)
         begin = time.perf_counter()
-        groups = collect(config, CharacterShare(["x"], "a"), interface, ProcessGroups.single(), None).groups  # type: ignore[arg-type]
+        drawn = draw(config, CharacterShare(["x"], "a"), interface, 8)
+        groups = checked(config, exchange(drawn, ProcessGroups.single(), torch.device("cpu"))).groups
         assert time.perf_counter() - begin < 5
         assert sorted(map(len, groups)) == [7] + [8] * 7
         assert interface.running == 0

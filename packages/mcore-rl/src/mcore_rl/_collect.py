@@ -30,30 +30,38 @@ class Collection:
     """Groups of equal rewards that others replaced."""
 
 
-def collect(
-    config: GRPOConfig, agent: GroupedRolloutGenerator, interface: InferenceInterface, groups: ProcessGroups, device: torch.device
-) -> Collection:
-    """The groups of all ranks; where one of them failed, all raise.
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """What this rank has drawn, or why it has not."""
+
+    groups: list[list[TokenRollout]]
+    num_filtered: int = 0
+    failure: Exception | None = None
+
+
+def draw(config: GRPOConfig, agent: GroupedRolloutGenerator, interface: InferenceInterface, num_groups: int) -> Drawn:
+    """Groups of this rank's share. A failure waits for ``exchange``: a rank that raised at once would leave the others waiting for it."""
+    try:
+        groups, num_filtered = asyncio.run(ask(config, agent, interface, num_groups))
+    except Exception as error:
+        return Drawn(groups=[], failure=error)
+    return Drawn(groups=groups, num_filtered=num_filtered)
+
+
+def exchange(drawn: Drawn, groups: ProcessGroups, device: torch.device) -> Collection:
+    """What all ranks have drawn; where one of them failed, all raise.
 
     Raises:
-        RuntimeError: rollouts failed on some rank, or none is there in time.
+        RuntimeError: drawing failed on some rank.
     """
-    world = groups.world
-    own, num_filtered = [], 0
-    failure: Exception | None = None
-    try:
-        own, num_filtered = asyncio.run(ask(config, agent, interface, len(range(world.rank, config.num_groups, world.size))))
-    except Exception as error:
-        failure = error
-    if world.size == 1:
-        if failure is not None:
-            raise failure
-        return checked(config, Collection(groups=own, num_filtered=num_filtered))
-    # A rank that raised at once would leave the others waiting for it.
-    gathered = all_gather_json(share(own, num_filtered, failure), world, device)
-    if failure is not None:
-        raise failure
-    return checked(config, joined(gathered))
+    if groups.world.size == 1:
+        if drawn.failure is not None:
+            raise drawn.failure
+        return Collection(groups=drawn.groups, num_filtered=drawn.num_filtered)
+    gathered = all_gather_json(share(drawn.groups, drawn.num_filtered, drawn.failure), groups.world, device)
+    if drawn.failure is not None:
+        raise drawn.failure
+    return joined(gathered)
 
 
 def share(groups: Sequence[Sequence[TokenRollout]], num_filtered: int, failure: BaseException | None) -> dict[str, Any]:

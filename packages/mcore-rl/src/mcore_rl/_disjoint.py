@@ -12,7 +12,8 @@ from typing import Any, Literal
 from mcore_rl._collect import Collection, ask, checked, joined, share
 from mcore_rl._config import GRPOConfig
 from mcore_rl._dpo import ask_pairs, check_pairs, checked_pairs, update_pairs
-from mcore_rl._loop import IterationReport, check_iteration, iteration_report
+from mcore_rl._handover import Handover, RolloutBatch
+from mcore_rl._loop import IterationReport, check_iteration
 from mcore_rl._memory import MemorySwitch
 from mcore_rl._placement import Placement
 from mcore_rl._preference import DPOObjective
@@ -39,19 +40,6 @@ class RolloutServer:
     """Behind the interface; takes over new weights."""
     in_flight: Literal["recompute", "keep"] = "recompute"
     """What answers in flight do when weights change: compute their keys and values again, or keep them."""
-
-
-@dataclass(frozen=True)
-class _Drawn:
-    """Rollouts of one iteration."""
-
-    collected: Collection
-    version: int
-    """Refits before the first of them was begun."""
-    seconds: float
-    position: int
-    """Problems before this number were posed by then."""
-    num_asked: int
 
 
 @experimental_api
@@ -108,7 +96,8 @@ class DisjointLoop:
         # One limit on both halves: who gave up earlier would leave the other one waiting.
         buckets = {} if learner is None else {"bucket_bytes": learner.transfer.bucket_bytes}
         self._transfer = WeightTransfer(**buckets, timeout_s=timeout_s)
-        self._drawn: deque[_Drawn] = deque()
+        self._drawn: deque[RolloutBatch] = deque()
+        self._handover: Handover | None = None
         self._stream = None if server is None or not self.partial else self._open_stream(server)
         self.version = -1
         """Of the weights in the engines: refits after the first one."""
@@ -125,6 +114,8 @@ class DisjointLoop:
         """Give up what was drawn ahead; may be called again."""
         if self._stream is not None:
             self._stream.close()
+        if self._handover is not None:
+            self._handover.close()
 
     def iterate(self, lr: float, *, train_policy: bool = True) -> IterationReport:
         """One iteration; the same report on every rank, but for ``updates``, which only those that train have.
@@ -141,6 +132,7 @@ class DisjointLoop:
             raise ValueError("train_policy=False leaves nothing to train without a critic; pass Learner(critic=...)")
         if self.version < 0:
             self._refit()
+        came = time.perf_counter()
         if self.partial:
             batch = self._take()
         else:
@@ -154,16 +146,17 @@ class DisjointLoop:
         if train_policy:
             self._refit()
         self.position = batch.position
-        return iteration_report(
-            self.config,
-            batch.collected,
-            num_asked=batch.num_asked,
+        ahead = self.max_lag > 0
+        return IterationReport(
+            **batch.means,
             **updates,
-            rollout_s=batch.seconds,
+            rollout_s=begin - came if ahead else batch.seconds,
+            generate_s=batch.seconds,
+            exchange_s=0.0 if ahead else max(0.0, begin - came - batch.seconds),
             train_s=trained - begin,
             refit_s=time.perf_counter() - trained,
             lag=version - batch.version,
-            token_lag=_token_lag(batch.collected, version),
+            token_lag=batch.token_lag(version),
         )
 
     def _check_learner(self, learner: Learner) -> None:
@@ -188,27 +181,20 @@ class DisjointLoop:
         """Of the problems of an iteration, those of this rank."""
         return len(range(self.placement.engine_rank, self.config.num_groups, self.placement.num_engines))
 
-    def _take(self) -> _Drawn:
-        """What the engines hand over; a failure of one is raised on all."""
-        sent: dict[str, Any] = share([], 0, None)
-        failure = None
+    def _take(self) -> RolloutBatch:
+        """What the engines hand over, while the next rollouts set out; a failure of one is raised on all."""
+        batch = (self._handover or self._hand_over()).result()
         if self._stream is not None:
-            try:
-                taken = self._stream.take()
-                about = {name: getattr(taken, name) for name in ("seconds", "position", "num_asked", "oldest")}
-                sent = {**share(taken.groups, taken.num_filtered, None), **about}
-            except Exception as error:
-                failure = error
-                sent = share([], 0, failure)
-        shares = self.placement.gather(sent, self.timeout_s, "rollouts")
-        if failure is not None:
-            raise failure
-        collected = checked(self.config, joined(shares))
-        served = shares[self.placement.num_trainers :]
-        seconds, position = (max(part[name] for part in served) for name in ("seconds", "position"))
-        return _Drawn(collected, min(part["oldest"] for part in served), seconds, position, sum(part["num_asked"] for part in served))
+            # Not sooner: groups that are open when weights come are one refit older.
+            self._stream.pose_ahead()
+        self._handover = self._hand_over()
+        return batch
 
-    def _work(self, lr: float, batch: _Drawn | None, *, draws: bool, train_policy: bool = True) -> dict[str, Any]:
+    def _hand_over(self) -> Handover:
+        layout = None if self._learner is None else self._learner.groups
+        return Handover(self.config, self.placement, self._stream, layout, self.timeout_s)
+
+    def _work(self, lr: float, batch: RolloutBatch | None, *, draws: bool, train_policy: bool = True) -> dict[str, Any]:
         """Each half does its part, then all see what was drawn; a failure of one is raised on all."""
         begin = time.perf_counter()
         own: list[list[TokenRollout]] = []
@@ -240,10 +226,10 @@ class DisjointLoop:
 
     def _keep(self, collected: Collection, served: Sequence[Mapping[str, Any]]) -> None:
         """What was drawn, for an iteration to come."""
-        seconds, position, pairs = (max(part[name] for part in served) for name in ("seconds", "position", "pairs"))
+        pairs = any(part["pairs"] for part in served)
         collected = (checked_pairs if pairs else checked)(self.config, collected)
         num_asked = self.config.num_groups * (2 if pairs else self.config.group_size)
-        self._drawn.append(_Drawn(collected, self.version, seconds, position, num_asked))
+        self._drawn.append(RolloutBatch.of(self.config, collected, served, self.version, num_asked))
 
     def _posed(self) -> int:
         """Position of this rank's problems; 0 where they have none."""
@@ -252,15 +238,16 @@ class DisjointLoop:
             agent = agent.agent
         return agent.position if isinstance(agent, NumberedProblems) else 0
 
-    def _train(self, learner: Learner, batch: _Drawn, lr: float, train_policy: bool) -> dict[str, Any]:
+    def _train(self, learner: Learner, batch: RolloutBatch, lr: float, train_policy: bool) -> dict[str, Any]:
         if isinstance(learner.objective, DPOObjective):
             return {"updates": tuple(update_pairs(self.config, batch.collected.groups, learner, lr))}
-        updates, critic_updates = update(self.config, batch.collected.groups, learner, lr, train_policy=train_policy)
-        if not updates and not critic_updates:
+        written = None if batch.written is None else batch.written.result()
+        done = update(self.config, batch.collected.groups, learner, lr, train_policy=train_policy, written=written)
+        if not done.policy and not done.critic:
             raise RuntimeError(
                 f"no token of the rollouts counts: mask_truncated={self.config.mask_truncated}, and all are truncated or empty"
             )
-        return {"updates": tuple(updates), "critic_updates": tuple(critic_updates)}
+        return {"updates": done.policy, "critic_updates": done.critic, "pack_s": done.pack_s, "score_s": done.score_s}
 
     def _refit(self) -> None:
         learner, server, placement = self._learner, self._server, self.placement
@@ -271,9 +258,3 @@ class DisjointLoop:
             model, engine = (None if learner is None else learner.model), (None if server is None else server.engine)
             refit(model, placement.groups, engine, self._transfer, placement=placement)
         self.version += 1
-
-
-def _token_lag(collected: Collection, version: int) -> float | None:
-    """Mean age of the tokens whose weights are known."""
-    versions = [drawn for group in collected.groups for rollout in group for drawn in rollout.weight_versions or ()]
-    return version - sum(versions) / len(versions) if versions else None

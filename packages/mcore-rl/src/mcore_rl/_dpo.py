@@ -13,9 +13,8 @@ from torch import Tensor
 from mcore_parallel.training import TrainReport, train_step
 from mcore_rl._advantage import AdvantageConfig
 from mcore_rl._aggregation import Aggregation
-from mcore_rl._collect import Collection, joined, share
+from mcore_rl._collect import Collection, Drawn, exchange
 from mcore_rl._config import GRPOConfig
-from mcore_rl._exchange import all_gather_json
 from mcore_rl._loop import IterationReport, iteration_report
 from mcore_rl._preference import DPOObjective, pair_batches
 from mcore_rl._reference import with_old_logprobs, with_ref_logprobs
@@ -66,12 +65,13 @@ def dpo_iteration(
     parts = {"optimizer": learner.optimizer, "sync": learner.sync, "engine": engine}
     begin = time.perf_counter()
     if engine is None:
-        collected = _collect(config, pairs, interface, learner)
+        drawn = _draw(config, pairs, interface, learner)
     else:
         config.memory.check(**parts)
         config.memory.training(engine)
         with config.memory.generating(**parts):
-            collected = _collect(config, pairs, interface, learner)
+            drawn = _draw(config, pairs, interface, learner)
+    collected = checked_pairs(config, exchange(drawn, groups, next(model.parameters()).device))
     rolled_out = time.perf_counter()
     updates = update_pairs(config, collected.groups, learner, lr)
     trained = time.perf_counter()
@@ -132,20 +132,15 @@ def check_pairs(config: GRPOConfig, learner: Learner) -> DPOObjective:
     return objective
 
 
-def _collect(config: GRPOConfig, pairs: ContrastiveRolloutGenerator, interface: InferenceInterface | None, learner: Learner) -> Collection:
-    """The pairs of all ranks, each a group of two."""
-    world, device = learner.groups.world, next(learner.model.parameters()).device
-    own: list[list[TokenRollout]] = []
-    failure: Exception | None = None
+def _draw(config: GRPOConfig, pairs: ContrastiveRolloutGenerator, interface: InferenceInterface | None, learner: Learner) -> Drawn:
+    """The pairs of this rank, each a group of two."""
+    world = learner.groups.world
     try:
         own = asyncio.run(ask_pairs(config, pairs, interface, len(range(world.rank, config.num_groups, world.size))))
     except Exception as error:
-        failure = error
-    # A rank that raised at once would leave the others waiting for it.
-    gathered = all_gather_json(share(own, 0, failure), world, device)
-    if failure is not None:
-        raise failure
-    return checked_pairs(config, joined(gathered))
+        # As of ``draw``.
+        return Drawn(groups=[], failure=error)
+    return Drawn(groups=own)
 
 
 def checked_pairs(config: GRPOConfig, collected: Collection) -> Collection:

@@ -11,7 +11,7 @@ import torch
 from mcore_parallel.training import TrainReport
 from mcore_parallel.training.distill import DistillationObjective
 from mcore_rl._aggregation import Aggregation
-from mcore_rl._collect import Collection, collect
+from mcore_rl._collect import Collection, checked, draw, exchange
 from mcore_rl._config import GRPOConfig
 from mcore_rl._objective import GRPOObjective
 from mcore_rl._preference import DPOObjective
@@ -47,6 +47,14 @@ class IterationReport:
     """Of ``rollout_s``, until the engine has the memory (``GRPOConfig.memory``)."""
     to_training_s: float = 0.0
     """Of ``rollout_s``, until the trainer has it again; copies that go on beside the training are not in it."""
+    generate_s: float = 0.0
+    """Of ``rollout_s``, until this rank's answers are judged. Where engines are ahead of the trainer, it is beside ``train_s`` instead."""
+    exchange_s: float = 0.0
+    """Of ``rollout_s``, until all ranks have all rollouts."""
+    pack_s: float = 0.0
+    """Of ``train_s``, until rollouts are in micro-batches on the device."""
+    score_s: float = 0.0
+    """Of ``train_s``, until the log-probabilities and values that the updates need are queued."""
     critic_updates: tuple[TrainReport, ...] = ()
     """Of the critic of PPO."""
     lag: int = 0
@@ -98,41 +106,52 @@ def grpo_iteration(
     config.memory.training(engine)
     with config.memory.generating(optimizer=learner.optimizer, sync=learner.sync, engine=engine):
         begun = time.perf_counter()
-        collected = collect(config, agent, interface, groups, next(model.parameters()).device)
+        drawn = draw(config, agent, interface, len(range(groups.world.rank, config.num_groups, groups.world.size)))
         answered = time.perf_counter()
+    # The trainer's memory comes back, and its state with it, while ranks that are done sooner wait for the others' answers.
+    handed_over = time.perf_counter()
+    collected = checked(config, exchange(drawn, groups, next(model.parameters()).device))
     rolled_out = time.perf_counter()
-    updates, critic_updates = update(config, collected.groups, learner, lr, train_policy=train_policy)
+    done = update(config, collected.groups, learner, lr, train_policy=train_policy)
     trained = time.perf_counter()
-    if not updates and not critic_updates:
+    if not done.policy and not done.critic:
         raise RuntimeError(f"no token of the rollouts counts: mask_truncated={config.mask_truncated}, and all are truncated or empty")
-    if updates:
+    if done.policy:
         refit(model, groups, engine, learner.transfer)
     return iteration_report(
         config,
         collected,
-        updates=tuple(updates),
-        critic_updates=tuple(critic_updates),
+        updates=done.policy,
+        critic_updates=done.critic,
         rollout_s=rolled_out - begin,
         train_s=trained - rolled_out,
         refit_s=time.perf_counter() - trained,
         to_generation_s=begun - begin,
-        to_training_s=rolled_out - answered,
+        to_training_s=handed_over - answered,
+        generate_s=answered - begun,
+        exchange_s=rolled_out - handed_over,
+        pack_s=done.pack_s,
+        score_s=done.score_s,
     )
 
 
 def iteration_report(config: GRPOConfig, collected: Collection, *, num_asked: int | None = None, **parts: Any) -> IterationReport:
     """What the rollouts say of an iteration, with the other fields of its report; None for as many answers as the config asks for."""
+    return IterationReport(**rollout_means(config, collected, num_asked), **parts)
+
+
+def rollout_means(config: GRPOConfig, collected: Collection, num_asked: int | None) -> dict[str, Any]:
+    """The fields of a report that the rollouts alone say."""
     flat = [rollout for group in collected.groups for rollout in group]
     rewards = torch.tensor([rollout.reward for rollout in flat], dtype=torch.float64)
-    return IterationReport(
-        mean_reward=rewards.mean().item(),
-        std_reward=rewards.std(correction=0).item(),
-        mean_length=sum(sum(rollout.generation_mask) for rollout in flat) / len(flat),
-        num_rollouts=len(flat),
-        num_dropped=(config.num_groups * config.group_size if num_asked is None else num_asked) - len(flat),
-        num_filtered=collected.num_filtered,
-        **parts,
-    )
+    return {
+        "mean_reward": rewards.mean().item(),
+        "std_reward": rewards.std(correction=0).item(),
+        "mean_length": sum(sum(rollout.generation_mask) for rollout in flat) / len(flat),
+        "num_rollouts": len(flat),
+        "num_dropped": (config.num_groups * config.group_size if num_asked is None else num_asked) - len(flat),
+        "num_filtered": collected.num_filtered,
+    }
 
 
 def check_iteration(config: GRPOConfig, learner: Learner) -> None:

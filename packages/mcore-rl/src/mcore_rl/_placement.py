@@ -16,6 +16,8 @@ from mcore_parallel import Group, ParallelPlan, ProcessGroups
 from mcore_rl._exchange import decode_json, encode_json
 from mcore_rl._stability import experimental_api
 
+_ANY_TIME_S = 365 * 86400.0
+
 
 @experimental_api
 class RankTimeoutError(TimeoutError):
@@ -43,6 +45,8 @@ class Placement:
     """Ranks that train, the first of the world."""
     groups: ProcessGroups | None = field(repr=False)
     """Layout of the trained model; None on a rank that serves."""
+    ahead: Group | None = field(default=None, repr=False)
+    """The same ranks over gloo once more, for what a thread exchanges meanwhile; None leaves ``gather_ahead`` out."""
 
     def __post_init__(self) -> None:
         if not 0 < self.num_trainers < self.world.size:
@@ -67,9 +71,10 @@ class Placement:
             )
         world = Group.of(_default_group())
         host = world if dist.get_backend(world.pg) == "gloo" else Group.of(_gloo())
+        ahead = Group.of(_gloo())
         groups = ProcessGroups.build(plan, leave_idle=True, timeout_s=timeout_s)
         trains = world.rank < plan.world_size
-        return cls(world=world, host=host, num_trainers=plan.world_size, groups=groups if trains else None)
+        return cls(world=world, host=host, num_trainers=plan.world_size, groups=groups if trains else None, ahead=ahead)
 
     @property
     def trains(self) -> bool:
@@ -97,14 +102,25 @@ class Placement:
         Raises:
             RankTimeoutError: ranks that did not come, or were lost before all of their value was here; names them and their half.
         """
+        return self._gather(self.host, value, timeout_s, timeout_s, purpose)
+
+    def gather_ahead(self, value: Any, timeout_s: float, purpose: str) -> list[Any]:
+        """As ``gather``, in another thread than that; the others may take any time to come, and have ``timeout_s`` for their values then.
+
+        A rank that dies is named at once; one that only stays away is not.
+        """
+        assert self.ahead is not None
+        return self._gather(self.ahead, value, _ANY_TIME_S, timeout_s, purpose)
+
+    def _gather(self, group: Group, value: Any, arrival_s: float, timeout_s: float, purpose: str) -> list[Any]:
         data = encode_json(value, torch.device("cpu"))
-        arrivals, late = _swap(self.host, torch.tensor([data.numel()]), [1] * self.host.size, timeout_s)
+        arrivals, late = _swap(group, torch.tensor([data.numel()]), [1] * group.size, arrival_s)
         if late:
             raise RankTimeoutError(
-                f"{self._name(late)} did not come within timeout_s={timeout_s:g} ({purpose}); look at the log of that rank"
+                f"{self._name(late)} did not come within timeout_s={arrival_s:g} ({purpose}); look at the log of that rank"
             )
         lengths = [int(length) for length in arrivals]
-        values, lost = _swap(self.host, data, lengths, timeout_s)
+        values, lost = _swap(group, data, lengths, timeout_s)
         if lost:
             raise RankTimeoutError(
                 f"{self._name(lost)} came, and did not exchange its {purpose} within timeout_s={timeout_s:g}; look at the log of that rank"

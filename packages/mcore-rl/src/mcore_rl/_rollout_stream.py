@@ -50,7 +50,7 @@ class TakenGroups:
     position: int
     """Where `NumberedProblems` go on after these groups."""
     seconds: float
-    """Waited for."""
+    """Of drawing them, from the call on."""
 
 
 @dataclass(frozen=True)
@@ -81,17 +81,46 @@ class RolloutStream:
         self._open: deque[_Posed] = deque()
         self._num_taken = agent.num_posed if isinstance(agent, NumberedProblems) else 0
         self._version = 0
+        self._num_draws, self._num_expected = 0, 0
+        self._wanted = asyncio.Event()
+        self._drawing: asyncio.Task[Any] | None = None
+        self._is_closing = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="mcore-rollouts", daemon=True)
         self._thread.start()
 
     def take(self) -> TakenGroups:
-        """The next groups, as many as there are in time; blocks.
+        """The next groups, as many as there are in time, and pose those of the iterations to come; blocks.
 
         Raises:
             Exception: what the environment or the engine raised.
         """
-        return self._run(self._take())
+        self.expect()
+        taken = self.draw()
+        self.pose_ahead()
+        return taken
+
+    def draw(self) -> TakenGroups:
+        """The next groups; blocks, and may be called in another thread than the rest. Of ``rollout_timeout_s`` it knows from ``expect``.
+
+        Raises:
+            Exception: what the environment or the engine raised.
+            RuntimeError: the stream was closed meanwhile.
+        """
+        return self._run(self._draw())
+
+    def expect(self) -> None:
+        """Whoever draws waits for nothing else from now on: groups have ``rollout_timeout_s`` left."""
+
+        def count() -> None:
+            self._num_expected += 1
+            self._wanted.set()
+
+        self._loop.call_soon_threadsafe(count)
+
+    def pose_ahead(self) -> None:
+        """Open the groups of the iterations to come, with the weights that are newest now."""
+        self._run(self._pose_ahead())
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int, in_flight: Literal["recompute", "keep"]) -> None:
         """New weights for the answers that are open, too; blocks.
@@ -116,26 +145,46 @@ class RolloutStream:
     def _run(self, call: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(call, self._loop).result()
 
-    async def _take(self) -> TakenGroups:
+    async def _pose_ahead(self) -> None:
+        self._pose(self._num_ahead)
+
+    async def _draw(self) -> TakenGroups:
+        limit = self._loop.create_task(self._limit(self._num_draws))
+        self._num_draws += 1
+        self._drawing = asyncio.current_task()
+        try:
+            return await self._draw_until(limit)
+        finally:
+            limit.cancel()
+            await asyncio.wait([limit])
+            self._drawing = None
+
+    async def _limit(self, number: int) -> None:
+        """Ends when the groups of a draw have to do with the answers that they have."""
+        while self._num_expected <= number:
+            self._wanted.clear()
+            await self._wanted.wait()
+        await asyncio.sleep(self._config.rollout_timeout_s)
+
+    async def _draw_until(self, limit: "asyncio.Task[None]") -> TakenGroups:
         config, begin = self._config, time.perf_counter()
-        end = self._loop.time() + config.rollout_timeout_s
         most = int(self._num_groups * config.max_filter_ratio) if config.filter_equal_groups else self._num_groups
         useful: list[list[TokenRollout]] = []
         equal: list[list[TokenRollout]] = []
         num_taken, oldest = 0, self._version
         while len(useful) < self._num_groups and num_taken < most:
             self._pose(min(self._num_groups - len(useful), most - num_taken))
-            posed = self._open.popleft()
+            posed = self._open[0]
+            group = await self._in_time(posed.task, limit)
+            self._open.popleft()
             num_taken += 1
             oldest = min(oldest, posed.version)
-            group = await self._in_time(posed.task, end)
             is_equal = config.filter_equal_groups and same_reward([rollout.reward for rollout in group])
             (equal if is_equal and group else useful).append(group)
         filled = equal[: max(0, self._num_groups - len(useful))]
         if filled:
             _log.warning("%d of %d groups have equal rewards, after %d were asked for", len(filled), self._num_groups, num_taken)
         self._num_taken += num_taken
-        self._pose(self._num_ahead)
         return TakenGroups(
             groups=[group for group in (*useful, *filled) if group],
             num_filtered=len(equal) - len(filled),
@@ -151,9 +200,11 @@ class RolloutStream:
             call = self._agent.group_rollout(self._interface, size=self._config.group_size, args=self._config.generation_args)
             self._open.append(_Posed(self._loop.create_task(call), self._version))
 
-    async def _in_time(self, task: "asyncio.Task[list[TokenRollout]]", end: float) -> list[TokenRollout]:
+    async def _in_time(self, task: "asyncio.Task[list[TokenRollout]]", limit: "asyncio.Task[None]") -> list[TokenRollout]:
         """The group of a task; after the limit what of it is there."""
-        await asyncio.wait([task], timeout=max(0.0, end - self._loop.time()))
+        await asyncio.wait([task, limit], return_when=asyncio.FIRST_COMPLETED)
+        if self._is_closing:
+            raise RuntimeError("the rollouts are given up: the loop was closed")
         if not task.done():
             _log.warning(
                 "a group is not there within rollout_timeout_s=%s; it ends with the answers it has", self._config.rollout_timeout_s
@@ -163,8 +214,11 @@ class RolloutStream:
         return [] if task.cancelled() else task.result()
 
     async def _give_up(self) -> None:
+        self._is_closing = True
         tasks = [posed.task for posed in self._open]
         self._open.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._drawing is not None:
+            await asyncio.wait([self._drawing])

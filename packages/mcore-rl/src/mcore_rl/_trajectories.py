@@ -83,6 +83,10 @@ class TrajectoryBatches:
         ]
         return dataclasses.replace(self, batches=batches)
 
+    def on(self, device: torch.device | str) -> Self:
+        """With all tensors on a device."""
+        return dataclasses.replace(self, batches=on_device(self.batches, device))
+
     def of_rollouts(self, values: Sequence[Tensor]) -> list[Tensor]:
         """From a tensor [B, S] a micro-batch, the values of each rollout's tokens but the first."""
         return [values[place.batch].flatten()[place.start : place.start + place.num_labels] for place in self.places]
@@ -128,19 +132,41 @@ def write_batches(
     if (routed := _routed_experts(rollouts, places, (count, B * S))) is not None:
         extras["routed_experts"] = routed
 
-    def part(values: Tensor, number: int) -> Tensor:
-        return values[number].to(style.device).view(B, S, *values.shape[2:])
+    def parts(values: Tensor) -> list[Tensor]:
+        # One copy of all micro-batches: many small ones would each wait for what else is on its way to the device.
+        return list(values.to(style.device).view(count, B, S, *values.shape[2:]).unbind(0))
 
+    fields = {"tokens": parts(tokens), "labels": parts(labels), "loss_mask": parts(mask)}
+    parted = {name: parts(values) for name, values in extras.items()}
+    valid_parts = None if valid is None else parts(valid)
     return [
         Batch(
-            tokens=part(tokens, i),
-            labels=part(labels, i),
-            loss_mask=part(mask, i),
+            **{name: values[i] for name, values in fields.items()},
             cu_seqlens=None if cu_seqlens is None else cu_seqlens[i],
-            valid=None if valid is None else part(valid, i),
-            extras={name: part(values, i) for name, values in extras.items()},
+            valid=None if valid_parts is None else valid_parts[i],
+            extras={name: values[i] for name, values in parted.items()},
         )
         for i in range(count)
+    ]
+
+
+def on_device(batches: Sequence[Batch], device: torch.device | str) -> list[Batch]:
+    """Micro-batches of ``write_batches`` with their tensors on a device, in one copy a field; ``cu_seqlens`` stay on the host."""
+    if not batches or batches[0].tokens.device == torch.device(device):
+        return list(batches)
+
+    def parts(values: Sequence[Tensor]) -> list[Tensor]:
+        return list(torch.stack(list(values)).to(device).unbind(0))
+
+    fields = {name: parts([getattr(batch, name) for batch in batches]) for name in ("tokens", "labels", "loss_mask")}
+    if batches[0].valid is not None:
+        fields["valid"] = parts([batch.valid for batch in batches if batch.valid is not None])
+    extras = {name: parts([batch.extras[name] for batch in batches]) for name in batches[0].extras}
+    return [
+        dataclasses.replace(
+            batch, **{name: values[i] for name, values in fields.items()}, extras={name: values[i] for name, values in extras.items()}
+        )
+        for i, batch in enumerate(batches)
     ]
 
 

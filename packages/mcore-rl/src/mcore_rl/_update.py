@@ -4,6 +4,7 @@
 
 import dataclasses
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -49,7 +50,7 @@ class Learner:
 
 
 @dataclass(frozen=True)
-class _MiniBatch:
+class MiniBatch:
     """This rank's share of the rollouts of one update."""
 
     numbers: list[int]
@@ -57,9 +58,42 @@ class _MiniBatch:
     written: TrajectoryBatches
 
 
+@dataclass(frozen=True, kw_only=True)
+class Updates:
+    """What the updates of one iteration did, and seconds of what came before the first of them."""
+
+    policy: tuple[TrainReport, ...]
+    critic: tuple[TrainReport, ...]
+    pack_s: float
+    """Until the rollouts were in micro-batches on the device."""
+    score_s: float
+    """Until the log-probabilities and values that they need were queued."""
+
+
+def mini_batches(config: GRPOConfig, rollouts: Sequence[Sequence[TokenRollout]], groups: ProcessGroups) -> list[MiniBatch]:
+    """The rollouts of all updates on the host, with their advantages where these take no log-probabilities; needs no device and no other
+    rank, so that a thread may write them while something else is trained on.
+
+    Args:
+        config: sizes, advantages, aggregation.
+        rollouts: the groups of all ranks.
+        groups: the layout of the policy.
+    """
+    flat = [rollout for group in rollouts for rollout in group]
+    style = BatchStyle(pad_id=config.pad_id, aggregation=config.aggregation, mask_truncated=config.mask_truncated)
+    parts = _mini_batches(config, flat, groups, style)
+    return parts if _needs_scores(config) else _with_advantages(parts, _advantages(config, rollouts, parts, groups))
+
+
 def update(
-    config: GRPOConfig, rollouts: Sequence[Sequence[TokenRollout]], learner: Learner, lr: float, *, train_policy: bool = True
-) -> tuple[list[TrainReport], list[TrainReport]]:
+    config: GRPOConfig,
+    rollouts: Sequence[Sequence[TokenRollout]],
+    learner: Learner,
+    lr: float,
+    *,
+    train_policy: bool = True,
+    written: Sequence[MiniBatch] | None = None,
+) -> Updates:
     """All updates of one iteration, of the policy and of the critic, on every rank of the layout.
 
     Old log-probabilities are computed when rollouts are trained on more than once, the reference's when there is one.
@@ -70,20 +104,19 @@ def update(
         learner: the policy.
         lr: learning rate of the policy.
         train_policy: False leaves the policy as it is.
+        written: ``mini_batches`` of these rollouts; None to write them here.
     """
-    flat = [rollout for group in rollouts for rollout in group]
-    style = BatchStyle(
-        pad_id=config.pad_id,
-        aggregation=config.aggregation,
-        mask_truncated=config.mask_truncated,
-        device=next(learner.model.parameters()).device,
-    )
-    parts = [_score(config, part, learner) for part in _mini_batches(config, flat, learner.groups, style)]
+    begin = time.perf_counter()
+    device = next(learner.model.parameters()).device
+    on_host = mini_batches(config, rollouts, learner.groups) if written is None else written
+    parts = [MiniBatch(part.numbers, part.written.on(device)) for part in on_host]
+    packed = time.perf_counter()
+    parts = [_score(config, part, learner) for part in parts]
     if config.gae is not None:
-        parts = _estimated(config, flat, parts, learner.groups)
-    else:
-        advantages = _advantages(config, rollouts, parts, learner.groups)
-        parts = [_MiniBatch(part.numbers, part.written.with_advantages([advantages[i] for i in part.numbers])) for part in parts]
+        parts = _estimated(config, [rollout for group in rollouts for rollout in group], parts, learner.groups)
+    elif _needs_scores(config):
+        parts = _with_advantages(parts, _advantages(config, rollouts, parts, learner.groups))
+    scored = time.perf_counter()
     critic, teacher, reports, critic_reports = learner.critic, learner.teacher, [], []
     learner.model.train()
     for part in [part for _ in range(config.num_epochs) for part in parts]:
@@ -103,7 +136,16 @@ def update(
                     groups=learner.groups,
                 )
             )
-    return reports, critic_reports
+    return Updates(policy=tuple(reports), critic=tuple(critic_reports), pack_s=packed - begin, score_s=scored - packed)
+
+
+def _needs_scores(config: GRPOConfig) -> bool:
+    """Whether advantages are computed from log-probabilities or values."""
+    return config.gae is not None or config.kl_in_reward != 0
+
+
+def _with_advantages(parts: Sequence[MiniBatch], advantages: Sequence[float]) -> list[MiniBatch]:
+    return [MiniBatch(part.numbers, part.written.with_advantages([advantages[i] for i in part.numbers])) for part in parts]
 
 
 def _labelled(teacher: Teacher, batches: Sequence[Batch]) -> list[Batch]:
@@ -113,7 +155,7 @@ def _labelled(teacher: Teacher, batches: Sequence[Batch]) -> list[Batch]:
     return [dataclasses.replace(theirs, extras={**batch.extras, **theirs.extras}) for batch, theirs in zip(shares, labelled, strict=True)]
 
 
-def _mini_batches(config: GRPOConfig, flat: Sequence[TokenRollout], groups: ProcessGroups, style: BatchStyle) -> list[_MiniBatch]:
+def _mini_batches(config: GRPOConfig, flat: Sequence[TokenRollout], groups: ProcessGroups, style: BatchStyle) -> list[MiniBatch]:
     """Consecutive shares of the rollouts; one without a token that counts, on no rank, is left out."""
     parts = []
     for number in range(config.num_mini_batches):
@@ -123,14 +165,14 @@ def _mini_batches(config: GRPOConfig, flat: Sequence[TokenRollout], groups: Proc
             continue
         if config.packing is not None:
             context = PackingContext.pack(flat[begin:end], config.packing, style, rank=groups.dp.rank, num_ranks=groups.dp.size)
-            parts.append(_MiniBatch([begin + i for i in context.rollouts], context))
+            parts.append(MiniBatch([begin + i for i in context.rollouts], context))
             continue
         first, last = mini_batch_share(end - begin, groups.dp.rank, groups.dp.size)
         numbers = list(range(begin + first, begin + last))
         own = [flat[i] for i in numbers]
         # Answers may be missing, but all ranks have as many micro-batches.
         places, shape = place_rows(own, config.seq_len, config.micro_batch_size, -(-(end - begin) // groups.dp.size))
-        parts.append(_MiniBatch(numbers, TrajectoryBatches(batches=write_batches(own, places, shape, style), places=places)))
+        parts.append(MiniBatch(numbers, TrajectoryBatches(batches=write_batches(own, places, shape, style), places=places)))
     return parts
 
 
@@ -139,7 +181,7 @@ def mini_batch_share(count: int, rank: int, size: int) -> tuple[int, int]:
     return rank * count // size, (rank + 1) * count // size
 
 
-def _score(config: GRPOConfig, part: _MiniBatch, learner: Learner) -> _MiniBatch:
+def _score(config: GRPOConfig, part: MiniBatch, learner: Learner) -> MiniBatch:
     """With the log-probabilities that the update needs beside the engine's."""
     written, batches = part.written, part.written.batches
     if config.num_updates > 1 or config.kl_in_reward:
@@ -150,11 +192,11 @@ def _score(config: GRPOConfig, part: _MiniBatch, learner: Learner) -> _MiniBatch
         written = written.with_extra("ref_logprobs", reference)
     if learner.critic is not None:
         written = written.with_extra("old_values", learner.critic.values(routed_afresh(batches), learner.groups))
-    return _MiniBatch(part.numbers, written)
+    return MiniBatch(part.numbers, written)
 
 
 def _advantages(
-    config: GRPOConfig, rollouts: Sequence[Sequence[TokenRollout]], parts: Sequence[_MiniBatch], groups: ProcessGroups
+    config: GRPOConfig, rollouts: Sequence[Sequence[TokenRollout]], parts: Sequence[MiniBatch], groups: ProcessGroups
 ) -> list[float]:
     """One a rollout, in order, the same on every rank."""
     rewards = [[_shaped(config, rollout) for rollout in group] for group in rollouts]
@@ -164,7 +206,7 @@ def _advantages(
     return [advantage for group in config.advantage.advantages(rewards) for advantage in group]
 
 
-def _estimated(config: GRPOConfig, flat: Sequence[TokenRollout], parts: Sequence[_MiniBatch], groups: ProcessGroups) -> list[_MiniBatch]:
+def _estimated(config: GRPOConfig, flat: Sequence[TokenRollout], parts: Sequence[MiniBatch], groups: ProcessGroups) -> list[MiniBatch]:
     """With advantages and returns of each token; the advantages are whitened over those of all parts and ranks."""
     assert config.gae is not None
     estimates = [
@@ -178,14 +220,14 @@ def _estimated(config: GRPOConfig, flat: Sequence[TokenRollout], parts: Sequence
         mean = total / count
         scale = (all_reduce((own - mean).square().sum().reshape(1), groups.dp)[0] / count).sqrt() + 1e-8
         estimates = [[((advantages - mean) / scale, returns) for advantages, returns in some] for some in estimates]
-    return [_MiniBatch(part.numbers, with_estimates(part.written, some)) for part, some in zip(parts, estimates, strict=True)]
+    return [MiniBatch(part.numbers, with_estimates(part.written, some)) for part, some in zip(parts, estimates, strict=True)]
 
 
 def _shaped(config: GRPOConfig, rollout: TokenRollout) -> float:
     return rollout.reward + (0.0 if config.overlong is None else config.overlong(sum(rollout.generation_mask)))
 
 
-def _kl_sums(count: int, parts: Sequence[_MiniBatch], groups: ProcessGroups) -> list[float]:
+def _kl_sums(count: int, parts: Sequence[MiniBatch], groups: ProcessGroups) -> list[float]:
     """Sum of old - ref over the tokens that count of each rollout, those of all ranks."""
     sums = [0.0] * count
     for part in parts:

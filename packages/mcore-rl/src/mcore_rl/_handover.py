@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The rollouts of the next iteration on their way to all ranks of a placement, while those of this one are trained on."""
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_parallel import ProcessGroups
+from mcore_rl._collect import Collection, checked, joined, share
+from mcore_rl._config import GRPOConfig
+from mcore_rl._loop import rollout_means
+from mcore_rl._placement import Placement
+from mcore_rl._rollout_stream import RolloutStream
+from mcore_rl._update import MiniBatch, mini_batches
+
+_log = logging.getLogger(__name__)
+_CLOSE_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutBatch:
+    """Rollouts of one iteration, the same on every rank but for ``written``."""
+
+    collected: Collection
+    version: int
+    """Refits before the first of them was begun."""
+    seconds: float
+    """Of drawing them, on the rank that took longest."""
+    position: int
+    """Problems before this number were posed by then."""
+    means: Mapping[str, Any]
+    """Fields of the report that they say."""
+    token_versions: tuple[int, int]
+    """Sum over the tokens of the weights that drew each, and number of tokens of which that is known."""
+    written: "Future[list[MiniBatch]] | None" = None
+    """Their micro-batches on the host, or why there are none; None where that is for ``update`` to do."""
+
+    @classmethod
+    def of(
+        cls, config: GRPOConfig, collected: Collection, served: Sequence[Mapping[str, Any]], version: int, num_asked: int
+    ) -> "RolloutBatch":
+        """What the serving ranks say of their shares put together.
+
+        Args:
+            config: of the iteration.
+            collected: the rollouts.
+            served: seconds and position of each rank that serves.
+            version: as of the field.
+            num_asked: answers that were asked for.
+        """
+        seconds, position = (max(part[name] for part in served) for name in ("seconds", "position"))
+        versions = [drawn for group in collected.groups for rollout in group for drawn in rollout.weight_versions or ()]
+        return cls(
+            collected=collected,
+            version=version,
+            seconds=seconds,
+            position=position,
+            means=rollout_means(config, collected, num_asked),
+            token_versions=(sum(versions), len(versions)),
+        )
+
+    def token_lag(self, version: int) -> float | None:
+        """Mean age of the tokens whose weights are known."""
+        total, count = self.token_versions
+        return version - total / count if count else None
+
+
+class Handover:
+    """One batch of rollouts, from the engines to all ranks, in a thread of its own: drawn to their end, exchanged, decoded, and written
+    into micro-batches. Nothing of it touches a device.
+
+    Args:
+        config: of the iteration.
+        placement: every rank of it makes one for the same iteration.
+        stream: of a rank that serves.
+        layout: of the policy, on a rank that trains.
+        timeout_s: limit of waiting, from ``result`` on.
+    """
+
+    def __init__(
+        self, config: GRPOConfig, placement: Placement, stream: RolloutStream | None, layout: ProcessGroups | None, timeout_s: float
+    ) -> None:
+        self._config, self._placement, self._stream, self._layout, self._timeout_s = config, placement, stream, layout, timeout_s
+        self._is_drawn = threading.Event()
+        self._batch: Future[RolloutBatch] = Future()
+        # Without a close it ends with the process.
+        self._thread = threading.Thread(target=self._run, name="mcore-handover", daemon=True)
+        self._thread.start()
+
+    def result(self) -> RolloutBatch:
+        """The batch; waits for it, on all ranks together.
+
+        Raises:
+            RankTimeoutError: a rank did not come within ``timeout_s``; named.
+            RuntimeError: a rank failed, on the others; what it raised, on itself.
+        """
+        if self._stream is not None:
+            self._stream.expect()
+            self._is_drawn.wait()
+        # Who stays away is named here: the thread waits for as long as the engines draw.
+        self._placement.gather(None, self._timeout_s, "rollouts")
+        return self._batch.result(2 * self._timeout_s)
+
+    def close(self) -> None:
+        """Wait until the thread has ended, which it does once the streams of all ranks are closed."""
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            _log.warning("other ranks did not give up what was drawn ahead within %g s; the process ends without them", _CLOSE_S)
+
+    def _run(self) -> None:
+        try:
+            self._batch.set_result(self._hand_over())
+        except Exception as error:
+            self._batch.set_exception(error)
+
+    def _hand_over(self) -> RolloutBatch:
+        sent: dict[str, Any] = share([], 0, None)
+        failure = None
+        try:
+            if self._stream is not None:
+                taken = self._stream.draw()
+                about = {name: getattr(taken, name) for name in ("seconds", "position", "num_asked", "oldest")}
+                sent = {**share(taken.groups, taken.num_filtered, None), **about}
+        except Exception as error:
+            failure = error
+            sent = share([], 0, failure)
+        finally:
+            self._is_drawn.set()
+        shares = self._placement.gather_ahead(sent, self._timeout_s, "rollouts")
+        if failure is not None:
+            raise failure
+        collected = checked(self._config, joined(shares))
+        served = shares[self._placement.num_trainers :]
+        oldest, num_asked = min(part["oldest"] for part in served), sum(part["num_asked"] for part in served)
+        batch = RolloutBatch.of(self._config, collected, served, oldest, num_asked)
+        return batch if self._layout is None else dataclasses.replace(batch, written=self._written(collected, self._layout))
+
+    def _written(self, collected: Collection, layout: ProcessGroups) -> "Future[list[MiniBatch]]":
+        """A failure is of the training, of which the other half is told then."""
+        written: Future[list[MiniBatch]] = Future()
+        try:
+            written.set_result(mini_batches(self._config, collected.groups, layout))
+        except Exception as error:
+            written.set_exception(error)
+        return written
