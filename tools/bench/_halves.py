@@ -26,7 +26,7 @@ from mcore_rl import (
 from mcore_tools.assembly import FullyShardedModel
 from mcore_tools.launch import launch
 from tools.bench._scale import Scale
-from tools.bench.rl import EvenShare, Work, build_engine
+from tools.bench.rl import SPANS, EvenShare, Work, build_engine
 from tools.bench.serve import MODELS
 
 __all__ = ["grpo_on_halves"]
@@ -65,17 +65,20 @@ def _iterate(scale: Scale, sizes: Work, model: str, num_trainers: int, max_lag: 
         loop = DisjointLoop(config, placement, learner=_learner(model, scale, placement.groups), max_lag=max_lag)
     else:
         loop = DisjointLoop(config, placement, server=_server(model, sizes, scale, placement), max_lag=max_lag)
-    for _ in range(2):
-        loop.iterate(1e-6)
-    dist.barrier()
-    begin = scale.finish()
-    reports = [loop.iterate(1e-6) for _ in range(iterations)]
-    seconds = (scale.finish() - begin) / iterations
-    mean = {name: sum(getattr(report, name) for report in reports) / iterations for name in ("rollout_s", "train_s", "refit_s")}
+    with loop:
+        for _ in range(2):
+            loop.iterate(1e-6)
+        dist.barrier()
+        begin = scale.finish()
+        reports = [loop.iterate(1e-6) for _ in range(iterations)]
+        seconds = (scale.finish() - begin) / iterations
+    spans = {span: sum(getattr(report, f"{span}_s") for report in reports) / iterations for span in SPANS}
     last = reports[-1]
     mismatch = last.train.metrics["logprob_mismatch"] if last.updates else None
-    return {"s": seconds, **mean, "lag": last.lag, "made": sum(report.mean_length * report.num_rollouts for report in reports) / iterations,
-            "mismatch": mismatch, "dropped": sum(report.num_dropped for report in reports)}  # fmt: skip
+    return {
+        "s": seconds, "spans": spans, "lag": last.lag, "mismatch": mismatch, "dropped": sum(report.num_dropped for report in reports),
+        "made": sum(report.mean_length * report.num_rollouts for report in reports) / iterations,
+    }  # fmt: skip
 
 
 def grpo_on_halves(scale: Scale, work: Work, iterations: int) -> Iterator[dict[str, Any]]:
@@ -94,9 +97,11 @@ def grpo_on_halves(scale: Scale, work: Work, iterations: int) -> Iterator[dict[s
         yield {
             "part": "rl", "run": f"fsdp{trainers} and {engines} engines, {'one step off' if max_lag else 'by turns'}", "model": model,
             "groups": work.groups, "group_size": work.group_size, "inputs": work.inputs, "outputs": work.outputs,
-            "iteration_s": round(seconds, 3), "rollout_s": round(trainer["rollout_s"], 3),
+            "iteration_s": round(seconds, 3), "rollout_s": round(trainer["spans"]["rollout"], 3),
             # One step off a trainer that is done waits for the engines in its share.
-            "train_s": round(trainer["train_s"], 3), "refit_ms": round(1e3 * max(rank["refit_s"] for rank in ranks), 2),
+            "train_s": round(trainer["spans"]["train"], 3), "refit_ms": round(1e3 * max(rank["spans"]["refit"] for rank in ranks), 2),
+            # Of the trainer. One step off the engines generate beside its training, and rollout is what it waited for them.
+            "timeline_s": {span: round(trainer["spans"][span], 3) for span in SPANS},
             "tokens_per_s_per_gpu": round(trainer["made"] / seconds / scale.gpus, 1), "lag": trainer["lag"],
             "over_by_turns": round(by_turns / seconds, 3), "logprob_mismatch": trainer["mismatch"], "num_dropped": trainer["dropped"],
         }  # fmt: skip

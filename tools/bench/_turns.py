@@ -36,7 +36,7 @@ from mcore_rl import (
 from mcore_tools.assembly import FullyShardedModel
 from mcore_tools.launch import launch
 from tools.bench._scale import Scale
-from tools.bench.rl import Clock, EvenShare, Work, build_engine
+from tools.bench.rl import SPANS, Clock, EvenShare, Work, build_engine
 from tools.bench.serve import MODELS
 
 __all__ = ["TURNS", "grpo_by_turns"]
@@ -145,8 +145,8 @@ def _iterate(scale: Scale, sizes: Work, model: str, streams: bool | None, iterat
     timed = [iterate(interface, engine, memory) for _ in range(1 + iterations)][1:]
     seconds, report = min(timed, key=lambda one: one[0])
     return {
-        "s": seconds, "generation_s": generation, "training_s": training, "rollout_s": report.rollout_s, "train_s": report.train_s,
-        "refit_s": report.refit_s, "to_generation_s": report.to_generation_s, "to_training_s": report.to_training_s,
+        "s": seconds, "generation_s": generation, "training_s": training,
+        "timeline": {span: getattr(report, f"{span}_s") for span in SPANS},
         "made": report.mean_length * report.num_rollouts, "dropped": report.num_dropped, "streams": memory.stream_optimizer,
         "mismatch": report.train.metrics["logprob_mismatch"], "peak_alone": peak_alone, "peak": clock.peak(),
         **_switches(memory, switching, clock, sizes.cycles),
@@ -207,9 +207,8 @@ def grpo_by_turns(scale: Scale, work: Work, iterations: int, *, streams: bool | 
         "optimizer": "streamed" if ranks[0]["streams"] else "offloaded",
         "iteration_s": round(slowest["s"], 3), "generation_alone_s": round(slowest["generation_s"], 3),
         "training_alone_s": round(slowest["training_s"], 3), "over_parts": round(slowest["s"] / alone - 1, 4),
-        "timeline_s": {
-            name: round(slowest[f"{name}_s"], 3) for name in ("rollout", "to_generation", "to_training", "train", "refit")
-        },
+        # Where ranks wait for each other a span is that of the one that waited longest.
+        "timeline_s": {span: round(max(rank["timeline"][span] for rank in ranks), 3) for span in SPANS},
         "switch_s": {"to_generation": round(slowest["there_s"], 3), "to_training": round(slowest["back_s"], 3)},
         "tokens_per_s_per_gpu": round(ranks[0]["made"] / slowest["s"] / scale.gpus, 1),
         "peak_gib": [round(max(rank["peak_alone"], rank["peak"]) / 2**30, 2) for rank in ranks],

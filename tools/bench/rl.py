@@ -46,6 +46,8 @@ from mcore_rl import (
 from tools.bench._record import record
 from tools.bench.serve import MODELS
 
+SPANS = ("rollout", "to_generation", "generate", "to_training", "exchange", "train", "pack", "score", "refit")
+"""Of an `IterationReport`, in seconds: to_generation, generate, to_training and exchange are parts of rollout, pack and score of train."""
 SWITCH = MemorySwitch(offload_optimizer=True, release_gradients=True, suspend_engine=True)
 
 
@@ -293,9 +295,7 @@ def step(learner: Learner, engine: DynamicInferenceEngine, work: Work, clock: Cl
         "groups": work.groups, "group_size": work.group_size, "inputs": work.inputs, "outputs": work.outputs,
         "generation_alone_s": round(alone_s, 3), "training_alone_s": round(train_s, 3), "whole_s": round(whole_s, 3),
         "over_parts": round(whole_s / (alone_s + train_s) - 1, 4),
-        "timeline_s": {
-            name: round(getattr(report, f"{name}_s"), 4) for name in ("rollout", "to_generation", "to_training", "train", "refit")
-        },
+        "timeline_s": {name: round(getattr(report, f"{name}_s"), 4) for name in SPANS},
         "tokens_per_s": round(tokens / whole_s), "generated": round(report.mean_length * report.num_rollouts),
         "num_dropped": report.num_dropped, "mean_reward": round(report.mean_reward, 4),
         "logprob_mismatch": report.train.metrics["logprob_mismatch"],

@@ -4,14 +4,17 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.optim import DynamicLossScale, MegatronOptimizer, OptimizerConfig, ParamGroup
+from mcore_parallel.optim import _offload as offload_module
 from mcore_parallel.optim._offload import ParkedTensors, _Window
 from mcore_parallel.optim._state import BLOCK, ScaledStorage, join_bits, split_bits
 from mcore_parallel.training import optimizer_state
@@ -320,6 +323,28 @@ def test_windows_hold_whole_pieces_within_the_limit() -> None:
     parked = ParkedTensors([[torch.zeros(n)] if n else [] for n in (4, 4, 9, 0, 2, 2, 2)], window_bytes=32)
     assert parked.windows == [[0, 1], [2], [4, 5, 6]]
     assert ParkedTensors([]).windows == []
+
+
+def test_state_travels_in_pieces_that_let_others_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_module, "_PIECE_BYTES", 64)
+    values = [torch.arange(50, dtype=torch.float32), torch.arange(7, dtype=torch.float64)]
+    before = [tensor.clone() for tensor in values]
+    parked = ParkedTensors([values])
+    sizes: list[int] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.copy_.default:
+                sizes.append(args[0].nbytes)
+            return func(*args, **(kwargs or {}))
+
+    for _ in range(2):
+        with Copies():
+            parked.park()
+            parked.restore()
+        parked.wait()
+        assert all(map(torch.equal, values, before))
+    assert sizes and max(sizes) <= 64 and sum(sizes) >= 4 * sum(tensor.nbytes for tensor in values)
 
 
 def test_state_that_does_not_fit_stays_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:

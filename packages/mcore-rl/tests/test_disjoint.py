@@ -361,6 +361,58 @@ def test_one_step_off_the_halves_work_at_the_same_time(world) -> None:
     assert one > 4.0 and other < one - 1.0
 
 
+def hand_over_beside_training(iterations: int) -> tuple[list[bool], bool]:
+    """Whether the next rollouts were here, in micro-batches, before each update was over; and whether the threads ended with the loop."""
+    loop, arrived = loop_of(ParallelPlan(), max_lag=1, timeout_s=30.0), []
+    if (own := loop._learner) is not None:
+        step = own.optimizer.step
+
+        def slow_step(*args: Any, **keywords: Any) -> Any:
+            handover: Any = loop._handover
+            batch = handover._batch.result(20)
+            arrived.append(batch.written.done() and len(batch.written.result()) == 1 and len(batch.collected.groups) == CONFIG.num_groups)
+            return step(*args, **keywords)
+
+        own.optimizer.step = slow_step  # type: ignore[method-assign]
+    with loop:
+        reports = [loop.iterate(2e-2) for _ in range(iterations)]
+    assert [report.lag for report in reports] == [0] + [1] * (iterations - 1)
+    handover = loop._handover
+    assert handover is not None
+    return arrived, not handover._thread.is_alive()
+
+
+@pytest.mark.world(2)
+def test_rollouts_arrive_and_are_packed_beside_the_training_of_those_before(world) -> None:
+    assert world(hand_over_beside_training, iterations=3) == [([True] * 3, True), ([], True)]
+
+
+class Endless(CharacterShare):
+    """From the second iteration on, judgements take longer than any test."""
+
+    async def get_reward(self, response: str, problem: Problem) -> float:
+        if int(problem.problem_id) >= CONFIG.num_groups:
+            await asyncio.sleep(3600)
+        return await super().get_reward(response, problem)
+
+
+def close_while_drawing() -> tuple[float, bool]:
+    agent = Endless(["a", "b", "a", "b"], "a")
+    agent.judge_timeout_s = 7200.0
+    loop = loop_of(ParallelPlan(), agent, max_lag=1, timeout_s=30.0)
+    with loop:
+        loop.iterate(2e-2)
+        begin = time.monotonic()
+    handover = loop._handover
+    assert handover is not None
+    return time.monotonic() - begin, handover._thread.is_alive()
+
+
+@pytest.mark.world(2)
+def test_a_closed_loop_gives_up_what_is_on_its_way(world) -> None:
+    assert all(seconds < 5 and not alive for seconds, alive in world(close_while_drawing))
+
+
 class Failing(CharacterShare):
     async def get_prompt(self, *, validation: bool = False) -> Problem:
         raise ConnectionError("no problems here")

@@ -15,6 +15,7 @@ from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDat
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_rl import GenericGenerationArgs, GRPOConfig, GRPOObjective, Learner, MegatronLocal, MemorySwitch, grpo_iteration, refit
+from mcore_rl import _loop as loop_module
 from mcore_rl.envs import CharacterShare
 
 TOKENIZER = ByteTokenizer()
@@ -53,6 +54,61 @@ def test_a_policy_learns_the_same_with_and_without_turns(switch: MemorySwitch) -
     staying, switching = (torch.cat([weights.flatten() for weights in iterate(one, 3)]) for one in (MemorySwitch(), switch))
     # Which requests share a step of the engine is a matter of time, and so are last bits: Adam makes steps of gradients that are only that.
     assert ((staying - switching).abs() > 1e-5).float().mean() < 1e-3
+
+
+def test_the_trainer_has_its_memory_before_the_answers_of_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, engine = build()
+    optimizer: Any = learner.optimizer
+    seen, real = [], loop_module.exchange
+
+    def exchange(*arguments: Any) -> Any:
+        seen.append((engine.is_suspended, optimizer._parked.are_parked))
+        return real(*arguments)
+
+    monkeypatch.setattr(loop_module, "exchange", exchange)
+    config = GRPOConfig(
+        num_groups=2, group_size=4, seq_len=16, memory=ALL, generation_args=GenericGenerationArgs(temperature=1.0, max_tokens=8)
+    )
+    parts: dict[str, Any] = {"agent": CharacterShare(["a", "b"], "ab"), "interface": MegatronLocal(engine), "engine": engine}
+    report = grpo_iteration(config, **parts, learner=learner, lr=1e-2)
+    assert seen == [(True, False)]
+    assert report.generate_s > 0 and report.exchange_s > 0 and report.pack_s > 0
+    parts_s = report.to_generation_s + report.generate_s + report.to_training_s + report.exchange_s
+    assert parts_s == pytest.approx(report.rollout_s) and report.pack_s + report.score_s < report.train_s
+
+
+def test_an_engine_beside_a_trainer_leaves_it_what_torch_keeps() -> None:
+    learner, engine = build()
+    asked: list[str] = []
+    whole, within = engine.suspend, engine.suspend_within_process
+    engine.suspend = lambda: (asked.append("suspend"), whole())[1]  # type: ignore[method-assign]
+    engine.suspend_within_process = lambda: (asked.append("within"), within())[1]  # type: ignore[method-assign]
+    ALL.training(engine)
+    with ALL.generating(optimizer=learner.optimizer, sync=learner.sync, engine=engine):
+        assert not engine.is_suspended
+    assert asked == ["within", "within"] and engine.is_suspended
+
+
+class Plain:
+    """An engine of another kind."""
+
+    is_suspended = False
+
+    def suspend(self) -> None:
+        self.is_suspended = True
+
+    def resume(self) -> None:
+        self.is_suspended = False
+
+
+def test_an_engine_of_another_kind_is_suspended_as_it_can() -> None:
+    engine = Plain()
+    switch = MemorySwitch(suspend_engine=True)
+    switch.training(engine)
+    assert engine.is_suspended
+    with switch.generating(optimizer=None, sync=None, engine=engine):
+        assert not engine.is_suspended
+    assert engine.is_suspended
 
 
 def test_all_memory_comes_back_when_generation_fails() -> None:

@@ -134,6 +134,58 @@ def test_a_late_group_ends_with_what_it_has_and_later_ones_go_on(interface: Scri
     assert numbers(own.take().groups) == [2, 2, 3, 3]
 
 
+def test_drawing_poses_nothing_before_the_weights_that_it_would_wait_for(interface: Scripted, stream: Any) -> None:
+    own = stream()
+    interface.release(0, 1, 2, 3)
+    assert numbers(own.draw().groups) == [0, 0, 1, 1] and interface.wait_for(4) == [0, 1]
+    own.load_weights([], 1, "keep")
+    own.pose_ahead()
+    assert interface.wait_for(8) == [0, 1, 2, 3]
+    # A refit comes while they are drawn, and they were posed before it.
+    own.load_weights([], 2, "keep")
+    assert own.draw().oldest == 1
+
+
+def test_groups_have_their_time_from_when_they_are_expected(interface: Scripted, stream: Any) -> None:
+    own = stream(rollout_timeout_s=0.3)
+    interface.release(1, 2, 3)
+    taken: list[Any] = []
+    drawing = threading.Thread(target=lambda: taken.append(own.draw()))
+    drawing.start()
+    drawing.join(1.0)
+    assert drawing.is_alive() and not taken
+    own.expect()
+    drawing.join(10)
+    assert numbers(taken[0].groups) == [1, 1] and taken[0].num_asked == 4
+    # Of an expectation that came early the next draw knows nothing.
+    own.expect()
+    assert numbers(own.draw().groups) == [2, 2, 3, 3]
+    late = threading.Thread(target=lambda: taken.append(own.draw()))
+    late.start()
+    late.join(1.0)
+    assert late.is_alive()
+    interface.release(4, 5)
+    late.join(10)
+    assert numbers(taken[1].groups) == [4, 4, 5, 5]
+
+
+def test_a_stream_that_is_closed_lets_go_of_whoever_draws(interface: Scripted, stream: Any) -> None:
+    own, raised = stream(), []
+
+    def draw() -> None:
+        try:
+            own.draw()
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    drawing = threading.Thread(target=draw)
+    drawing.start()
+    interface.wait_for(4)
+    own.close()
+    drawing.join(10)
+    assert raised == ["the rollouts are given up: the loop was closed"]
+
+
 def test_a_failing_environment_reaches_whoever_takes(interface: Scripted, stream: Any) -> None:
     agent = Numbers()
     agent.start_at(89)

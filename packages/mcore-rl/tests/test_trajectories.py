@@ -2,10 +2,15 @@
 # Copyright (c) 2026 the mcore authors
 """Trajectories become rows in which each token's numbers sit where it is predicted."""
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from mcore_rl import TokenRollout, rollout_batches
+from mcore_rl import PackingConfig, PackingContext, TokenRollout, rollout_batches
+from mcore_rl._trajectories import BatchStyle, on_device, place_rows, write_batches
 
 
 def rollout(prompt: int, written: int, start: int = 10) -> TokenRollout:
@@ -56,3 +61,47 @@ def test_inconsistent_rollouts_are_refused() -> None:
         TokenRollout(trajectory=[1, 2], reward=0, generation_mask=[True], logprobs=[0.0], env_id="e", problem_id="p")
     with pytest.raises(ValueError, match="logprobs has 1 entries for 2 generated tokens"):
         TokenRollout(trajectory=[1, 2], reward=0, generation_mask=[True, True], logprobs=[0.0], env_id="e", problem_id="p")
+
+
+class Copies(TorchDispatchMode):
+    """Copies from one device to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default and "device" in (kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def test_all_micro_batches_go_to_the_device_in_one_copy_a_field() -> None:
+    rollouts = [rollout(2, n) for n in (3, 5, 2, 4)]
+    places, shape = place_rows(rollouts, 8, 1)
+    counts = []
+    for write in (
+        lambda: write_batches(rollouts, places, shape, BatchStyle(device="meta")),
+        lambda: on_device(write_batches(rollouts, places, shape, BatchStyle()), "meta"),
+    ):
+        with Copies() as copies:
+            batches = write()
+        assert len(batches) == 4 and all(batch.tokens.is_meta and batch.tokens.shape == (1, 8) for batch in batches)
+        counts.append(copies.count)
+    # tokens, labels, mask, valid and three extras
+    assert counts == [7, 7]
+
+
+def test_batches_that_changed_place_are_the_same() -> None:
+    rollouts = [rollout(2, n) for n in (3, 5, 2, 4)]
+    host = PackingContext.pack(rollouts, PackingConfig(bin_size=8)).with_advantages([0.5, -1.0, 2.0, 0.25])
+    there = host.on("meta")
+    assert there.places == host.places and there.bins == host.bins
+    for one, other in zip(host.batches, there.batches, strict=True):
+        assert one.cu_seqlens is other.cu_seqlens and one.extras.keys() == other.extras.keys()
+        names = [field.name for field in dataclasses.fields(one) if isinstance(getattr(one, field.name), torch.Tensor)]
+        pairs = [(getattr(one, name), getattr(other, name)) for name in names if name != "cu_seqlens"]
+        pairs += [(one.extras[name], other.extras[name]) for name in one.extras]
+        assert all(a.shape == b.shape and a.dtype == b.dtype and b.is_meta for a, b in pairs)
+    for one, other in zip(host.batches, host.on("cpu").batches, strict=True):
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.labels, other.labels) and torch.equal(one.loss_mask, other.loss_mask)
+        assert all(torch.equal(one.extras[name], other.extras[name]) for name in one.extras)

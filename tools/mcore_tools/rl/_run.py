@@ -277,7 +277,9 @@ class _Run:
         return reward
 
     def close(self) -> None:
-        """Give up hooks."""
+        """Give up hooks, and what is on its way."""
+        if self.loop is not None:
+            self.loop.close()
         self.parts.close()
         if self.critic is not None:
             self.critic.close()

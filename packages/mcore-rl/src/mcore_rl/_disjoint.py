@@ -52,7 +52,8 @@ class DisjointLoop:
     iterations ahead. The importance correction of the objective weighs what older weights drew. The first iteration begins with a refit.
 
     With ``partial`` engines never wait: they draw while weights come, and answers in flight keep their tokens and go on with the new ones
-    (``TokenRollout.weight_versions``). Groups are handed over in the order in which they were posed, each once.
+    (``TokenRollout.weight_versions``). Groups are handed over in the order in which they were posed, each once: in a thread, which also
+    writes their micro-batches, beside the training of those before. Use the loop as a context, or ``close`` it on every rank at the end.
 
     Args:
         config: of each iteration. The serving ranks share its problems.
@@ -111,7 +112,7 @@ class DisjointLoop:
         self.close()
 
     def close(self) -> None:
-        """Give up what was drawn ahead; may be called again."""
+        """Give up what was drawn ahead; every rank does, and may do so again."""
         if self._stream is not None:
             self._stream.close()
         if self._handover is not None:

@@ -107,7 +107,7 @@ class Handover:
         return self._batch.result(2 * self._timeout_s)
 
     def close(self) -> None:
-        """Wait until the thread has ended, which it does once the streams of all ranks are closed."""
+        """Wait until the thread has ended, which it does once the streams of all ranks are closed, or have drawn what it hands over."""
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
             _log.warning("other ranks did not give up what was drawn ahead within %g s; the process ends without them", _CLOSE_S)

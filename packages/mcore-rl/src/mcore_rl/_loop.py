@@ -40,7 +40,7 @@ class IterationReport:
     updates: tuple[TrainReport, ...]
     """In their order; none where only the critic was trained, or on a rank that only serves."""
     rollout_s: float
-    """With the hand-over of memory in both directions."""
+    """With the hand-over of memory in both directions. Where engines are ahead of the trainer, what was waited for the rollouts."""
     train_s: float
     refit_s: float
     to_generation_s: float = 0.0

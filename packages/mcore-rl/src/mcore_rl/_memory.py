@@ -36,6 +36,13 @@ class _Suspendable(Protocol):
     def resume(self) -> None: ...
 
 
+@runtime_checkable
+class _SharesProcess(Protocol):
+    """An engine that leaves to its process what torch keeps for later tensors."""
+
+    def suspend_within_process(self) -> None: ...
+
+
 _NEEDS = (
     ("offload_optimizer", "optimizer", _HostState, "offload_to_cpu and restore_from_cpu"),
     ("stream_optimizer", "optimizer", _HostState, "offload_to_cpu and restore_from_cpu"),
@@ -86,7 +93,7 @@ class MemorySwitch:
     def training(self, engine: object) -> None:
         """Suspend the engine, if it is to be: the state before and after a block of ``generating``."""
         if self.suspend_engine:
-            cast(_Suspendable, engine).suspend()
+            _suspend(engine)
 
     @contextlib.contextmanager
     def generating(self, *, optimizer: object, sync: object, engine: object) -> Iterator[None]:
@@ -116,6 +123,14 @@ class MemorySwitch:
                 stack.callback(cast(_GradBuffers, sync).restore_grad_buffers)
                 cast(_GradBuffers, sync).offload_grad_buffers()
             if self.suspend_engine:
-                stack.callback(cast(_Suspendable, engine).suspend)
+                stack.callback(_suspend, engine)
                 cast(_Suspendable, engine).resume()
             yield
+
+
+def _suspend(engine: object) -> None:
+    if isinstance(engine, _SharesProcess):
+        # The trainer is in this process, and takes the memory at once.
+        engine.suspend_within_process()
+    else:
+        cast(_Suspendable, engine).suspend()

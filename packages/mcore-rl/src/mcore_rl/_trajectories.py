@@ -152,8 +152,8 @@ def write_batches(
 
 def on_device(batches: Sequence[Batch], device: torch.device | str) -> list[Batch]:
     """Micro-batches of ``write_batches`` with their tensors on a device, in one copy a field; ``cu_seqlens`` stay on the host."""
-    if not batches or batches[0].tokens.device == torch.device(device):
-        return list(batches)
+    if not batches:
+        return []
 
     def parts(values: Sequence[Tensor]) -> list[Tensor]:
         return list(torch.stack(list(values)).to(device).unbind(0))

@@ -516,8 +516,21 @@ class DynamicInferenceEngine:
         ``unified_memory_level`` 1 and 2. New requests may come. Recorded graphs stay where the cache keeps its addresses: on NVIDIA's
         driver.
         """
-        if self.is_suspended:
-            return
+        if not self.is_suspended:
+            self._free_cache()
+            if self.context.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def suspend_within_process(self) -> None:
+        """As ``suspend``, for whoever works on the device in this process: what torch keeps for later tensors is not given to others.
+
+        A trainer then has the memory of its last step again without asking the driver, which would take it piece by piece.
+        """
+        if not self.is_suspended:
+            self._free_cache()
+
+    @torch.no_grad()
+    def _free_cache(self) -> None:
         # A recording that others wait in writes to the cache, be it padding.
         self.finish_steps()
         memory = self.context.memory
@@ -528,8 +541,6 @@ class DynamicInferenceEngine:
         if not memory.keeps_addresses:
             self._executor.clear_graphs()
         memory.free()
-        if self.context.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def reset_prefix_cache(self) -> None:
         """Forget what the cache holds, as after a change of the weights that ``load_weights`` did not make.

@@ -21,6 +21,8 @@ from mcore_parallel.optim._state import BLOCK
 _ALIGNMENT = 256
 _SLOTS = 3
 """Windows on the device at a time while state streams through: one comes, one is updated, one goes."""
+_PIECE_BYTES = 1 << 25
+"""Of one copy: what is small and goes the same way, such as the tokens of a step or the batches of the next one, waits for no more."""
 
 
 def split_for_host(pieces: Sequence[Piece], fraction: float) -> list[tuple[Piece, bool]]:
@@ -71,10 +73,10 @@ class _Window:
     def copy_to(self, host: Tensor) -> None:
         """Queue the copy to the host."""
         if self.block is not None:
-            host.copy_(self.block, non_blocking=True)
+            _copy(host, self.block)
             return
         for tensor, begin in zip(self.tensors, self._begins, strict=True):
-            host[begin : begin + tensor.nbytes].copy_(tensor.view(torch.uint8), non_blocking=True)
+            _copy(host[begin : begin + tensor.nbytes], tensor.view(-1).view(torch.uint8))
 
     def free(self, reader: torch.cuda.Stream | None) -> None:
         """Give the device memory back; it is used again when what is queued on ``reader`` is done."""
@@ -152,7 +154,7 @@ class ParkedTensors:
         _go_behind(self._up, self._current(), self._down)
         with torch.cuda.stream(self._up):
             for block, host in zip(blocks, self._hosts, strict=True):
-                block.copy_(host, non_blocking=True)
+                _copy(block, host)
         self._arrived = _mark(self._up)
         self.are_parked = False
 
@@ -182,12 +184,12 @@ class ParkedTensors:
             if number >= _SLOTS:
                 _go_behind_mark(up, left[number - _SLOTS])
             with torch.cuda.stream(up):
-                block.copy_(host, non_blocking=True)
+                _copy(block, host)
             _go_behind(current, up)
             update(number)
             _go_behind(down, current)
             with torch.cuda.stream(down):
-                host.copy_(block, non_blocking=True)
+                _copy(host, block)
             left.append(_mark(down))
         _go_behind(current, down)
         for slot in self._slots:
@@ -206,6 +208,13 @@ class ParkedTensors:
                 # Not with the tensor, which ends here: its views go on.
                 weakref.finalize(self, _unlock, flat)
         return list(flat.split(sizes))
+
+
+def _copy(destination: Tensor, source: Tensor) -> None:
+    """Queue the copy of bytes, in pieces."""
+    for begin in range(0, len(source), _PIECE_BYTES):
+        end = begin + _PIECE_BYTES
+        destination[begin:end].copy_(source[begin:end], non_blocking=True)
 
 
 def _go_behind(stream: torch.cuda.Stream | None, *others: torch.cuda.Stream | None) -> None:
