@@ -103,5 +103,5 @@ def test_batches_that_changed_place_are_the_same() -> None:
         pairs += [(one.extras[name], other.extras[name]) for name in one.extras]
         assert all(a.shape == b.shape and a.dtype == b.dtype and b.is_meta for a, b in pairs)
     for one, other in zip(host.batches, host.on("cpu").batches, strict=True):
-        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.labels, other.labels) and torch.equal(one.loss_mask, other.loss_mask)
+        assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in ("tokens", "labels", "loss_mask"))
         assert all(torch.equal(one.extras[name], other.extras[name]) for name in one.extras)
