@@ -168,6 +168,21 @@ def test_what_the_server_cannot_honour_is_refused_by_name(settings: dict[str, An
         client(**{"url": "http://127.0.0.1:1"} | settings)
 
 
+def test_a_server_is_left_no_choice_of_its_own() -> None:
+    sent = {}
+
+    class Asked(OpenAIInference):
+        def _body(self, prompt: list[int], args: GenericGenerationArgs) -> dict[str, Any]:
+            sent.update(super()._body(prompt, args))
+            return sent
+
+    with peer(lambda connection: connection.sendall(http(json.dumps({"choices": [CHOICE]}).encode()))) as url:
+        asyncio.run(Asked(url, model="m", tokenizer=TOKENIZER).agenerate(REQUEST))
+    # A published model's generation_config.json names these, and servers take from it what a request leaves open.
+    drawn = {name: sent[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    assert drawn == {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
 def test_an_open_max_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="max_tokens=None"):
         ask("http://127.0.0.1:1", InferenceRequest(prompts=[[1]]))

@@ -299,7 +299,7 @@ def test_sglang_answers_by_its_own_route() -> None:
         interface = SGLangInference(fake.url, tokenizer=TOKENIZER, timeout_s=20.0)
         request = InferenceRequest(prompts=[[1, 2]], generation_args=GenericGenerationArgs(max_tokens=2))
         [[response]] = asyncio.run(interface.agenerate(request))
-        sampling = {"max_new_tokens": 2, "temperature": 1.0, "top_p": 1.0, "top_k": -1}
+        sampling = {"max_new_tokens": 2, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
         assert asked == [("/generate", {"input_ids": [1, 2], "sampling_params": sampling, "return_logprob": True, "stream": False})]
         assert (response.token_ids, response.logprobs, response.finish_reason) == ([1, 2, 104, 105], [-0.5, -1.5], "length")
         assert response.weight_versions is None

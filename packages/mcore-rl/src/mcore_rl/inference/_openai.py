@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import GenericGenerationArgs
-from mcore_rl.inference._peer import PeerAnswer, PeerInference
+from mcore_rl.inference._peer import UNCHANGED, PeerAnswer, PeerInference
 
 if TYPE_CHECKING:
     from mcore_parallel.data import Tokenizer
@@ -61,11 +61,11 @@ class OpenAIInference(PeerInference):
             "max_tokens": args.max_tokens,
             "temperature": 1.0 if args.temperature is None else args.temperature,
             "top_p": args.top_p or 1.0,
+            "top_k": max(0, args.top_k or 0),
+            **UNCHANGED,
             "logprobs": 0,
             "return_token_ids": True,
         }
-        if args.top_k is not None and args.top_k > 0:
-            body["top_k"] = args.top_k
         if self.logprobs == "processed":
             # A server of this project is told with each request, vLLM when it starts.
             body["logprobs_mode"] = "processed_logprobs"

@@ -7,8 +7,9 @@ import json
 import math
 import weakref
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from mcore_rl._stability import experimental_api
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 # At these values the distribution that tokens are drawn from is that of the raw logits.
 _RAW = {"temperature": (None, 1), "top_k": (None, 0, -1), "top_p": (None, 0, 1)}
+UNCHANGED: Mapping[str, float] = MappingProxyType({"min_p": 0.0, "repetition_penalty": 1.0})
+"""Sent with each request: what is left open a server takes from the generation_config.json of its model, and draws from another
+distribution than the policy's."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import GenericGenerationArgs
-from mcore_rl.inference._peer import PeerAnswer, PeerInference
+from mcore_rl.inference._peer import UNCHANGED, PeerAnswer, PeerInference
 
 
 @experimental_api
@@ -26,6 +26,7 @@ class SGLangInference(PeerInference):
             "temperature": 1.0 if args.temperature is None else args.temperature,
             "top_p": args.top_p or 1.0,
             "top_k": args.top_k or -1,
+            **UNCHANGED,
         }
         return {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "stream": False}
 
