@@ -330,6 +330,7 @@ def test_state_travels_in_pieces_that_let_others_pass(monkeypatch: pytest.Monkey
     values = [torch.arange(50, dtype=torch.float32), torch.arange(7, dtype=torch.float64)]
     before = [tensor.clone() for tensor in values]
     parked = ParkedTensors([values])
+    gaps = parked._gaps = torch.zeros(1)
     sizes: list[int] = []
 
     class Copies(TorchDispatchMode):
@@ -345,6 +346,8 @@ def test_state_travels_in_pieces_that_let_others_pass(monkeypatch: pytest.Monkey
         parked.wait()
         assert all(map(torch.equal, values, before))
     assert sizes and max(sizes) <= 64 and sum(sizes) >= 4 * sum(tensor.nbytes for tensor in values)
+    # Behind each of them others are served.
+    assert gaps.item() == len(sizes)
 
 
 def test_state_that_does_not_fit_stays_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:

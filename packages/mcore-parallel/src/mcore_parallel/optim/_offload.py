@@ -70,13 +70,13 @@ class _Window:
         for tensor, begin in zip(self.tensors, self._begins, strict=True):
             tensor.set_(block.untyped_storage(), begin // tensor.element_size(), tensor.shape, tensor.stride())
 
-    def copy_to(self, host: Tensor) -> None:
-        """Queue the copy to the host."""
+    def copy_to(self, host: Tensor, gaps: Tensor | None) -> None:
+        """Queue the copy to the host, as ``_copy``."""
         if self.block is not None:
-            _copy(host, self.block)
+            _copy(host, self.block, gaps)
             return
         for tensor, begin in zip(self.tensors, self._begins, strict=True):
-            _copy(host[begin : begin + tensor.nbytes], tensor.view(-1).view(torch.uint8))
+            _copy(host[begin : begin + tensor.nbytes], tensor.view(-1).view(torch.uint8), gaps)
 
     def free(self, reader: torch.cuda.Stream | None) -> None:
         """Give the device memory back; it is used again when what is queued on ``reader`` is done."""
@@ -118,6 +118,7 @@ class ParkedTensors:
         on_gpu = self._device.type == "cuda"
         self._down = torch.cuda.Stream(self._device) if on_gpu else None
         self._up = torch.cuda.Stream(self._device) if on_gpu else None
+        self._gaps = torch.zeros(1, device=self._device) if on_gpu else None
         self.are_parked = False
 
     def park(self) -> None:
@@ -130,7 +131,7 @@ class ParkedTensors:
         _go_behind(self._down, self._current())
         with torch.cuda.stream(self._down):
             for window, host in zip(self._windows, self._hosts, strict=True):
-                window.copy_to(host)
+                window.copy_to(host, self._gaps)
         for window in self._windows:
             window.free(self._down)
         self.are_parked = True
@@ -154,7 +155,7 @@ class ParkedTensors:
         _go_behind(self._up, self._current(), self._down)
         with torch.cuda.stream(self._up):
             for block, host in zip(blocks, self._hosts, strict=True):
-                _copy(block, host)
+                _copy(block, host, self._gaps)
         self._arrived = _mark(self._up)
         self.are_parked = False
 
@@ -184,12 +185,12 @@ class ParkedTensors:
             if number >= _SLOTS:
                 _go_behind_mark(up, left[number - _SLOTS])
             with torch.cuda.stream(up):
-                _copy(block, host)
+                _copy(block, host, self._gaps)
             _go_behind(current, up)
             update(number)
             _go_behind(down, current)
             with torch.cuda.stream(down):
-                _copy(host, block)
+                _copy(host, block, self._gaps)
             left.append(_mark(down))
         _go_behind(current, down)
         for slot in self._slots:
@@ -210,11 +211,20 @@ class ParkedTensors:
         return list(flat.split(sizes))
 
 
-def _copy(destination: Tensor, source: Tensor) -> None:
-    """Queue the copy of bytes, in pieces."""
+def _copy(destination: Tensor, source: Tensor, gaps: Tensor | None) -> None:
+    """Queue the copy of bytes, in pieces.
+
+    Args:
+        destination: [n] uint8.
+        source: [n] uint8.
+        gaps: one number on the device, which a kernel counts up behind each piece: the copy engine, which would go on with this stream as
+            long as it has copies, serves others while that runs. None without a GPU.
+    """
     for begin in range(0, len(source), _PIECE_BYTES):
         end = begin + _PIECE_BYTES
         destination[begin:end].copy_(source[begin:end], non_blocking=True)
+        if gaps is not None:
+            gaps.add_(1.0)
 
 
 def _go_behind(stream: torch.cuda.Stream | None, *others: torch.cuda.Stream | None) -> None:
