@@ -136,12 +136,14 @@ def write_batches(
         # One copy of all micro-batches: many small ones would each wait for what else is on its way to the device.
         return list(values.to(style.device).view(count, B, S, *values.shape[2:]).unbind(0))
 
-    fields = {"tokens": parts(tokens), "labels": parts(labels), "loss_mask": parts(mask)}
+    token_parts, label_parts, mask_parts = parts(tokens), parts(labels), parts(mask)
     parted = {name: parts(values) for name, values in extras.items()}
     valid_parts = None if valid is None else parts(valid)
     return [
         Batch(
-            **{name: values[i] for name, values in fields.items()},
+            tokens=token_parts[i],
+            labels=label_parts[i],
+            loss_mask=mask_parts[i],
             cu_seqlens=None if cu_seqlens is None else cu_seqlens[i],
             valid=None if valid_parts is None else valid_parts[i],
             extras={name: values[i] for name, values in parted.items()},
