@@ -2,25 +2,35 @@
 # Copyright (c) 2026 the mcore authors
 """Recipes of published sizes: as many parameters as published, layouts that fit, models that train and have a Hugging Face family."""
 
-import dataclasses
 import json
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 
-from mcore_parallel.data_parallel import DistributedDataParallelConfig
-from mcore_parallel.planner import ExpertSizes, Layout, ModelSizes, RankMemory, Workload, estimate
 from mcore_parallel.tensor_parallel import is_adapter
 from mcore_parallel.training import Batch, train_step
 from mcore_tools.assembly import assemble
 from mcore_tools.cli import main
-from mcore_tools.recipes import LAYOUTS, TUNING, Job, LoadConfig, RecipeError, RLConfig, RunConfig, SFTConfig, layout, override, recipe
+from mcore_tools.recipes import (
+    KINDS,
+    LAYOUTS,
+    TUNING,
+    Kind,
+    RecipeError,
+    layout,
+    layouts_of,
+    leanest,
+    missing_layout,
+    override,
+    recipe,
+    run_memory,
+    sized_run,
+)
+from mcore_tools.recipes._memory import model_sizes
 from mcore_tools.training import check_run, describe_model
+from tools.docs.layouts import PAGES, ROOT, page
 
-GPU_GIB = 141 * 0.94
 # Billions of parameters, as the models' cards say. The planner counts experts in DeepSeek's three dense layers too.
 BILLIONS = {
     "deepseek_v3": 703.8, "gpt_oss_20b": 20.9, "llama3_70b": 70.6, "llama3_8b": 8.03, "nemotron_h_8b": 8.1, "qwen3_0_6b": 0.6,
@@ -32,72 +42,61 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def sizes(config: RunConfig) -> ModelSizes:
-    moe = config.moe
-    if moe is None:
-        return ModelSizes(config=config.model)
-    experts = ExpertSizes(
-        num_experts=moe.num_moe_experts,
-        topk=moe.moe_router_topk,
-        ffn_hidden_size=moe.moe_ffn_hidden_size or config.model.ffn_size,
-        shared_ffn_hidden_size=moe.moe_shared_expert_intermediate_size or 0,
-    )
-    return ModelSizes(config=config.model, experts=experts)
+PAIRS = [(kind, name, gpus) for kind in KINDS for name in LAYOUTS for gpus in layouts_of(kind, name)]
+MISSING = [(kind, name, gpus) for kind in KINDS for name in LAYOUTS for gpus in (1, 2, 8, 64) if gpus not in layouts_of(kind, name)]
 
 
-def memory(config: RunConfig) -> RankMemory:
-    train = config.train
-    workload = Workload(
-        model=sizes(config),
-        sequence=train.seq_len,
-        global_batch=train.global_batch_size,
-        micro_batch=train.micro_batch_size,
-        optimizer=config.optimizer,
-    )
-    sync = DistributedDataParallelConfig(use_distributed_optimizer=config.optimizer.use_distributed_optimizer)
-    strategy = config.fsdp.zero_dp_strategy if config.data_parallel == "fsdp" else None
-    return estimate(workload, Layout(plan=config.plan, recompute=config.recompute, sync=sync, zero_dp_strategy=strategy))
-
-
-@pytest.mark.parametrize(("name", "gpus"), [(name, gpus) for name, layouts in LAYOUTS.items() for gpus in layouts])
-def test_a_layout_takes_its_gpus_and_fits_them(name: str, gpus: int) -> None:
-    config = recipe(f"{name}@{gpus}")
-    assert config.plan.world_size == gpus
-    assert memory(config).total / 2**30 < GPU_GIB
-
-
-def tuned(name: str, job: Job, changes: Sequence[str] = ()) -> RunConfig:
-    """The run of `mcore sft` or `mcore rl` of a published model, but for its layout."""
-    base = recipe(name)
-    rows = {"seq_len": 1024, "global_batch_size": 64} if job == "rl" else {"seq_len": 4096, "global_batch_size": 8}
-    sort: dict[str, Any] = {"rl": RLConfig()} if job == "rl" else {"sft": SFTConfig(data=("chat.jsonl",))}
-    config = dataclasses.replace(base, load=LoadConfig(path="published"), train=dataclasses.replace(base.train, **rows), **sort)
-    return override(config, [*(["lora.rank=16"] if job == "lora" else []), *changes])
-
-
-JOBS = [(job, name, gpus) for job, models in TUNING.items() for name, layouts in models.items() for gpus in layouts]
-
-
-@pytest.mark.parametrize(("job", "name", "gpus"), JOBS)
-def test_a_layout_for_tuning_takes_its_gpus_and_fits_them(monkeypatch: pytest.MonkeyPatch, job: Job, name: str, gpus: int) -> None:
-    config = tuned(name, job, layout(f"{name}@{gpus}", job))
+@pytest.mark.parametrize(("kind", "name", "gpus"), PAIRS)
+def test_a_layout_takes_its_gpus_and_fits_them(monkeypatch: pytest.MonkeyPatch, kind: Kind, name: str, gpus: int) -> None:
+    config = sized_run(name, kind, layouts_of(kind, name)[gpus])
     monkeypatch.setenv("WORLD_SIZE", str(gpus))
     check_run(config)
-    part, num_parameters = memory(config), sizes(config).num_parameters
-    total = part.total
-    if job == "lora":
-        # Adapters of rank 16 are below 2 % of the weights, with 18 bytes a parameter whole on each rank.
-        assert config.lora is not None and config.lora.rank == 16
-        total += int(0.02 * num_parameters * 18) - part.grads - part.optimizer
-    if config.rl is not None:
-        total += 2 * num_parameters + int(config.rl.cache_gb * 2**30) - part.optimizer * config.rl.memory.stream_optimizer
-    assert total / 2**30 < GPU_GIB
+    assert run_memory(config).gib < 141 * 0.94
+
+
+@pytest.mark.parametrize(("kind", "name", "gpus"), MISSING)
+def test_where_there_is_no_layout_not_even_the_leanest_fits(kind: Kind, name: str, gpus: int) -> None:
+    lean = leanest(name, kind, gpus)
+    assert lean is not None and lean[1].gib > 141 * 0.94
+    text = missing_layout(name, kind, gpus)
+    assert "\n" not in text and f"takes {lean[1].gib:.0f} GiB a GPU (" in text
+    fewest = min(layouts_of(kind, name), default=min(layouts_of("sft", name)))
+    assert fewest > gpus or kind == "rl"
+    assert f"{name}@{fewest}" in text
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if not layouts_of("rl", name)])
+def test_a_trainer_whose_answers_servers_draw_fits_as_the_refusal_says(name: str) -> None:
+    gpus = min(layouts_of("sft", name))
+    fields = [field for field in layouts_of("sft", name)[gpus] if not field.startswith("train.")]
+    config = sized_run(name, "rl", [*fields, "rl.served.urls=[http://server:8000]"])
+    assert config.plan.world_size == gpus and run_memory(config).gib < 141 * 0.94
+
+
+def test_the_tables_of_the_guides_are_what_the_planner_says() -> None:
+    for path, kinds in PAGES.items():
+        assert page(ROOT / path, kinds) == (ROOT / path).read_text(encoding="utf-8"), "python -m tools.docs.layouts --write"
+
+
+def test_memory_of_adapters_and_of_rounded_weights_is_that_of_the_parts() -> None:
+    config = sized_run("qwen3_0_6b", "lora")
+    parts = assemble(override(config, ["train.dtype=float32"]), "meta").model
+    adapters = sum(parameter.numel() for name, parameter in parts.named_parameters() if is_adapter(name))
+    memory = run_memory(config)
+    assert memory.adapters == 18 * adapters and memory.gradients == memory.optimizer == memory.loading == 0
+    rounded = run_memory(override(config, ["lora.base_dtype=fp8_weight_only"]))
+    frozen = sum(
+        parameter.numel()
+        for name, parameter in parts.named_parameters()
+        if name.endswith(("qkv.weight", "out.weight", "up.weight", "down.weight"))
+    )
+    assert rounded.loading == memory.weights and rounded.weights == memory.weights - frozen
 
 
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
 def test_sizes_are_the_published_ones_and_the_model_can_be_exported(name: str) -> None:
     config = recipe(name)
-    assert sizes(config).num_parameters / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
+    assert model_sizes(config).num_parameters / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
     assert describe_model(config, None)["family"] == FAMILIES[name]
 
 
@@ -121,7 +120,8 @@ CUTS = {
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
 def test_a_cut_of_the_model_takes_a_step(name: str) -> None:
     cut = CUTS.get(name, ["model.num_layers=2", "model.num_attention_heads=8", "model.kv_channels=8"])
-    config = override(recipe(name), [*SMALL, *BATCH, *cut])
+    # On one GPU as its layout says, where the whole model has one: with hosted state and narrow gradients, too.
+    config = override(recipe(name), [*layouts_of("pretrain", name).get(1, ()), *SMALL, *BATCH, *cut])
     parts = assemble(config, "cpu")
     row = torch.randint(0, 128, (2, 17), generator=torch.Generator().manual_seed(0))
     batch = Batch(tokens=row[:, :-1], labels=row[:, 1:], loss_mask=torch.ones(2, 16))
@@ -135,9 +135,9 @@ def test_a_cut_of_the_model_takes_a_step(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(TUNING["lora"]))
 def test_adapters_go_beside_the_layers_of_a_cut_and_take_a_step(name: str) -> None:
     cut = CUTS.get(name, ["model.num_layers=2", "model.num_attention_heads=8", "model.kv_channels=8"])
-    (*_, fields) = (layout(f"{name}@{gpus}", "lora") for gpus in TUNING["lora"][name])
-    targets = [field for field in fields if field.startswith("lora.")]
-    config = override(tuned(name, "lora"), [*SMALL, *BATCH, *cut, *targets])
+    (*_, fields) = TUNING["lora"][name].values()
+    targets = [field for field in fields if field.startswith(("lora.", "moe."))]
+    config = sized_run(name, "lora", [*SMALL, *BATCH, *cut, *targets])
     parts = assemble(config, "cpu")
     begun = {key: parameter.detach().clone() for key, parameter in parts.model.named_parameters()}
     row = torch.randint(0, 128, (2, 17), generator=torch.Generator().manual_seed(0))
@@ -149,15 +149,38 @@ def test_adapters_go_beside_the_layers_of_a_cut_and_take_a_step(name: str) -> No
     parts.close()
 
 
-def test_a_number_of_gpus_without_a_layout_is_refused() -> None:
-    with pytest.raises(RecipeError, match="'llama3_70b' has layouts for 8, 64 GPUs, found @2"):
+def test_a_number_of_gpus_without_a_layout_is_refused_by_figures() -> None:
+    with pytest.raises(
+        RecipeError, match=r"'llama3_70b' does not fit 2 GPUs of 141 GiB: .* 139 GiB a GPU \(weights 66, .* llama3_70b@4 is the smallest"
+    ):
         recipe("llama3_70b@2")
+    with pytest.raises(RecipeError, match="2 GPUs are enough for mcore sft with adapters"):
+        layout("llama3_70b@2", "sft")
+    with pytest.raises(RecipeError, match=r"weights while they load 131, .* llama3_70b@2 is the smallest"):
+        layout("llama3_70b@1", "lora")
+    with pytest.raises(
+        RecipeError, match=r"\(engine 132, .* with answers of servers \(rl.served.urls\) the fields of llama3_70b@4 of mcore sft do"
+    ):
+        layout("llama3_70b@64", "rl")
+
+
+def test_a_number_of_gpus_that_would_fit_is_refused_with_fields_that_do() -> None:
+    with pytest.raises(RecipeError, match="sft 'qwen3_8b' has layouts for 1, 2, 8, 64 GPUs, found @4") as refused:
+        layout("qwen3_8b@4", "sft")
+    _, *fields = str(refused.value).split(" --set ")
+    config = sized_run("qwen3_8b", "sft", fields)
+    assert config.plan.world_size == 4 and run_memory(config).gib < 141 * 0.94
+
+
+def test_names_and_numbers_that_do_not_exist_are_refused() -> None:
     with pytest.raises(RecipeError, match="'gpt_tiny' has no layouts, found @2"):
         recipe("gpt_tiny@2")
-    with pytest.raises(RecipeError, match="rl 'qwen3_30b_a3b' has layouts for 8, 64 GPUs, found @1"):
-        layout("qwen3_30b_a3b@1", "rl")
-    with pytest.raises(RecipeError, match="no layout of rl for 'llama3_70b'; did you mean 'llama3_8b'"):
-        layout("llama3_70b@64", "rl")
+    with pytest.raises(RecipeError, match="rl 'qwen3_8b' has layouts for 1, 2, 8, 64 GPUs, found @0"):
+        layout("qwen3_8b@0", "rl")
+    with pytest.raises(RecipeError, match="sft 'qwen3_8b' wants a number of GPUs, found @many; there are: qwen3_8b@1, "):
+        layout("qwen3_8b@many", "sft")
+    with pytest.raises(RecipeError, match="no layout of rl for 'llama3_71b'; did you mean 'llama3_70b'"):
+        layout("llama3_71b@64", "rl")
 
 
 def test_the_planner_prints_fields_that_a_run_takes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,8 +6,10 @@ from mcore_tools.recipes._config import FSDPConfig, QKClipConfig, RunConfig
 from mcore_tools.recipes._data import DataConfig, FIMConfig
 from mcore_tools.recipes._fields import add_fields_option, config_of, list_fields
 from mcore_tools.recipes._file import config_text, read_config, write_config
+from mcore_tools.recipes._fit import KINDS, Kind, layouts_of, leanest, missing_layout, sized_run, usable_gib
 from mcore_tools.recipes._load import LoadConfig
 from mcore_tools.recipes._log import LogConfig
+from mcore_tools.recipes._memory import RunMemory, run_memory
 from mcore_tools.recipes._override import RecipeError, override
 from mcore_tools.recipes._published import LAYOUTS, TUNING, Job
 from mcore_tools.recipes._registry import RECIPES, layout, recipe
@@ -16,6 +18,7 @@ from mcore_tools.recipes._sft import SFTConfig
 from mcore_tools.recipes._train import TrainConfig
 
 __all__ = [
+    "KINDS",
     "LAYOUTS",
     "RECIPES",
     "TUNING",
@@ -25,12 +28,14 @@ __all__ = [
     "FIMConfig",
     "FSDPConfig",
     "Job",
+    "Kind",
     "LoadConfig",
     "LogConfig",
     "QKClipConfig",
     "RLConfig",
     "RecipeError",
     "RunConfig",
+    "RunMemory",
     "SFTConfig",
     "ServedConfig",
     "TrainConfig",
@@ -38,9 +43,15 @@ __all__ = [
     "config_of",
     "config_text",
     "layout",
+    "layouts_of",
+    "leanest",
     "list_fields",
+    "missing_layout",
     "override",
     "read_config",
     "recipe",
+    "run_memory",
+    "sized_run",
+    "usable_gib",
     "write_config",
 ]

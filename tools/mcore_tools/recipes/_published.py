@@ -18,7 +18,14 @@ _SLICED = ("optimizer.use_distributed_optimizer=true",)
 _FULL = ("recompute.granularity=full",)
 # Moments of two bytes instead of four.
 _NARROW = ("optimizer.use_precision_aware_optimizer=true", "optimizer.exp_avg_dtype=bfloat16", "optimizer.exp_avg_sq_dtype=bfloat16")
+# Masters and moments in host memory, where the optimizer steps.
+_HOSTED = ("optimizer.optimizer_cpu_offload=true", "optimizer.optimizer_offload_fraction=1.0")
+# Main gradients of two bytes instead of four: the last resort, because each micro-batch is rounded as it is added.
+_NARROW_GRADS = ("ddp.grad_reduce_in_fp32=false", "ddp.use_distributed_optimizer=false")
+_NARROW_SLICED = ("ddp.grad_reduce_in_fp32=false", "ddp.use_distributed_optimizer=true", *_SLICED)
+_NORM, _NORM_MLP = ("recompute.modules=[norm]",), ("recompute.modules=[norm,mlp]",)
 _EXPERT_ADAPTERS = ("lora.targets=[qkv,out,experts]",)
+_LATENT_ADAPTERS = ("lora.targets=[q_down,q_up,kv_down,kv_up,out,experts]", "moe.moe_router_bias_update_rate=0")
 
 
 def _run(
@@ -185,27 +192,39 @@ PUBLISHED: Mapping[str, Callable[[], RunConfig]] = MappingProxyType(
 LAYOUTS: Mapping[str, Mapping[int, tuple[str, ...]]] = MappingProxyType(
     {
         "llama3_8b": {
-            1: ("recompute.modules=[norm,mlp]",),
+            1: _NORM_MLP,
             2: (*_FSDP, "plan.dp=2"),
             8: (*_FSDP, "plan.dp=8"),
             64: (*_FSDP, "plan.dp=64"),
         },
         "llama3_70b": {
+            4: (*_HOSTED, *_NARROW_GRADS, *_FULL, "plan.tp=4"),
             8: (*_FSDP, *_FULL, *_NARROW, "plan.dp=8"),
-            64: (*_SLICED, "plan.tp=2", "plan.pp=4", "plan.vpp=4", "plan.dp=8", "recompute.modules=[norm]"),
+            64: (*_SLICED, *_NORM, "plan.tp=2", "plan.pp=4", "plan.vpp=4", "plan.dp=8"),
         },
         "qwen3_0_6b": {1: (), 2: (*_FSDP, "plan.dp=2"), 8: (*_FSDP, "plan.dp=8"), 64: (*_FSDP, "plan.dp=64")},
         "qwen3_8b": {1: _FULL, 2: (*_FSDP, "plan.dp=2"), 8: (*_FSDP, "plan.dp=8"), 64: (*_FSDP, "plan.dp=64")},
         "qwen3_30b_a3b": {
+            1: (*_HOSTED, *_NARROW_GRADS, *_FULL),
+            2: (*_HOSTED, *_NARROW_GRADS, *_NORM_MLP, "plan.pp=2"),
             8: (*_SLICED, "plan.tp=2", "plan.pp=2", "plan.ep=2", "plan.dp=2"),
             64: (*_SLICED, "plan.ep=8", "plan.pp=2", "plan.dp=32"),
         },
-        "gpt_oss_20b": {8: (*_FSDP, "plan.pp=4", "plan.vpp=2", "plan.dp=2"), 64: (*_SLICED, "plan.ep=8", "plan.dp=64")},
-        "deepseek_v3": {256: (*_SLICED, *_FULL, "plan.tp=2", "plan.pp=4", "plan.ep=64", "plan.dp=32")},
+        "gpt_oss_20b": {
+            1: (*_HOSTED, *_FULL),
+            2: (*_HOSTED, *_NORM_MLP, "plan.pp=2"),
+            8: (*_FSDP, "plan.pp=4", "plan.vpp=2", "plan.dp=2"),
+            64: (*_SLICED, "plan.ep=8", "plan.dp=64"),
+        },
+        "deepseek_v3": {
+            32: (*_HOSTED, *_NARROW_GRADS, *_NORM, "plan.tp=4", "plan.pp=8", "plan.ep=4"),
+            64: (*_HOSTED, *_SLICED, *_FULL, "plan.tp=2", "plan.pp=16", "plan.ep=4", "plan.dp=2"),
+            256: (*_SLICED, *_FULL, "plan.tp=2", "plan.pp=4", "plan.ep=64", "plan.dp=32"),
+        },
         "nemotron_h_8b": {1: _FULL, 2: (*_FSDP, "plan.dp=2"), 8: (*_FSDP, "plan.dp=8"), 64: (*_FSDP, "plan.dp=64")},
     }
 )
-"""Number of GPUs -> the fields of a layout that fits GPUs of 141 GiB by the planner's estimate, with a margin of 6 %."""
+"""Recipe -> number of GPUs -> the fields of a layout that fits GPUs of 141 GiB by the planner's estimate, with a margin of 6 %."""
 
 Job = Literal["sft", "lora", "rl"]
 """What a published model is tuned by: all weights on conversations, adapters on conversations, all weights by rewards."""
@@ -223,25 +242,38 @@ def _rewarded(*one: str) -> dict[int, tuple[str, ...]]:
     return {1: one, **{gpus: (*_FSDP, f"plan.dp={gpus}", *(wide if gpus == 64 else ())) for gpus in (2, 8, 64)}}
 
 
-_STREAMED = (*_FULL, "rl.memory.stream_optimizer=true")
+_STREAM = ("rl.memory.stream_optimizer=true",)
+_STREAMED = (*_FULL, *_STREAM)
 
 TUNING: Mapping[Job, Mapping[str, Mapping[int, tuple[str, ...]]]] = MappingProxyType(
     {
         "sft": {
             "llama3_8b": _replicas(_FSDP, _FULL),
             "llama3_70b": {
+                4: (*_HOSTED, *_NARROW_GRADS, *_NORM_MLP, "plan.tp=4"),
                 8: (*_FSDP, *_FULL, *_NARROW, "plan.dp=8"),
                 64: (*_FSDP, "plan.dp=64", "train.global_batch_size=64"),
             },
             "qwen3_0_6b": _replicas(_FSDP),
             "qwen3_8b": _replicas(_FSDP, _FULL),
             "qwen3_30b_a3b": {
+                1: (*_HOSTED, *_NARROW_GRADS, *_FULL),
+                2: (*_HOSTED, *_NARROW_GRADS, *_NORM, "plan.tp=2", "plan.ep=2"),
                 8: (*_FSDP, "plan.ep=8", "plan.dp=8"),
                 64: (*_FSDP, "plan.ep=8", "plan.dp=64", "train.global_batch_size=64"),
             },
             "gpt_oss_20b": {
+                1: (*_HOSTED, *_FULL),
+                2: (*_HOSTED, *_NORM, "plan.tp=2", "plan.ep=2"),
                 8: (*_FSDP, "plan.ep=8", "plan.dp=8"),
                 64: (*_FSDP, "plan.ep=8", "plan.dp=64", "train.global_batch_size=64"),
+            },
+            "deepseek_v3": {
+                32: (
+                    *(*_HOSTED, *_NARROW_SLICED, *_NORM, "train.global_batch_size=32"),
+                    *("plan.tp=4", "plan.pp=4", "plan.ep=8", "plan.dp=2"),
+                ),
+                64: (*_HOSTED, *_SLICED, *_FULL, "train.global_batch_size=64", "plan.tp=4", "plan.pp=8", "plan.ep=8", "plan.dp=2"),
             },
             "nemotron_h_8b": _replicas(_FSDP, _FULL),
         },
@@ -257,6 +289,13 @@ TUNING: Mapping[Job, Mapping[str, Mapping[int, tuple[str, ...]]]] = MappingProxy
             "qwen3_8b": _replicas(()),
             "qwen3_30b_a3b": _replicas((), (), *_EXPERT_ADAPTERS),
             "gpt_oss_20b": _replicas((), (), *_EXPERT_ADAPTERS),
+            "deepseek_v3": {
+                16: (
+                    *(*_LATENT_ADAPTERS, "lora.base_dtype=fp8_weight_only", "train.global_batch_size=16"),
+                    *("plan.tp=4", "plan.pp=2", "plan.ep=8", "plan.dp=2"),
+                ),
+                64: (*_LATENT_ADAPTERS, "train.global_batch_size=64", "plan.tp=4", "plan.pp=16", "plan.ep=4"),
+            },
             "nemotron_h_8b": _replicas(()),
         },
         # Every rank has an engine with whole weights.
@@ -265,10 +304,13 @@ TUNING: Mapping[Job, Mapping[str, Mapping[int, tuple[str, ...]]]] = MappingProxy
             "qwen3_0_6b": _rewarded(),
             "qwen3_8b": _rewarded(*_STREAMED),
             "qwen3_30b_a3b": {
+                2: (*_STREAM, *_NARROW_GRADS, *_NORM, "plan.pp=2"),
                 8: (*_FSDP, *_FULL, "plan.ep=8", "plan.dp=8"),
                 64: (*_FSDP, "plan.ep=8", "plan.dp=64", "rl.num_groups=64", "train.global_batch_size=512"),
             },
             "gpt_oss_20b": {
+                1: (*_STREAM, *_NARROW_GRADS, *_NORM_MLP),
+                2: (*_STREAM, *_NORM, "plan.pp=2"),
                 8: (*_FSDP, "plan.ep=8", "plan.dp=8"),
                 64: (*_FSDP, "plan.ep=8", "plan.dp=64", "rl.num_groups=64", "train.global_batch_size=512"),
             },

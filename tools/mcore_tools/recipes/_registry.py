@@ -16,8 +16,9 @@ from mcore_rl import GenericGenerationArgs
 from mcore_rl.envs import ArithmeticConfig, CountdownConfig
 from mcore_tools.recipes._config import RunConfig
 from mcore_tools.recipes._data import DataConfig
+from mcore_tools.recipes._fit import Kind, layouts_of, missing_layout
 from mcore_tools.recipes._override import RecipeError, override
-from mcore_tools.recipes._published import LAYOUTS, PUBLISHED, TUNING, Job
+from mcore_tools.recipes._published import LAYOUTS, PUBLISHED, Job
 from mcore_tools.recipes._rl import RLConfig
 from mcore_tools.recipes._train import TrainConfig
 
@@ -323,7 +324,9 @@ def recipe(name: str) -> RunConfig:
     if name not in RECIPES:
         near = difflib.get_close_matches(name, RECIPES, 1)
         raise RecipeError(f"no recipe {name!r}; " + (f"did you mean {near[0]!r}? " if near else "") + f"there are: {', '.join(RECIPES)}")
-    return override(RECIPES[name](), _fields(LAYOUTS, name, gpus, "recipe")) if at else RECIPES[name]()
+    if at and name not in LAYOUTS:
+        raise RecipeError(f"recipe {name!r} has no layouts, found @{gpus}; leave it out and set the fields of plan, as mcore plan advises")
+    return override(RECIPES[name](), _fields("pretrain", name, gpus)) if at else RECIPES[name]()
 
 
 def layout(name: str, job: Job) -> tuple[str, ...]:
@@ -334,19 +337,20 @@ def layout(name: str, job: Job) -> tuple[str, ...]:
         job: what the model is tuned by.
 
     Raises:
-        RecipeError: no layout of that name; names all there are.
+        RecipeError: no layout of that name; one that cannot fit is said with its memory, and what does fit.
     """
     name, _, gpus = name.partition("@")
-    if name not in TUNING[job]:
-        near = difflib.get_close_matches(name, TUNING[job], 1)
+    if name not in PUBLISHED:
+        near = difflib.get_close_matches(name, PUBLISHED, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise RecipeError(f"no layout of {job} for {name!r}; {hint}there are: {', '.join(TUNING[job])}, each with @GPUS")
-    return _fields(TUNING[job], name, gpus, job)
+        raise RecipeError(f"no layout of {job} for {name!r}; {hint}there are: {', '.join(PUBLISHED)}, each with @GPUS")
+    return _fields(job, name, gpus)
 
 
-def _fields(layouts: Mapping[str, Mapping[int, tuple[str, ...]]], name: str, gpus: str, what: str) -> tuple[str, ...]:
-    numbers = {str(number): fields for number, fields in layouts.get(name, {}).items()}
-    if gpus not in numbers:
-        known = f"has layouts for {', '.join(numbers)} GPUs" if numbers else "has no layouts"
-        raise RecipeError(f"{what} {name!r} {known}, found @{gpus}; leave it out and set the fields of plan, as mcore plan advises")
-    return numbers[gpus]
+def _fields(kind: Kind, name: str, gpus: str) -> tuple[str, ...]:
+    layouts = layouts_of(kind, name)
+    if not gpus.isdecimal():
+        raise RecipeError(f"{kind} {name!r} wants a number of GPUs, found @{gpus}; there are: {', '.join(f'{name}@{n}' for n in layouts)}")
+    if int(gpus) not in layouts:
+        raise RecipeError(missing_layout(name, kind, int(gpus)))
+    return layouts[int(gpus)]
