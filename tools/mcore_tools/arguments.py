@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Command lines: values that are checked as they are read, one line for what cannot be, and none for a reader that left."""
+"""Command lines: values that are checked as they are read, and one line for what cannot be."""
 
 import argparse
-import functools
 import math
-import os
 import re
-import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn, ParamSpec
+from typing import Any, NoReturn
 
 from mcore_tools.torchrun import report_error
-
-P = ParamSpec("P")
 
 
 class Parser(argparse.ArgumentParser):
@@ -127,21 +122,3 @@ def secret(text: str) -> str:
     if not words:
         raise argparse.ArgumentTypeError(f"{text!r} is empty; write the secret into it")
     return words
-
-
-def quiet_pipe(main: Callable[P, int]) -> Callable[P, int]:
-    """A command whose reader may leave, as ``head`` does: it ends without a word, with exit code 141."""
-
-    @functools.wraps(main)
-    def run(*args: P.args, **options: P.kwargs) -> int:
-        try:
-            try:
-                return main(*args, **options)
-            finally:
-                sys.stdout.flush()
-        except BrokenPipeError:
-            # What is still buffered has no reader either; the interpreter must not try to write it at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 141
-
-    return run

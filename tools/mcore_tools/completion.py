@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mcore_tools.arguments import Parser, file, folder, new_file, quiet_pipe, secret
+from mcore_tools._quiet_pipe import quiet_pipe
+from mcore_tools.arguments import Parser, file, folder, new_file, secret
 from mcore_tools.cli import VERBS, Verb
 from mcore_tools.recipes import RECIPES, config_of, list_fields
 

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import torch
 
 from mcore_ckpt import CheckpointingException
-from mcore_tools.arguments import Parser, integer, number, quiet_pipe, secret
+from mcore_tools._quiet_pipe import quiet_pipe
+from mcore_tools.arguments import Parser, integer, number, secret
 from mcore_tools.generate import add_model_arguments
 from mcore_tools.serving import open_engine
 from mcore_tools.terminal import Answers, AnswerSettings, Conversation, EngineAnswers, ServerAnswers, StandardTerminal, Terminal

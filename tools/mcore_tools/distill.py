@@ -47,7 +47,8 @@ from mcore_parallel.training.distill import (
     record,
     writes,
 )
-from mcore_tools.arguments import Parser, quiet_pipe
+from mcore_tools._quiet_pipe import quiet_pipe
+from mcore_tools.arguments import Parser
 from mcore_tools.assembly import DTYPES, Samples, build_stage, datasets, open_tokenizer, step_batches, validation_batches
 from mcore_tools.recipes import RECIPES, RunConfig, recipe
 from mcore_tools.reports import History

@@ -46,7 +46,8 @@ from mcore_parallel.training.eagle import (
     TargetEnds,
     record_features,
 )
-from mcore_tools.arguments import Parser, quiet_pipe
+from mcore_tools._quiet_pipe import quiet_pipe
+from mcore_tools.arguments import Parser
 from mcore_tools.assembly import DTYPES, Samples, build_model, datasets, open_tokenizer, step_batches
 from mcore_tools.recipes import RECIPES, RunConfig, recipe
 from mcore_tools.torchrun import tell_launcher

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from mcore_ckpt import CheckpointingException
-from mcore_tools.arguments import Parser, file, folder, integer, new_file, quiet_pipe
+from mcore_tools._quiet_pipe import quiet_pipe
+from mcore_tools.arguments import Parser, file, folder, integer, new_file
 from mcore_tools.evaluation import Scorer, read_choices, read_texts, score_choices, score_texts
 from mcore_tools.generate import add_model_arguments
 from mcore_tools.serving import open_engine, served_length

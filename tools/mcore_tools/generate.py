@@ -35,7 +35,8 @@ from mcore_inference import (
 )
 from mcore_inference.coordinator import CoordinatedRunner
 from mcore_parallel.guard import STALLED_EXIT_CODE
-from mcore_tools.arguments import Parser, file, integer, number, quiet_pipe
+from mcore_tools._quiet_pipe import quiet_pipe
+from mcore_tools.arguments import Parser, file, integer, number
 from mcore_tools.serving import (
     PROGRAM,
     EngineLayout,

@@ -25,7 +25,8 @@ from mcore_parallel.nn import Step
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.pipeline import ChainLink, PipelineConfig, StageLayout, plan_pipeline, run_schedule
 from mcore_parallel.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
-from mcore_tools.arguments import Parser, quiet_pipe
+from mcore_tools._quiet_pipe import quiet_pipe
+from mcore_tools.arguments import Parser
 from mcore_tools.launch import launch
 from mcore_tools.recipes import add_fields_option, override
 from mcore_tools.torchrun import report_error

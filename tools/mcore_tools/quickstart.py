@@ -26,7 +26,8 @@ from mcore_ckpt.hf import export_checkpoint_hf
 from mcore_parallel import ParallelPlan
 from mcore_parallel.data import TokenizerError, train_bpe
 from mcore_parallel.tensor_parallel import pad_vocab_size
-from mcore_tools.arguments import Parser, integer, quiet_pipe
+from mcore_tools._quiet_pipe import quiet_pipe
+from mcore_tools.arguments import Parser, integer
 from mcore_tools.corpus import check_text, default_text, prepare
 from mcore_tools.launch import RankError, launch
 from mcore_tools.recipes import RecipeError, RunConfig, override, recipe

@@ -28,7 +28,8 @@ from mcore_parallel.guard import RankFailedError, RanksLostError
 from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.training import STOPPED_EXIT_CODE, StopSignals
 from mcore_rl import GenericGenerationArgs
-from mcore_tools.arguments import Parser, file, quiet_pipe
+from mcore_tools._quiet_pipe import quiet_pipe
+from mcore_tools.arguments import Parser, file
 from mcore_tools.assembly import removed_if_refused
 from mcore_tools.recipes import (
     RECIPES,

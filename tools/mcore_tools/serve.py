@@ -31,7 +31,8 @@ from mcore_ckpt.hf import import_hf
 from mcore_inference import DynamicInferenceEngine, EngineDeadError
 from mcore_inference.server import InferenceServer, ServerLimits, StopSignals, WeightFolders, serve, serve_runner
 from mcore_parallel.guard import STALLED_EXIT_CODE
-from mcore_tools.arguments import Parser, integer, number, quiet_pipe, secret
+from mcore_tools._quiet_pipe import quiet_pipe
+from mcore_tools.arguments import Parser, integer, number, secret
 from mcore_tools.generate import (
     add_model_arguments,
     add_sampling_arguments,

@@ -29,7 +29,8 @@ from mcore_ckpt.assets import extract_assets
 from mcore_ckpt.inspect import resolve_folder
 from mcore_parallel.data import IndexedDataset
 from mcore_parallel.optim import OptimizerConfig
-from mcore_tools.arguments import Parser, quiet_pipe
+from mcore_tools._quiet_pipe import quiet_pipe
+from mcore_tools.arguments import Parser
 from mcore_tools.assembly import has_files, removed_if_refused
 from mcore_tools.corpus import ChatCorpus, prepare_chat
 from mcore_tools.recipes import DataConfig, LoadConfig, RecipeError, RunConfig, SFTConfig, TrainConfig, add_fields_option, layout, override

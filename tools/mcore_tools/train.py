@@ -40,7 +40,8 @@ from mcore_parallel.training import (
     SuspectResultError,
 )
 from mcore_tools import STARTED_AT
-from mcore_tools.arguments import Parser, file, quiet_pipe
+from mcore_tools._quiet_pipe import quiet_pipe
+from mcore_tools.arguments import Parser, file
 from mcore_tools.assembly import check_data
 from mcore_tools.launch import leave_world
 from mcore_tools.recipes import (

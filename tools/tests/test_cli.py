@@ -2,14 +2,18 @@
 # Copyright (c) 2026 the mcore authors
 """The command: it starts fast, names its verbs, and ends with one set of exit codes."""
 
+import importlib
+import io
 import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import mcore_tools
 from mcore_tools.cli import VERBS, Verb, main
 from mcore_tools.distill import DistillConfig
 from mcore_tools.eagle import EagleRun
@@ -158,11 +162,26 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert done.stdout.strip() == "141" and done.stderr == ""
 
 
+PROGRAMS = sorted(
+    path.stem for path in Path(mcore_tools.__file__).parent.glob("*.py") if "__main__" in path.read_text() and path.stem != "__main__"
+)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_module_that_is_started_alone_is_quiet_by_itself(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unread(io.TextIOWrapper):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    with (tmp_path / "stdout").open("wb") as file:
+        monkeypatch.setattr("sys.stdout", Unread(file))
+        assert importlib.import_module(f"mcore_tools.{name}").main(["--version"]) == 141
+
+
 @pytest.mark.parametrize(
     "command",
     [
         "-m mcore_tools.train --recipe gpt_tiny --write-config -",
-        "-m mcore_tools.joint --version",
         "-c 'from mcore_ckpt.cli import main; raise SystemExit(main())' --version",
         "-c 'from mcore_parallel.backends._doctor import main; raise SystemExit(main())'",
     ],

@@ -5,7 +5,7 @@
 import sys
 from collections.abc import Sequence
 
-from mcore_tools.arguments import quiet_pipe
+from mcore_tools._quiet_pipe import quiet_pipe
 from mcore_tools.cli._verbs import VERBS
 
 _USAGE = "usage: mcore VERB [ARGUMENT ...]      mcore VERB --help      mcore --version"

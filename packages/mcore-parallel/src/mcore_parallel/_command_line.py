@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The commands' parser, and how they end when nobody reads what they print."""
+"""The commands' parser."""
 
 import argparse
-import functools
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any, NoReturn, ParamSpec
-
-P = ParamSpec("P")
+from typing import Any, NoReturn
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -37,21 +33,3 @@ class _ShowVersion(argparse.Action):
         # Where it is asked for alone: a clone that is not installed has none.
         print(f"mcore-parallel {version('mcore-parallel')}")
         parser.exit()
-
-
-def quiet_pipe(main: Callable[P, int]) -> Callable[P, int]:
-    """A command whose reader may leave, as ``head`` does: it ends without a word, with exit code 141."""
-
-    @functools.wraps(main)
-    def run(*args: P.args, **options: P.kwargs) -> int:
-        try:
-            try:
-                return main(*args, **options)
-            finally:
-                sys.stdout.flush()
-        except BrokenPipeError:
-            # What is still buffered has no reader either; the interpreter must not try to write it at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 141
-
-    return run

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""What several verbs share: arguments, choosing tensors by pattern, progress on standard error, and an end without a reader."""
+"""What several verbs share: arguments, choosing tensors by pattern, and progress on standard error."""
 
 import argparse
 import contextlib
 import fnmatch
-import functools
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn, ParamSpec
+from typing import Any, NoReturn
 
 import torch
 
@@ -32,30 +30,8 @@ __all__ = [
     "choose",
     "chosen_dtype",
     "progress",
-    "quiet_pipe",
     "read_settings",
 ]
-
-
-P = ParamSpec("P")
-
-
-def quiet_pipe(main: Callable[P, int]) -> Callable[P, int]:
-    """A command whose reader may leave, as ``head`` does: it ends without a word, with exit code 141."""
-
-    @functools.wraps(main)
-    def run(*args: P.args, **options: P.kwargs) -> int:
-        try:
-            try:
-                return main(*args, **options)
-            finally:
-                sys.stdout.flush()
-        except BrokenPipeError:
-            # What is still buffered has no reader either; the interpreter must not try to write it at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 141
-
-    return run
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt.cli import _exchange, _inspect, _rewrite
-from mcore_ckpt.cli._arguments import CommandParser, ShowVersion, quiet_pipe
+from mcore_ckpt.cli._arguments import CommandParser, ShowVersion
+from mcore_ckpt.cli._quiet_pipe import quiet_pipe
 
 __all__ = ["main"]
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from mcore_parallel._command_line import CommandParser, quiet_pipe
+from mcore_parallel._command_line import CommandParser
+from mcore_parallel._quiet_pipe import quiet_pipe
 from mcore_parallel.backends._factory import missing_units
 from mcore_parallel.backends._fp8_config import RECIPES, Fp8Config
 from mcore_parallel.backends._torch import RECIPES_OF_TORCH

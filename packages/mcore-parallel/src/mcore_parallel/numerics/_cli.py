@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from mcore_parallel._command_line import CommandParser, quiet_pipe
+from mcore_parallel._command_line import CommandParser
+from mcore_parallel._quiet_pipe import quiet_pipe
 from mcore_parallel.numerics._first_difference import DumpReport, compare_dumps
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}

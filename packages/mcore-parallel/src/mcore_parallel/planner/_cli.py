@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from mcore_parallel._command_line import CommandParser, quiet_pipe
+from mcore_parallel._command_line import CommandParser
+from mcore_parallel._quiet_pipe import quiet_pipe
 from mcore_parallel.data_parallel import DistributedDataParallelConfig
 from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.planner._cost import Cluster

@@ -9,7 +9,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from mcore_parallel._command_line import CommandParser, quiet_pipe
+from mcore_parallel._command_line import CommandParser
+from mcore_parallel._quiet_pipe import quiet_pipe
 from mcore_parallel.data._errors import DataError
 from mcore_parallel.data.datasets import BlendedMegatronDatasetBuilder, GPTDataset, GPTDatasetConfig, Split, parse_blend
 from mcore_parallel.data.preprocessing._conversations import ChatTokenizer, preprocess_conversations
