@@ -33,9 +33,9 @@ FILES = Path(__file__).parents[2] / "docs" / "launch" / "examples"
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def until(done: Callable[[], Any], limit_s: float, why: Callable[[], str]) -> Any:
@@ -50,24 +50,24 @@ def test_the_kubernetes_file_says_what_the_command_takes(capsys: pytest.CaptureF
     service, deployment = yaml.safe_load_all((FILES / "serve.yaml").read_text(encoding="utf-8"))
     pod = deployment["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    given = dict(word.removeprefix("--").split("=") for word in container["args"])
+    options = dict(word.removeprefix("--").split("=") for word in container["args"])
     with pytest.raises(SystemExit):
         command.main(["--help"])
-    known = capsys.readouterr().out
-    assert container["command"][:2] == ["mcore", "serve"] and all(f"--{name} " in known for name in given)
+    help_text = capsys.readouterr().out
+    assert container["command"][:2] == ["mcore", "serve"] and all(f"--{name} " in help_text for name in options)
     (port,) = container["ports"]
-    assert int(given["port"]) == port["containerPort"] and service["spec"]["ports"][0]["targetPort"] == port["name"]
+    assert int(options["port"]) == port["containerPort"] and service["spec"]["ports"][0]["targetPort"] == port["name"]
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert service["spec"]["selector"] == labels == deployment["spec"]["selector"]["matchLabels"]
     probes = {kind: container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")}
     assert all(probe["httpGet"] == {"path": "/health", "port": port["name"]} for probe in probes.values())
     # Out of the service at once, started again later than a step may hang, and ended later than requests may drain.
     ready, alive = (probes[kind]["periodSeconds"] * probes[kind]["failureThreshold"] for kind in ("readiness", "liveness"))
-    assert ready <= 5 < alive and float(given["stall-seconds"]) <= 5
-    assert pod["terminationGracePeriodSeconds"] > float(given["drain-seconds"])
+    assert ready <= 5 < alive and float(options["stall-seconds"]) <= 5
+    assert pod["terminationGracePeriodSeconds"] > float(options["drain-seconds"])
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     assert set(mounts.values()) == {volume["name"] for volume in pod["volumes"]} and "/dev/shm" in mounts
-    assert str(Path(given["token-file"]).parent) in mounts and str(Path(container["command"][2]).parent) in mounts
+    assert str(Path(options["token-file"]).parent) in mounts and str(Path(container["command"][2]).parent) in mounts
 
 
 SRUN = """#!/bin/bash
@@ -116,8 +116,8 @@ def proxied(tmp_path: Path) -> Iterator[tuple[httpx.Client, str]]:
     if nginx is None or shutil.which("openssl") is None:
         pytest.skip("needs nginx and openssl")
     key, certificate, port = tmp_path / "key.pem", tmp_path / "certificate.pem", free_port()
-    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", str(key), "-out", str(certificate), "-days", "1"]
-    subprocess.run([*made, "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
+    request = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", str(key), "-out", str(certificate), "-days", "1"]
+    subprocess.run([*request, "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, vocab_size=272)
     model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), dtype=torch.float32).eval()
     context = DynamicInferenceContext.for_model(model, InferenceConfig(max_sequence_length=512, num_blocks=128, block_size_tokens=16))
@@ -167,8 +167,8 @@ def test_behind_the_published_proxy_tokens_stream_and_nothing_internal_shows(pro
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
         # The first token is here while the request still runs: nothing holds the stream back.
-        told = httpx.get(f"{url}/health", headers=token).json()
-        assert told["unfinished_requests"] == 1
+        health = httpx.get(f"{url}/health", headers=token).json()
+        assert health["unfinished_requests"] == 1
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert client.get("/v1/models").status_code == 401 and client.get("/v1/models", headers=token).status_code == 200
     for path in ("/metrics", "/update_weights_from_disk"):

@@ -81,8 +81,8 @@ def test_a_run_goes_on_at_its_next_iteration(trained: Path, tmp_path: Path, caps
     output = tmp_path / "run"
     shutil.copytree(trained, output)
     assert run(output, "rl.kl_beta=0.01", "rl.num_epochs=2", "train.steps=3", f"data.tokenizer={output}/base") == 0
-    told = capsys.readouterr().out
-    assert "goes on from step 2" in told and "imitation" not in told
+    stdout = capsys.readouterr().out
+    assert "goes on from step 2" in stdout and "imitation" not in stdout
     assert [row["step"] for row in rows(output)] == [1, 2, 3]
     # The reference is that of the first run, from which the policy has gone away.
     assert rows(output)[2]["kl"] > 1e-9
@@ -104,10 +104,10 @@ def test_the_best_of_several_attempts_is_imitated() -> None:
         answers = [(asyncio.run(best_attempt(environment, problem, generator, tries)), problem) for problem in problems]
         return [asyncio.run(environment.get_reward(answer, problem)) for answer, problem in answers]
 
-    one, several = rewards(1), rewards(4)
-    assert set(one) == set(several) == {0.1, 1.0}
+    single_attempts, best_of_four = rewards(1), rewards(4)
+    assert set(single_attempts) == set(best_of_four) == {0.1, 1.0}
     # An operator of three, and more than one may be right.
-    assert 0.3 < sum(one) / 200 < 0.6 < 0.75 < sum(several) / 200
+    assert 0.3 < sum(single_attempts) / 200 < 0.6 < 0.75 < sum(best_of_four) / 200
 
 
 def test_it_begins_with_the_weights_of_another_run(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,11 +122,11 @@ def test_it_begins_with_the_weights_of_another_run(trained: Path, tmp_path: Path
     assert names
     for name in names:
         shape = tuple(read_manifest(after).tensors[name].shape)
-        one, other = ({name: torch.empty(shape)} for _ in range(2))
-        assert not find_mismatches(one, after).missing
-        load(one, after, strict=False)
-        load(other, before, strict=False)
-        assert torch.equal(one[name], other[name]), name
+        saved, initial = ({name: torch.empty(shape)} for _ in range(2))
+        assert not find_mismatches(saved, after).missing
+        load(saved, after, strict=False)
+        load(initial, before, strict=False)
+        assert torch.equal(saved[name], initial[name]), name
 
 
 @pytest.mark.parametrize("environment", ["arithmetic", "character_share", "tests.support.environments:Vowels"])
@@ -186,8 +186,8 @@ def test_a_mixture_replays_the_routing_of_its_engine(tmp_path: Path) -> None:
 def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
     config = override(recipe("countdown_tiny"), [*FAST, "train.steps=1", f"output={tmp_path / 'run'}", *layout.split()])
     config = reinforce.prepared(config, rank=0)
-    one, other = launch(reinforce_rank, 2, config=config, kind="cpu")
-    assert one.reward == other.reward
+    first_rank, second_rank = launch(reinforce_rank, 2, config=config, kind="cpu")
+    assert first_rank.reward == second_rank.reward
     [row] = rows(tmp_path / "run")
     assert row["num_rollouts"] == 8 and row["logprob_mismatch"] < 1e-3
 

@@ -96,12 +96,12 @@ def test_by_turns_other_learners_learn_what_one_rank_learns(kind: str, tmp_path:
 def test_fully_sharded_trainers_learn_from_an_engine_elsewhere(kind: str, tmp_path: Path) -> None:
     changes = [*TINY, *SHARE, *APART, "plan.dp=2", f"data_parallel={kind}", f"output={tmp_path / 'run'}"]
     config = override(recipe("countdown_tiny"), changes)
-    assert [done.stopped_at for done in launch(reinforce_rank, 3, config=config, kind="cpu")] == [None] * 3
-    done = rows(tmp_path / "run")
+    assert [result.stopped_at for result in launch(reinforce_rank, 3, config=config, kind="cpu")] == [None] * 3
+    steps = rows(tmp_path / "run")
     # The engine draws from the weights that the shards make up: one step off, it has those of the step before.
-    assert done[0]["logprob_mismatch"] < 1e-4 and done[0]["grad_norm"] > 0
-    assert [row["lag"] for row in done] == [0, 1, 1] and len({row["loss"] for row in done}) == 3
-    assert all(0 <= row["token_lag"] <= 1 for row in done)
+    assert steps[0]["logprob_mismatch"] < 1e-4 and steps[0]["grad_norm"] > 0
+    assert [row["lag"] for row in steps] == [0, 1, 1] and len({row["loss"] for row in steps}) == 3
+    assert all(0 <= row["token_lag"] <= 1 for row in steps)
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,8 @@ def test_a_run_learns_from_a_server_that_takes_its_weights(tmp_path: Path) -> No
     secret.write_text("key\n")
     config = override(recipe("countdown_tiny"), list(TINY))
     engine = build_engine(config, open_tokenizer("byte", config.model.vocab_size), "cpu", max_length=config.train.seq_len)
-    taken = WeightFolders(root=root, read=lambda folder: import_hf(folder).tensors)
-    with serve(engine, token="key", weights=taken) as server:
+    weight_folders = WeightFolders(root=root, read=lambda folder: import_hf(folder).tensors)
+    with serve(engine, token="key", weights=weight_folders) as server:
         changes = (f"rl.served.urls=[{server.url}]", f"rl.served.folder={root / 'run'}", f"rl.served.api_key_file={secret}")
         assert run(output, *changes) == 0
         assert engine.weight_version == 3

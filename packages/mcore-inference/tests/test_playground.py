@@ -125,7 +125,7 @@ const byId = (id) => (elements[id] ??= new Element());
 globalThis.document = { getElementById: byId, createElement: () => new Element() };
 const direct = globalThis.fetch;
 globalThis.fetch = (path, init) => direct(`${base}/${path}`, init);
-const shown = () => byId("chat").children.map((one) => [one.className, one.children[1].textContent]);
+const transcript = () => byId("chat").children.map((one) => [one.className, one.children[1].textContent]);
 const until = async (done) => { while (!done()) await new Promise((resolve) => setTimeout(resolve, 5)); };
 (async () => {
   new Function(script)();
@@ -137,16 +137,16 @@ const until = async (done) => { while (!done()) await new Promise((resolve) => s
   out.push(byId("model").textContent);
   for (const [values, stops] of inputs) {
     for (const [id, value] of Object.entries(values)) byId(id).value = value;
-    const sent = byId("form").listeners.submit({ preventDefault() {} });
+    const submission = byId("form").listeners.submit({ preventDefault() {} });
     if (stops) {
-      await until(() => shown().at(-1)[1]);
+      await until(() => transcript().at(-1)[1]);
       byId("stop").listeners.click();
     }
-    await sent;
-    out.push([shown(), byId("status").textContent, byId("send").disabled, byId("prompt").value]);
+    await submission;
+    out.push([transcript(), byId("status").textContent, byId("send").disabled, byId("prompt").value]);
   }
   byId("clear").listeners.click();
-  out.push(shown());
+  out.push(transcript());
   console.log(JSON.stringify(out));
 })();
 """
@@ -161,10 +161,10 @@ def test_the_script_streams_a_conversation(server: InferenceServer, page: Page) 
         [{"prompt": "x", "max_tokens": "0"}, False],
     ]
     inputs.append([{"prompt": "three", "max_tokens": "1800"}, True])
-    given = json.dumps([server.url, page.texts["script"], inputs])
-    ran = subprocess.run(["node", "-e", BROWSER], input=given, capture_output=True, text=True, timeout=60, check=False)
-    assert ran.returncode == 0, ran.stderr
-    refused, name, first, second, wrong, stopped, cleared = json.loads(ran.stdout)
+    payload = json.dumps([server.url, page.texts["script"], inputs])
+    completed = subprocess.run(["node", "-e", BROWSER], input=payload, capture_output=True, text=True, timeout=60, check=False)
+    assert completed.returncode == 0, completed.stderr
+    refused, name, first, second, wrong, stopped, cleared = json.loads(completed.stdout)
     assert refused == ["the bearer token is missing or wrong", True] and name == "mcore" and cleared == []
 
     messages = [{"role": "system", "content": "be brief"}]
@@ -172,12 +172,12 @@ def test_the_script_streams_a_conversation(server: InferenceServer, page: Page) 
     def ask(prompt: str, **more: Any) -> str:
         messages.append({"role": "user", "content": prompt})
         body = {"messages": messages, "temperature": 0.5, "seed": 3, "max_tokens": 6, **more}
-        said = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers={"Authorization": "Bearer secret"}).json()
-        messages.append(said["choices"][0]["message"])
-        return said["choices"][0]["message"]["content"]
+        completion = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers={"Authorization": "Bearer secret"}).json()
+        messages.append(completion["choices"][0]["message"])
+        return completion["choices"][0]["message"]["content"]
 
-    wanted = [["user", "one"], ["assistant", ask("one")], ["user", "two"], ["assistant", ask("two", top_p=0.9)]]
-    assert first[0] == wanted[:2] and second[0] == wanted and not second[2]
+    expected = [["user", "one"], ["assistant", ask("one")], ["user", "two"], ["assistant", ask("two", top_p=0.9)]]
+    assert first[0] == expected[:2] and second[0] == expected and not second[2]
     assert re.fullmatch(r"\d+ \+ 6 tokens, \d+ a second", first[1])
     assert wrong[0][-1][0] == "error" and "max_tokens" in wrong[0][-1][1] and wrong[2:] == [False, "x"]
     assert stopped[0][-1][0] == "assistant" and stopped[1:] == ["stopped", False, ""]
@@ -186,8 +186,8 @@ def test_the_script_streams_a_conversation(server: InferenceServer, page: Page) 
 @pytest.mark.timeout(120)
 def test_a_phone_without_a_network_holds_a_conversation(server: InferenceServer) -> None:
     """In a real browser, under the page's own policy, of the width of a phone."""
-    wanted = {"model": "", "temperature": 0.5, "seed": 3, "max_tokens": 6, "messages": [{"role": "user", "content": "one"}]}
-    said = httpx.post(f"{server.url}/v1/chat/completions", json=wanted, headers={"Authorization": "Bearer secret"}).json()
+    body = {"model": "", "temperature": 0.5, "seed": 3, "max_tokens": 6, "messages": [{"role": "user", "content": "one"}]}
+    completion = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers={"Authorization": "Bearer secret"}).json()
     with BrowserPage(390, 844) as phone:
         phone.call("Page.navigate", url=server.url)
         # The token is missing: the page says so and opens its settings.
@@ -199,12 +199,12 @@ def test_a_phone_without_a_network_holds_a_conversation(server: InferenceServer)
         phone.type("prompt", "one")
         phone.tap("send")
         phone.until("document.getElementById('status').textContent", lambda text: "tokens" in text)
-        shown = "[...document.querySelectorAll('article')].map(one => [one.className, one.querySelector('span').textContent])"
-        assert phone.run(shown) == [["user", "one"], ["assistant", said["choices"][0]["message"]["content"]]]
+        transcript = "[...document.querySelectorAll('article')].map(one => [one.className, one.querySelector('span').textContent])"
+        assert phone.run(transcript) == [["user", "one"], ["assistant", completion["choices"][0]["message"]["content"]]]
         phone.type("prompt", "two")
         phone.type("max_tokens", "1800")
         phone.tap("send")
-        phone.until(f"{shown}[3]?.[1]")
+        phone.until(f"{transcript}[3]?.[1]")
         phone.tap("stop")
         assert phone.until("document.getElementById('status').textContent") == "stopped"
         # Readable without sideways scrolling or zooming: nothing is wider than the screen, no text too small, no button too low.
@@ -214,7 +214,7 @@ def test_a_phone_without_a_network_holds_a_conversation(server: InferenceServer)
         assert phone.run(least.format("p, article, label, button, summary", "parseFloat(getComputedStyle(one).fontSize)")) >= 12.5
         assert phone.run(least.format("button, input", "one.getBoundingClientRect().height")) >= 44
         phone.tap("clear")
-        assert phone.run(shown) == []
+        assert phone.run(transcript) == []
         reports = phone.events
     urls = [report["params"]["request"]["url"] for report in reports if report["method"] == "Network.requestWillBeSent"]
     assert len(urls) > 3 and all(url.startswith((server.url, "data:")) for url in urls)

@@ -182,16 +182,16 @@ def test_additions_to_the_api(client: openai.OpenAI) -> None:
 
 
 def test_priorities_and_shared_prompts_reach_the_engine(server: InferenceServer, client: openai.OpenAI) -> None:
-    engine, seen = server.runner.engine, []
+    engine, priorities = server.runner.engine, []
     inner = engine.add_request
-    engine.add_request = lambda *a, **k: seen.append(k["priority"]) or inner(*a, **k)  # type: ignore[method-assign]
+    engine.add_request = lambda *a, **k: priorities.append(k["priority"]) or inner(*a, **k)  # type: ignore[method-assign]
     try:
         prompt = list(range(40, 77))
         for body in ({}, {"priority": -4}):
             answer = client.completions.create(prompt=prompt, n=3, max_tokens=1, extra_body=body, **COMMON)
     finally:
         del engine.add_request
-    assert seen == [0] * 3 + [-4] * 3
+    assert priorities == [0] * 3 + [-4] * 3
     # Blocks of eight tokens; the last token of a prompt is computed.
     assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens == 32
@@ -368,8 +368,8 @@ def test_a_token_is_asked_for(make_model: Make, make_engine: Make) -> None:
                         client.completions.create(prompt="x", max_tokens=1, model="")
         # Probes have no token, and learn nothing of the load.
         assert httpx.get(f"{running.url}/health").json() == {"status": "ok"}
-        told = httpx.get(f"{running.url}/health", headers={"Authorization": "Bearer secret"}).json()
-        assert set(told) == {"status", "last_step_age_s", "unfinished_requests"}
+        health = httpx.get(f"{running.url}/health", headers={"Authorization": "Bearer secret"}).json()
+        assert set(health) == {"status", "last_step_age_s", "unfinished_requests"}
         for path in ("/v1/models", "/metrics", "/openapi.json"):
             assert httpx.get(f"{running.url}{path}").status_code == 401
 

@@ -250,13 +250,16 @@ def test_request_ids_go_in_and_out_and_into_the_log(server: InferenceServer, cap
     with caplog.at_level(logging.INFO, "mcore_inference.server"), httpx.Client(base_url=server.url) as http:
         own = http.post("/v1/completions", content=b"{", headers={"content-type": "application/json", "x-request-id": "job-7"})
         assert own.headers["x-request-id"] == own.json()["error"]["request_id"] == "job-7"
-        made = [http.get("/v1/models").headers["x-request-id"] for _ in range(2)]
-        assert made[0] != made[1] and all(len(number) == 36 for number in made)
+        request_ids = [http.get("/v1/models").headers["x-request-id"] for _ in range(2)]
+        assert request_ids[0] != request_ids[1] and all(len(number) == 36 for number in request_ids)
         for bad in ("x" * 129, "two words", "a\tb", ""):
             assert http.get("/health", headers={"x-request-id": bad}).headers["x-request-id"].startswith("req-")
         assert http.get("/nowhere").json()["error"]["request_id"].startswith("req-")
         stream = {"prompt": "x", "max_tokens": 2, "stream": True}
         assert http.post("/v1/completions", json=stream, headers={"x-request-id": "job-8"}).headers["x-request-id"] == "job-8"
+        # The line of a request is written once its answer is out.
+        while not any("request_id=job-8" in record.message for record in caplog.records):
+            time.sleep(0.01)
     lines = [record.message for record in caplog.records]
     assert any(line.startswith("request_id=job-7 POST '/v1/completions' 400 ") for line in lines)
     assert any(line.startswith("request_id=job-8 POST '/v1/completions' 200 ") for line in lines)

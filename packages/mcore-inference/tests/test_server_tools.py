@@ -106,7 +106,7 @@ def scripted(runner: ScriptedRunner) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def drawn(make_model: Make, make_engine: Make) -> Iterator[Callable[[str], openai.OpenAI]]:
+def random_client(make_model: Make, make_engine: Make) -> Iterator[Callable[[str], openai.OpenAI]]:
     """Servers of one random engine a parser."""
     servers: dict[str, InferenceServer] = {}
 
@@ -186,9 +186,9 @@ def test_tools_calls_and_their_results_reach_the_template(scripted: openai.OpenA
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("parser", ["hermes", "llama3_json", "mistral"])
 def test_required_and_named_calls_are_valid_whatever_the_model_draws(
-    drawn: Callable[[str], openai.OpenAI], parser: str, stream: bool
+    random_client: Callable[[str], openai.OpenAI], parser: str, stream: bool
 ) -> None:
-    client = drawn(parser)
+    client = random_client(parser)
     common: dict[str, Any] = {"seed": 3, "max_tokens": 300}
     for more in ({"parallel_tool_calls": False}, {"seed": 4, "parallel_tool_calls": False}):
         content, ((name, arguments),), reason = chat(client, stream, tool_choice="required", **common | more)
@@ -199,8 +199,8 @@ def test_required_and_named_calls_are_valid_whatever_the_model_draws(
     assert (content, name, reason) == (None, "weather", "tool_calls") and json.loads(arguments)["city"] in ("Oslo", "Rome")
 
 
-def test_several_required_calls_and_choices(drawn: Callable[[str], openai.OpenAI]) -> None:
-    ask = drawn("mistral").chat.completions.create
+def test_several_required_calls_and_choices(random_client: Callable[[str], openai.OpenAI]) -> None:
+    ask = random_client("mistral").chat.completions.create
     # The bracket that would end the list is not liked.
     setting: dict[str, Any] = {"logit_bias": {str(TOKENIZER.tokenize("]")[0]): -20.0}, "max_tokens": 120, "n": 2, "seed": 1}
     answer = ask(model="mcore", messages=MESSAGES, tools=[tool("now")], tool_choice="required", **setting)
@@ -213,7 +213,7 @@ def test_several_required_calls_and_choices(drawn: Callable[[str], openai.OpenAI
     assert len(set(ids)) == len(ids) and all(len(one) == 9 for one in ids)
 
 
-def test_what_cannot_be_honoured_is_refused_by_name(scripted: openai.OpenAI, drawn: Callable[[str], openai.OpenAI]) -> None:
+def test_what_cannot_be_honoured_is_refused_by_name(scripted: openai.OpenAI, random_client: Callable[[str], openai.OpenAI]) -> None:
     unnamed: Any = {"type": "function", "function": {"name": "rm"}}
     strict: Any = [tool("weather", CITY, strict=True)]
     unknown = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
@@ -221,8 +221,8 @@ def test_what_cannot_be_honoured_is_refused_by_name(scripted: openai.OpenAI, dra
         (scripted, {"tools": openai.NOT_GIVEN, "tool_choice": "auto"}, "tool_choice needs tools", "tool_choice"),
         (scripted, {"tool_choice": unnamed}, "names 'rm'.*'now', 'weather'", "tool_choice"),
         (scripted, {"response_format": {"type": "json_object"}}, "response_format.*leave no room", "tools"),
-        (drawn("mistral"), {"tools": strict}, "strict=true.*'mistral'.*tool_choice='required'", "tools"),
-        (drawn("hermes"), {"tools": [tool("a", unknown)], "tool_choice": "required"}, "uniqueItems", "tools"),
+        (random_client("mistral"), {"tools": strict}, "strict=true.*'mistral'.*tool_choice='required'", "tools"),
+        (random_client("hermes"), {"tools": [tool("a", unknown)], "tool_choice": "required"}, "uniqueItems", "tools"),
     ]
     for client, more, words, param in cases:
         with pytest.raises(openai.BadRequestError, match=words) as caught:

@@ -66,8 +66,8 @@ def answer(server: InferenceServer) -> dict[str, Any]:
 def test_a_folder_replaces_the_weights_and_tokens_say_which_drew_them(server: InferenceServer, root: Path) -> None:
     before = answer(server)
     assert set(before["weight_versions"]) == {0} and len(before["weight_versions"]) == len(before["token_ids"])
-    done = update(server, root / "version-3", 7)
-    assert done.status_code == 200 and done.json()["success"] is True and done.json()["weight_version"] == 7
+    response = update(server, root / "version-3", 7)
+    assert response.status_code == 200 and response.json()["success"] is True and response.json()["weight_version"] == 7
     after = answer(server)
     assert set(after["weight_versions"]) == {7} and after["logprobs"]["token_logprobs"] != before["logprobs"]["token_logprobs"]
     update(server, root / "version-4", 8, in_flight="drain")

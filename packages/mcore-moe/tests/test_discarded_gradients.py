@@ -17,7 +17,7 @@ from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.pipeline import Overlap, PipelineConfig
 from mcore_parallel.training import Batch
 from tests.support.interpreter import run_interpreted
-from tests.support.stale_gradients import StaleGradients, check_same_bits, trained
+from tests.support.poisoned_gradients import PoisonedGradients, check_same_bits, trained
 
 CONFIG = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=2, ffn_hidden_size=48, vocab_size=64, init_method_std=0.2)
 MIXTURE = MoEConfig(num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=16, moe_aux_loss_coeff=0.01)
@@ -44,9 +44,9 @@ def test_a_mixture_trains_with_the_bits_of_zeroed_sums(recipe: Any, count: int) 
 
 
 def test_experts_without_rows_are_among_those_that_are_compared() -> None:
-    found, _ = trained(lambda: mixture(ALONE), ALONE, functools.partial(micro_batches, count=1), StaleGradients, steps=1)
+    tensors, _ = trained(lambda: mixture(ALONE), ALONE, functools.partial(micro_batches, count=1), PoisonedGradients, steps=1)
     names = [name for name, _ in mixture(ALONE).named_parameters()]
-    gradient = dict(zip(names, found[2:], strict=False))["layers.0.mlp.experts.up"].view(8, -1)
+    gradient = dict(zip(names, tensors[2:], strict=False))["layers.0.mlp.experts.up"].view(8, -1)
     used = gradient.any(1)
     assert used.any() and not used.all()
 
@@ -78,11 +78,11 @@ def check_kernel() -> None:
     generator = torch.Generator().manual_seed(0)
     grad, x = torch.randn(30, 40, generator=generator), torch.randn(30, 24, generator=generator)
     ends = torch.tensor([7, 7, 29], dtype=torch.int32)
-    zeroed, stale = torch.zeros(3, 40, 24), torch.full((3, 40, 24), torch.nan)
+    zeroed, poisoned = torch.zeros(3, 40, 24), torch.full((3, 40, 24), torch.nan)
     grouped_weight_gradient(grad, x, ends, zeroed, add=True, tiles=tiles)
-    grouped_weight_gradient(grad, x, ends, stale, add=False, tiles=tiles)
-    assert torch.equal(stale, zeroed) and not stale[1].any()
-    assert torch.allclose(stale[2], grad[7:29].T @ x[7:29], atol=1e-4)
+    grouped_weight_gradient(grad, x, ends, poisoned, add=False, tiles=tiles)
+    assert torch.equal(poisoned, zeroed) and not poisoned[1].any()
+    assert torch.allclose(poisoned[2], grad[7:29].T @ x[7:29], atol=1e-4)
 
 
 def test_the_kernel_overwrites_what_it_does_not_add_to() -> None:

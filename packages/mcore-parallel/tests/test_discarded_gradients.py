@@ -16,7 +16,7 @@ from mcore_parallel.nn import RecomputeConfig
 from mcore_parallel.pipeline import ModelChunks, Overlap, PipelineConfig
 from mcore_parallel.tensor_parallel import ColumnParallelLinear, MainGradient, WeightGradientSink
 from mcore_parallel.training import Batch
-from tests.support.stale_gradients import check_same_bits
+from tests.support.poisoned_gradients import check_same_bits
 
 CONFIG = TransformerConfig(num_layers=4, hidden_size=16, num_attention_heads=2, ffn_hidden_size=24, vocab_size=32, init_method_std=0.2)
 ALONE = ProcessGroups.single()

@@ -15,7 +15,7 @@ from mcore_parallel.graphs import CudaGraphConfig, graph_modules
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.tensor_parallel import MainGradient
 from mcore_parallel.training import Batch
-from tests.support.stale_gradients import StaleGradients, ZeroedGradients, trained
+from tests.support.poisoned_gradients import PoisonedGradients, ZeroedGradients, trained
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,35 +51,35 @@ def steps(wrap: Any, *, graphs: bool = False, backend: Backend | None = None, **
             graphed.append(graph_modules(ddp.module, config=CudaGraphConfig(warmup_steps=4)))
         return wrap(ddp)
 
-    found, sync = trained(build, ALONE, micro_batches, with_graphs, steps=STEPS, **options)
-    return found, sync, graphed[0].report() if graphed else None
+    tensors, sync = trained(build, ALONE, micro_batches, with_graphs, steps=STEPS, **options)
+    return tensors, sync, graphed[0].report() if graphed else None
 
 
 @pytest.mark.parametrize("fusion", [False, True])
 def test_a_dense_model_trains_as_with_zeroed_sums(fusion: bool) -> None:
     config = {"gradient_accumulation_fusion": fusion}
-    wanted, _, _ = steps(ZeroedGradients, ddp=config)
-    found, sync, _ = steps(StaleGradients, ddp=config)
-    assert sync.left > 0.5
+    expected, _, _ = steps(ZeroedGradients, ddp=config)
+    tensors, sync, _ = steps(PoisonedGradients, ddp=config)
+    assert sync.least_share > 0.5
     # A GEMM that overwrites and one that adds to zero do the same sums.
-    assert all(torch.equal(ours, zeroed) for ours, zeroed in zip(found, wanted, strict=True))
+    assert all(torch.equal(poisoned, zeroed) for poisoned, zeroed in zip(tensors, expected, strict=True))
 
 
 @pytest.mark.parametrize("fusion", [False, True])
 def test_replayed_blocks_add_to_zero_though_others_overwrite(fusion: bool) -> None:
     """Captured in the second micro-batch of the second step; the steps before claim all sums, those after zero what graphs add to."""
     config = {"gradient_accumulation_fusion": fusion}
-    wanted, _, _ = steps(ZeroedGradients, graphs=True, ddp=config)
-    found, _, report = steps(StaleGradients, graphs=True, ddp=config)
+    expected, _, _ = steps(ZeroedGradients, graphs=True, ddp=config)
+    tensors, _, report = steps(PoisonedGradients, graphs=True, ddp=config)
     assert report.graphs == CONFIG.num_layers and report.replays == (3 * STEPS - 4) * CONFIG.num_layers
-    assert all(torch.equal(ours, zeroed) for ours, zeroed in zip(found, wanted, strict=True))
+    assert all(torch.equal(poisoned, zeroed) for poisoned, zeroed in zip(tensors, expected, strict=True))
 
 
 def test_layers_of_transformer_engine_add_to_zero() -> None:
     pytest.importorskip("transformer_engine.pytorch")
-    wanted, _, _ = steps(ZeroedGradients, backend=choose_backend("te"))
-    found, _, _ = steps(StaleGradients, backend=choose_backend("te"))
-    assert all(torch.equal(ours, zeroed) for ours, zeroed in zip(found, wanted, strict=True))
+    expected, _, _ = steps(ZeroedGradients, backend=choose_backend("te"))
+    tensors, _, _ = steps(PoisonedGradients, backend=choose_backend("te"))
+    assert all(torch.equal(poisoned, zeroed) for poisoned, zeroed in zip(tensors, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -34,8 +34,8 @@ from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.pipeline import ModelChunks, PipelineConfig
 from mcore_parallel.training import Batch, CrossEntropyObjective, evaluate, train_step
 from mcore_parallel.training._aux import AuxSums
-from tests.support.stale_gradients import StaleGradients, ZeroedGradients
-from tests.support.stale_gradients import trained as stepwise
+from tests.support.poisoned_gradients import PoisonedGradients, ZeroedGradients
+from tests.support.poisoned_gradients import trained as stepwise
 
 CONFIG = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=32, vocab_size=32)
 B, S = 2, 8
@@ -140,9 +140,9 @@ def test_replayed_blocks_add_to_zero_where_others_overwrite(warmup_steps: int, f
     def build() -> GPTModel:
         return GPTModel(CONFIG, ProcessGroups.single(), dtype=torch.float64, seed=3)
 
-    def with_graphs(ddp: DistributedDataParallel) -> StaleGradients:
+    def with_graphs(ddp: DistributedDataParallel) -> PoisonedGradients:
         graph_modules(ddp.module, config=CudaGraphConfig(warmup_steps=warmup_steps), capture=TapeCapture())
-        return StaleGradients(ddp)
+        return PoisonedGradients(ddp)
 
     options: dict[str, Any] = {"ddp": {"gradient_accumulation_fusion": fusion}}
     arguments = (build, ProcessGroups.single(), lambda model, step: [batch(2 * step + number) for number in range(2)])

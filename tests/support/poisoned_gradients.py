@@ -22,10 +22,10 @@ class ZeroedGradients:
         self.zero_grad_buffer, self.no_sync, self.finish_grad_sync = ddp.zero_grad_buffer, ddp.no_sync, ddp.finish_grad_sync
 
 
-class StaleGradients(ZeroedGradients):
+class PoisonedGradients(ZeroedGradients):
     """Discards its sums, and leaves NaN in them."""
 
-    left = 1.0
+    least_share = 1.0
     """Least share of the elements that were NaN still when a step began."""
 
     def discard_gradients(self) -> None:
@@ -33,7 +33,7 @@ class StaleGradients(ZeroedGradients):
         for total in sums:
             total.fill_(torch.nan)
         self.ddp.discard_gradients()
-        self.left = min(self.left, sum(int(total.isnan().sum()) for total in sums) / sum(total.numel() for total in sums))
+        self.least_share = min(self.least_share, sum(int(total.isnan().sum()) for total in sums) / sum(total.numel() for total in sums))
 
 
 def fp32_sums(buffer: Any) -> list[Tensor]:
@@ -56,18 +56,18 @@ def trained(
     sync = wrap(parallel)
     rule = OptimizerConfig(lr=0.01, use_distributed_optimizer=config.use_distributed_optimizer)
     optimizer = MegatronOptimizer(rule, parallel, groups)
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for step in range(steps):
-        given = batches(model, step)
-        report = train_step(model, given, CrossEntropyObjective(), sync, optimizer, lr=0.01, groups=groups, **options)
-        found += [torch.tensor(report.loss), torch.tensor(report.grad_norm), *(piece.gradient.clone() for piece in parallel.pieces())]
+        micro_batches = batches(model, step)
+        report = train_step(model, micro_batches, CrossEntropyObjective(), sync, optimizer, lr=0.01, groups=groups, **options)
+        tensors += [torch.tensor(report.loss), torch.tensor(report.grad_norm), *(piece.gradient.clone() for piece in parallel.pieces())]
     parallel.finish_param_sync()
-    return [*found, *(parameter.detach().clone() for parameter in model.parameters())], sync
+    return [*tensors, *(parameter.detach().clone() for parameter in model.parameters())], sync
 
 
 def check_same_bits(*arguments: Any, least: float = 0.5, **options: Any) -> None:
     """Arguments as of ``trained`` without ``wrap``; at least that share of the sums is not zeroed."""
     expected, _ = trained(*arguments, ZeroedGradients, **options)
-    found, sync = trained(*arguments, StaleGradients, **options)
-    assert len(found) == len(expected) and all(torch.equal(ours, zeroed) for ours, zeroed in zip(found, expected, strict=True))
-    assert sync.left >= least, sync.left
+    tensors, sync = trained(*arguments, PoisonedGradients, **options)
+    assert len(tensors) == len(expected) and all(torch.equal(poisoned, zeroed) for poisoned, zeroed in zip(tensors, expected, strict=True))
+    assert sync.least_share >= least, sync.least_share
