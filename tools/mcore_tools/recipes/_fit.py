@@ -3,6 +3,7 @@
 """Whether a published model fits a number of GPUs at all, and the words for one that does not."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -56,6 +57,7 @@ def sized_run(name: str, kind: Kind, fields: Sequence[str] = ()) -> RunConfig:
     return override(config, [*(["lora.rank=16"] if kind == "lora" else []), *fields])
 
 
+@functools.lru_cache(maxsize=256)
 def leanest(name: str, kind: Kind, gpus: int) -> tuple[tuple[str, ...], RunMemory] | None:
     """The layout that needs least memory, however slow: all is recomputed, optimizer state is in host memory, gradients are narrow.
 
