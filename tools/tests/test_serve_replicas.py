@@ -75,7 +75,7 @@ def test_a_server_ends_when_all_of_its_engines_were_given_up_and_not_before(tmp_
             time.sleep(0.5)
             assert runner.failure is None and runner.health().alive
             (tmp_path / "dp-1").touch()
-            with pytest.raises(EngineDeadError, match="all engines ended 3 times within a minute of their start"):
+            with pytest.raises(EngineDeadError, match="all engines are given up; the reasons stand above"):
                 server.wait()
             assert runner.stats()["generated_tokens"] >= 10
         # One that is made later fails as well.
@@ -101,7 +101,15 @@ def test_an_engine_of_another_host_keeps_the_server_alone(tmp_path: Path) -> Non
                 other.__exit__()
                 until(lambda: len(ends) == 1, "none is left", 10)
                 time.sleep(0.5)
-    assert len(ends) == 1 and ends[0].startswith("all engines ended 3 times")
+    assert len(ends) == 1 and ends[0].startswith("all engines are given up")
+
+
+def test_what_is_refused_at_the_first_start_is_not_asked_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words = [sys.executable, "-c", f"import pathlib; pathlib.Path({str(tmp_path)!r}, 'starts').open('a').write('x'); raise SystemExit(1)"]
+    with pytest.raises(ValueError, match="an engine ended at its start"), coordinated(words, count=1, layout=ONE):
+        raise AssertionError("it has no engine")
+    assert (tmp_path / "starts").read_text() == "x"
+    assert "dp-0 ended with exit code 1 at its first start, and is given up" in caplog.text
 
 
 def test_engines_of_other_hosts_get_no_secret_to_control_others(tmp_path: Path) -> None:

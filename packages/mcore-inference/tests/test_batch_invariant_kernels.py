@@ -154,14 +154,14 @@ def test_blocks_without_a_kernel_are_refused_by_name_on_a_gpu() -> None:
 
 
 if __name__ == "__main__":
-    from mcore_inference.attention import _core
+    from mcore_inference.attention import _backends
     from mcore_inference.sampling import _sampler
     from mcore_parallel.nn.attention import _batch_invariant as attention
     from mcore_parallel.tensor_parallel import _batch_invariant as rows
 
     # Matmuls, attention, statistics and draws in the interpreter; torch computes norms and activations, each row alone.
     round_dots_once()
-    _core.has_kernels = _sampler.has_kernels = lambda *_: True
+    _backends.has_kernels = _sampler.has_kernels = lambda *_: True
     rows.has_row_kernels = attention.has_row_kernels = lambda _: True
     record_eagerly()
     here = {"device": "cpu", "dtype": torch.float32}

@@ -113,11 +113,11 @@ def test_graphs_give_the_tokens_of_whole_sequences_at_real_sizes(kind: str, use_
 
 
 if __name__ == "__main__":
-    from mcore_inference.attention import _core
+    from mcore_inference.attention import _backends
     from mcore_parallel.nn.mixers import _linear_mixer
 
     # The kernels of this test in the interpreter; all else stays with torch.
-    _core.has_kernels = lambda *_: True
+    _backends.has_kernels = lambda *_: True
     _linear_mixer.has_kernel = lambda _: True
     record_eagerly()
     for each in ("delta net", "both"):

@@ -131,9 +131,9 @@ def test_kernels_compile_for_hopper(dtype: torch.dtype, case: Case, monkeypatch:
 
 
 def test_latents_that_the_kernel_cannot_hold_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mcore_inference.attention import _core
+    from mcore_inference.attention import _backends
 
-    monkeypatch.setattr(_core, "has_kernels", lambda *_: True)
+    monkeypatch.setattr(_backends, "has_kernels", lambda *_: True)
     place = torch.device("cpu")
     assert has_attention_kernel(place, torch.bfloat16, 64, (512, 576)) and has_attention_kernel(place, torch.float32, 16, (128, 192))
     assert not has_attention_kernel(place, torch.bfloat16, 64, (1024, 1088))

@@ -28,6 +28,8 @@ _POLL_S = 0.2
 _STOP_S = 30.0
 _MAX_EARLY_ENDS = 3
 _EARLY_S = 60.0
+_REFUSED_CODE = 1
+"""Of a process that was asked for what cannot be; it has said why."""
 # Rank 0 would open a store of its own, unless torch takes the one here for that of an agent.
 _AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 
@@ -42,11 +44,13 @@ class _World:
         self.store: TCPStore | None = None
         """Where they meet."""
         self.began = 0.0
+        self.num_starts = 0
         self.early_ends = 0
+        self.was_refused = False
 
     @property
     def is_given_up(self) -> bool:
-        return self.early_ends >= _MAX_EARLY_ENDS
+        return self.was_refused or self.early_ends >= _MAX_EARLY_ENDS
 
     def ended(self) -> int | None:
         """A rank that ended, rather by a signal than because it lost another one; None while all run."""
@@ -64,7 +68,7 @@ class Replicas:
     """A context manager that runs processes ``mcore serve CHECKPOINT --join ADDRESS --name NAME``, one a device.
 
     When a process ends, those of its engine do, and of all engines that share experts with it. They are started again together, unless that
-    happened ``3`` times, each time within a minute. The coordinator hears of it at once, and gives the requests to other engines. When all
+    happened ``3`` times, each time within a minute, or the first start was refused (exit code 1). The coordinator hears of it at once, and gives the requests to other engines. When all
     are given up, and no engine of another host is left, ``on_end`` hears of it.
 
     Args:
@@ -138,6 +142,7 @@ class Replicas:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         words = [*self._command, "--join", self._job.address, "--name"]
         world.began, world.store = time.monotonic(), store
+        world.num_starts += 1
         world.processes = [
             start_rank([*words, self._name_of(world, rank)], rank, layout.num_ranks, store.port, environment)
             for rank in range(layout.num_ranks)
@@ -154,13 +159,14 @@ class Replicas:
                 if rank is not None:
                     self._replace(world, rank)
             if all(world.is_given_up for world in self._worlds) and not self._coordinator.num_engines:
-                self._on_end(f"all engines ended {_MAX_EARLY_ENDS} times within a minute of their start; the reason stands above")
+                self._on_end("all engines are given up; the reasons stand above")
                 return
 
     def _replace(self, world: _World, rank: int) -> None:
         """End what cannot go on without a rank that ended, tell the coordinator, and start it again."""
         name, place = self._name_of(world, rank), self._layout.describe(rank)
-        what = f"{name}{place and f' ({place})'} ended with exit code {world.processes[rank].returncode}"
+        code = world.processes[rank].returncode
+        what = f"{name}{place and f' ({place})'} ended with exit code {code}"
         engines = [f"dp-{world.first + number}" for number in range(self._layout.num_sharing)]
         # First: one that is told that it is lost would come back, and get requests.
         world.kill()
@@ -168,9 +174,13 @@ class Replicas:
             self._coordinator.lose_engine(engine, what)
         early = time.monotonic() - world.began < _EARLY_S
         world.early_ends = world.early_ends + 1 if early else 0
+        # Nothing changes when it is asked again.
+        world.was_refused = early and code == _REFUSED_CODE and world.num_starts == 1
         others = ", ".join(engine for engine in engines if engine != name)
         beside = others and f", and with it {others} of the same experts"
-        if world.is_given_up:
+        if world.was_refused:
+            _LOG.critical("%s at its first start, and is given up%s", what, beside)
+        elif world.is_given_up:
             _LOG.critical("%s, %d times within a minute of its start, and is given up%s", what, _MAX_EARLY_ENDS, beside)
         else:
             _LOG.error("%s and is started again%s", what, beside)

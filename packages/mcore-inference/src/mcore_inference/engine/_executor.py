@@ -171,6 +171,12 @@ class Executor:
         self.mixed_graphs: MixedGraphs | None = None
         # Its kernels choose their way by the rows of a step.
         fits = context.builder.has_kernel and not self._batch_invariant and FusedDecoder.fits(model)
+        by_heads = isinstance(execution.speculation, (MtpSpeculation, EagleSpeculation))
+        if context.config.use_flashinfer_fused_rope and (by_heads or not fits):
+            raise ValueError(
+                "use_flashinfer_fused_rope=True turns heads between the projection and attention, and a forward of the model or of draft heads "
+                "turns them itself; leave it at None"
+            )
         self._recorder = RoutingRecorder(model, context.max_tokens, context.device) if execution.record_routing else None
         self._pipeline = Pipeline(model) if model.groups.pp.size > 1 else None
         self._decoder = FusedDecoder(model, context.max_requests, records_routing=execution.record_routing) if fits else None
@@ -310,6 +316,8 @@ class Executor:
         """Why no decode step is recorded, and the remedy; None where they are."""
         context = self._context
         if not context.builder.has_kernel:
+            if (backend := context.cache.attention_backend) is not None:
+                return f'PagedAttention(backend="{backend}") gathers keys and values by host indices here; leave backend at None'
             return (
                 "graphs need a GPU, blocks of a multiple of 16 tokens, a dtype of 16 or 32 bits, and latents and states of sizes that have "
                 "kernels"
@@ -335,6 +343,8 @@ class Executor:
             return (
                 "ranks that share experts agree on sizes of decode steps alone; serve the experts of a model on the tp ranks of each engine"
             )
+        if cache.attention_backend not in (None, "triton"):
+            return f'PagedAttention(backend="{cache.attention_backend}") takes no rows of padding between prompts; leave backend at None'
         if self._context.states is not None or cache.holds_latents or self._batch_invariant:
             return "recurrent states, latents and batch-invariant kernels cut prompts on the host; serve plain attention"
         return None
