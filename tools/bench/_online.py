@@ -199,7 +199,7 @@ def _warm_up(engine: DynamicInferenceEngine) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve random weights until a signal, or work for a coordinator."""
     from mcore_inference.server import ConnectionLimits, ServerLimits, StopSignals, serve, serve_runner
-    from mcore_tools.serving import EngineLayout, Job, coordinated, take_short_turns, work_for
+    from mcore_tools.serving import EngineLayout, Job, coordinated, frozen_heap, take_short_turns, work_for
     from tools.bench.serve import MODELS, build
 
     parser = argparse.ArgumentParser(description=main.__doc__)
@@ -221,7 +221,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.join is not None:
         engine, _ = build(options.model, options.device, options.memory_gb, tokenizer=tokenizer)
         _warm_up(engine)
-        raise SystemExit(work_for(engine, options.join, options.name, limits))
+        with frozen_heap():
+            raise SystemExit(work_for(engine, options.join, options.name, limits))
     if options.load is not None:
         engine, _ = build(options.model, options.device, options.memory_gb)
         print(json.dumps(_generated(engine, PoissonLoad(**json.loads(options.load)))))
@@ -239,6 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if (connect := stack.enter_context(replicas)) is None:
                 return
             server = serve_runner(connect, tokenizer, **shown)
+        stack.enter_context(frozen_heap())
         stack.enter_context(server).wait(signals, drain_s=0.0)
 
 

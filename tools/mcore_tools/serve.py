@@ -49,6 +49,7 @@ from mcore_tools.serving import (
     Job,
     coordinated,
     end_process,
+    frozen_heap,
     open_served_tokenizer,
     served_model,
     take_short_turns,
@@ -143,7 +144,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             elif ranks is not None and not engine.model.groups.tp_pp.is_first:
                 code = ranks.follow(engine)
             elif options.join:
-                code = work_for(engine, options.join, options.name, _limits(options))
+                with frozen_heap():
+                    code = work_for(engine, options.join, options.name, _limits(options))
             else:
                 code = _serve(engine, options, token, weights)
             if ranks is not None:
@@ -265,7 +267,8 @@ def _serve_replicas(options: argparse.Namespace, token: str | None, weights: Wei
 def _wait(server: InferenceServer, signals: StopSignals, options: argparse.Namespace) -> int:
     print(f"serving {options.checkpoint} on {server.url}/v1; Ctrl-C ends it", flush=True)
     try:
-        server.wait(signals, drain_s=options.drain_seconds)
+        with frozen_heap():
+            server.wait(signals, drain_s=options.drain_seconds)
     except (EngineDeadError, TimeoutError) as error:
         print(f"error: {error}", file=sys.stderr)
         return STALLED_EXIT_CODE

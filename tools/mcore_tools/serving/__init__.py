@@ -3,7 +3,7 @@
 """Engines with the models of runs and of their exports."""
 
 from mcore_tools.serving._coordinated import coordinated, uses_coordinator
-from mcore_tools.serving._engine import Served, build_engine, serve_exported, take_short_turns
+from mcore_tools.serving._engine import Served, build_engine, frozen_heap, serve_exported, take_short_turns
 from mcore_tools.serving._files import PromptFile, continue_prompts
 from mcore_tools.serving._job import Job
 from mcore_tools.serving._layout import EngineLayout
@@ -23,6 +23,7 @@ __all__ = [
     "continue_prompts",
     "coordinated",
     "end_process",
+    "frozen_heap",
     "open_engine",
     "open_served_tokenizer",
     "serve_exported",
