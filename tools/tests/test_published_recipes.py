@@ -69,7 +69,7 @@ def test_where_there_is_no_layout_not_even_the_leanest_fits(kind: Kind, name: st
 def test_a_trainer_whose_answers_servers_draw_fits_as_the_refusal_says(name: str) -> None:
     gpus = min(layouts_of("sft", name))
     fields = [field for field in layouts_of("sft", name)[gpus] if not field.startswith("train.")]
-    config = sized_run(name, "rl", [*fields, "rl.served.urls=[http://server:8000]"])
+    config = sized_run(name, "rl", [*fields, "rl.served.urls=[http://127.0.0.1:8000]"])
     assert config.plan.world_size == gpus and run_memory(config).gib < 141 * 0.94
 
 

@@ -101,8 +101,9 @@ def test_no_request_waits_for_a_compiler_behind_it() -> None:
     import triton
 
     config = TransformerConfig(
-        num_layers=2, hidden_size=256, num_attention_heads=4, num_query_groups=2, vocab_size=1000, normalization="RMSNorm", activation="swiglu"
-    )
+        num_layers=2, hidden_size=256, num_attention_heads=4, num_query_groups=2, vocab_size=1000, normalization="RMSNorm",
+        activation="swiglu",
+    )  # fmt: skip
     model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), dtype=torch.bfloat16, device="cuda").eval()
     sizes = InferenceConfig(max_sequence_length=4096, max_requests=64, max_tokens=8192, block_size_tokens=64, buffer_size_gb=1.0)
     engine = DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes))
@@ -113,10 +114,12 @@ def test_no_request_waits_for_a_compiler_behind_it() -> None:
     try:
         shapes = [[300], [304], [1500], [3000], [512] * 4, [500] * 5, [100] * 16, [300] * 40, [10] * 60, [4000, 7, 1]]
         kinds: list[dict[str, Any]] = [
-            {}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.1}, {"return_log_probs": True}, {"repetition_penalty": 1.1},
-            {"return_log_probs": True, "top_n_logprobs": 3}, {"return_log_probs": True, "skip_prompt_log_probs": False},
+            {}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.1}, {"return_log_probs": True},
+            {"repetition_penalty": 1.1}, {"return_log_probs": True, "top_n_logprobs": 3},
+            {"return_log_probs": True, "skip_prompt_log_probs": False},
         ]  # fmt: skip
-        for number, (shape, fields) in enumerate([(shape, {}) for shape in shapes] + [([90] * n, kind) for kind in kinds for n in (1, 3, 16)]):
+        cases = [(shape, {}) for shape in shapes] + [([90] * n, kind) for kind in kinds for n in (1, 3, 16)]
+        for number, (shape, fields) in enumerate(cases):
             prompts = [[(7 * number + 3 * place + at) % 1000 for at in range(length)] for place, length in enumerate(shape)]
             engine.generate(prompts, SamplingParams(num_tokens_to_generate=6, ignore_eos=True, **fields))
     finally:

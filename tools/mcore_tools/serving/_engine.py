@@ -90,7 +90,7 @@ def take_short_turns() -> None:
 
 @contextlib.contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Leave what is there out of Python's collections meanwhile: one that looks at a model and its libraries stops all requests for 0.1 s."""
+    """Leave what is there out of Python's collections meanwhile: one that looks at it all stops every request for 0.1 s."""
     gc.collect()
     gc.freeze()
     try:

@@ -68,8 +68,8 @@ class Replicas:
     """A context manager that runs processes ``mcore serve CHECKPOINT --join ADDRESS --name NAME``, one a device.
 
     When a process ends, those of its engine do, and of all engines that share experts with it. They are started again together, unless that
-    happened ``3`` times, each time within a minute, or the first start was refused (exit code 1). The coordinator hears of it at once, and gives the requests to other engines. When all
-    are given up, and no engine of another host is left, ``on_end`` hears of it.
+    happened ``3`` times, each time within a minute, or the first start was refused (exit code 1). The coordinator hears of it at once, and
+    gives the requests to other engines. When all are given up, and no engine of another host is left, ``on_end`` hears of it.
 
     Args:
         command: of a process, ``mcore serve CHECKPOINT`` or another that takes ``--join ADDRESS --name NAME``, which are added.

@@ -170,11 +170,11 @@ def with_free_buffer(
     if config.buffer_size_gb is not None or config.num_blocks is not None:
         return config
     if device.type != "cuda":
-        raise ValueError(f"buffer_size_gb=None takes what a GPU has left, and the cache is on a {device.type}; give a number, or num_blocks")
+        raise ValueError(f"buffer_size_gb=None takes what a GPU has left, and the cache is on a {device.type}; give a number or num_blocks")
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     max_tokens = config.max_tokens or _DEFAULT_MAX_TOKENS
-    # The stream, its norm, queries, keys, values and what attention gives; gate, value and their product; logits as they are and in float32.
+    # The stream, its norm, heads and what attention gives; gate, value and their product; logits as they are and in float32.
     step = max_tokens * (8 * model.hidden_size + 3 * model.ffn_hidden_size) * itemsize
     step += (config.max_requests or _DEFAULT_REQUESTS) * model.vocab_size * (itemsize + 8)
     left = torch.tensor(free - step - int(_MARGIN * total), device=device)
@@ -182,7 +182,7 @@ def with_free_buffer(
         left = all_reduce(left, groups.tp_pp, op="min")
     if (buffer := int(left)) <= 0:
         raise ValueError(
-            f"buffer_size_gb=None: {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free, of which a step of max_tokens={max_tokens} takes "
-            f"about {step / 2**30:.1f} and {_MARGIN:.0%} of all stay free; lower max_tokens or max_requests, split the model, or give a number"
+            f"buffer_size_gb=None: {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free; a step of max_tokens={max_tokens} takes about "
+            f"{step / 2**30:.1f}, and {_MARGIN:.0%} of all stay free; lower max_tokens or max_requests, split the model, or give a number"
         )
     return replace(config, buffer_size_gb=buffer / 2**30)

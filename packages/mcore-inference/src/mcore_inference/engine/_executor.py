@@ -21,8 +21,8 @@ from mcore_inference.engine._decode_graphs import DecodeGraphs, graph_sizes
 from mcore_inference.engine._mixed_graphs import MixedGraphs, mixed_sizes
 from mcore_inference.engine._model_drafts import ModelDrafts
 from mcore_inference.engine._pipeline import Pipeline
-from mcore_inference.engine._warm_up import warm_up_draws
 from mcore_inference.engine._routing import RoutingRecorder, StepRouting
+from mcore_inference.engine._warm_up import warm_up_draws
 from mcore_inference.sampling import DrawRows, Draws, Sampler, adjust, keep_allowed, log_probs, token_log_probs
 from mcore_inference.scheduling import Work
 from mcore_inference.speculation import EagleSpeculation, MtpSpeculation, NgramSpeculation
@@ -174,8 +174,8 @@ class Executor:
         by_heads = isinstance(execution.speculation, (MtpSpeculation, EagleSpeculation))
         if context.config.use_flashinfer_fused_rope and (by_heads or not fits):
             raise ValueError(
-                "use_flashinfer_fused_rope=True turns heads between the projection and attention, and a forward of the model or of draft heads "
-                "turns them itself; leave it at None"
+                "use_flashinfer_fused_rope=True turns heads behind the projection, and a forward of the model or of draft heads turns them "
+                "itself; leave it at None"
             )
         self._recorder = RoutingRecorder(model, context.max_tokens, context.device) if execution.record_routing else None
         self._pipeline = Pipeline(model) if model.groups.pp.size > 1 else None
