@@ -9,14 +9,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mcore_parallel._stability import internal_api
+
 __all__ = ["widened", "widens_by_bits"]
 
 
+@internal_api
 def widens_by_bits(x: Tensor) -> bool:
     """Whether ``widened`` may compute with bits beside these values: bfloat16 on an NVIDIA GPU."""
     return x.dtype == torch.bfloat16 and x.is_cuda and torch.version.hip is None
 
 
+@internal_api
 @triton.jit
 def widened(weight, kind: tl.constexpr, BY_BITS: tl.constexpr):
     """Weights in the dtype of what they are multiplied by; those in e4m3 exactly, by bits where ``widens_by_bits`` says so.
