@@ -199,7 +199,7 @@ def _warm_up(engine: DynamicInferenceEngine) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve random weights until a signal, or work for a coordinator."""
     from mcore_inference.server import ConnectionLimits, ServerLimits, StopSignals, serve, serve_runner
-    from mcore_tools.serving import EngineLayout, Job, coordinated, frozen_heap, take_short_turns, work_for
+    from mcore_tools.serving import EngineLayout, Job, coordinated, frozen_heap, short_turns, work_for
     from tools.bench.serve import MODELS, build
 
     parser = argparse.ArgumentParser(description=main.__doc__)
@@ -213,21 +213,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--load", help="of a PoissonLoad as JSON: serve nobody, generate its requests at once and print how long it took")
     words = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(words)
-    # As `mcore serve` does.
-    take_short_turns()
     tokenizer = Numerals(MODELS[options.model].vocab_size)
     # The load is to meet no limit.
     limits = ServerLimits(max_waiting_requests=None, connections=ConnectionLimits(max_connections=2**16))
     if options.join is not None:
         engine, _ = build(options.model, options.device, options.memory_gb, tokenizer=tokenizer)
         _warm_up(engine)
-        with frozen_heap():
+        with short_turns(), frozen_heap():
             raise SystemExit(work_for(engine, options.join, options.name, limits))
     if options.load is not None:
         engine, _ = build(options.model, options.device, options.memory_gb)
         print(json.dumps(_generated(engine, PoissonLoad(**json.loads(options.load)))))
         return
     with contextlib.ExitStack() as stack:
+        # As `mcore serve` does.
+        stack.enter_context(short_turns())
         signals = stack.enter_context(StopSignals())
         shown: dict[str, Any] = {"port": options.port, "model_name": options.model, "limits": limits}
         if options.data_parallel is None:

@@ -137,7 +137,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache-gb", type=number(above=0), help="memory for keys and values (default: what a GPU has left of nine tenths; 1 on a CPU)"
     )
     parser.add_argument(
-        "--max-requests", type=integer(1, 2**16), help="computed at a time; others wait (default: 256 on a GPU, 64 on a CPU)"
+        "--max-requests", type=integer(1, 8192), help="computed at a time; others wait (default: 256 on a GPU, 64 on a CPU)"
     )
     parser.add_argument("--kv-cache-dtype", choices=("fp8",), help="of keys and values (default: that of the model)")
     parser.add_argument(

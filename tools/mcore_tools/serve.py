@@ -52,7 +52,7 @@ from mcore_tools.serving import (
     frozen_heap,
     open_served_tokenizer,
     served_model,
-    take_short_turns,
+    short_turns,
     uses_coordinator,
     work_for,
 )
@@ -62,6 +62,7 @@ _STALL_ON_GPU_S = 5.0
 
 
 @quiet_pipe
+@short_turns()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = Parser("mcore serve", __doc__)
@@ -78,7 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--max-waiting", type=integer(1), default=512, help="requests in the queue, then clients are sent away (default: 512)"
     )
     parser.add_argument(
-        "--stall-seconds", type=number(above=0), help="that a step may take before /health is red (default: 5 on a GPU, 60 on a CPU)"
+        "--stall-seconds",
+        type=number(above=0),
+        help="that a step may take before /health is red (default: 5 on a GPU; 60 on a CPU or with --speculation)",
     )
     parser.add_argument(
         "--tool-call-parser", choices=("hermes", "llama3_json", "mistral"), help="how the model writes calls of tools (default: no tools)"
@@ -122,11 +125,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--job-file", metavar="FILE", type=Path, help="gets address, secret and key for --join on other hosts; whoever can read it may join"
     )
-    parser.add_argument("--name", default="engine", help="of an engine that joins, for messages (default: %(default)s)")
+    parser.add_argument(
+        "--name",
+        default=f"{socket.gethostname()}-{os.getpid()}",
+        help="of an engine that joins, another than that of each other (default: host and process)",
+    )
     words = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(words)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    take_short_turns()
     try:
         _check_layout(options)
         token, weights = options.token_file, _weights(options)
@@ -142,7 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.prompt:
                 code = generate(engine, options.prompt, max_tokens=options.max_tokens, temperature=options.temperature)
             elif ranks is not None and not engine.model.groups.tp_pp.is_first:
-                code = ranks.follow(engine)
+                with frozen_heap():
+                    code = ranks.follow(engine)
             elif options.join:
                 with frozen_heap():
                     code = work_for(engine, options.join, options.name, _limits(options))
@@ -151,6 +158,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if ranks is not None:
                 ranks.leave(engine, code)
         return code if ranks is None else end_process(code)
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        report_error(f"{reason}; lower --cache-gb or --max-requests, or split the model by --tp")
+        return 1
     except (ValueError, OSError, CheckpointingException) as error:
         report_error(str(error))
         return 1
@@ -206,8 +217,8 @@ def _weights(options: argparse.Namespace) -> WeightFolders | None:
 def _limits(options: argparse.Namespace) -> ServerLimits:
     stall = options.stall_seconds
     if stall is None:
-        # Compiled and recorded before the first request, no step of a GPU takes long.
-        stall = _STALL_ON_GPU_S if torch.cuda.is_available() else ServerLimits().stall_timeout_s
+        # Compiled and recorded before the first request no step of a GPU takes long, but for those of draft heads.
+        stall = _STALL_ON_GPU_S if torch.cuda.is_available() and options.speculation is None else ServerLimits().stall_timeout_s
     return ServerLimits(max_waiting_requests=options.max_waiting, stall_timeout_s=stall)
 
 

@@ -23,7 +23,7 @@ from mcore_inference.coordinator import (
 from mcore_inference.coordinator._messages import PROTOCOL
 from mcore_inference.server import serve_runner
 from mcore_parallel.data import ByteTokenizer
-from mcore_tools.serving import EngineLayout, Job, coordinated
+from mcore_tools.serving import EngineLayout, Job, _replicas, coordinated
 from mcore_tools.serving._replicas import Replicas
 
 ONE = EngineLayout(tp=1, pp=1, num_sharing=1)
@@ -110,6 +110,16 @@ def test_what_is_refused_at_the_first_start_is_not_asked_again(tmp_path: Path, c
         raise AssertionError("it has no engine")
     assert (tmp_path / "starts").read_text() == "x"
     assert "dp-0 ended with exit code 1 at its first start, and is given up" in caplog.text
+
+
+def test_what_ends_while_it_loads_is_given_up_however_long_that_took(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_replicas, "_EARLY_S", 0.01)
+    words = [sys.executable, "-c", "import time; time.sleep(0.3); raise SystemExit(9)"]
+    with pytest.raises(ValueError, match="an engine ended at its start"), coordinated(words, count=1, layout=ONE):
+        raise AssertionError("it has no engine")
+    assert "dp-0 ended with exit code 9, 3 times before it took requests for a minute, and is given up" in caplog.text
 
 
 def test_engines_of_other_hosts_get_no_secret_to_control_others(tmp_path: Path) -> None:

@@ -127,3 +127,19 @@ def test_a_foreign_error_type_is_refused() -> None:
 def test_dtype_and_device_follow_the_model(make_model) -> None:
     context = DynamicInferenceContext.for_model(make_model(dtype=torch.float32), InferenceConfig(num_blocks=2, block_size_tokens=4))
     assert context.cache.pages.dtype == torch.float32
+
+
+def test_what_a_gpu_has_left_is_asked_of_a_gpu_alone() -> None:
+    with pytest.raises(
+        ValueError, match="buffer_size_gb=None takes what a GPU has left, and the cache is on a cpu; give a number or num_blocks"
+    ):
+        DynamicInferenceContext(MODEL, InferenceConfig(buffer_size_gb=None))
+    assert DynamicInferenceContext(MODEL, InferenceConfig(buffer_size_gb=None, num_blocks=8)).allocator.usable_count == 8
+
+
+@pytest.mark.gpu
+def test_the_cache_takes_what_a_gpu_has_left_up_to_what_requests_fill() -> None:
+    free, total = torch.cuda.mem_get_info()
+    context = DynamicInferenceContext(MODEL, InferenceConfig(buffer_size_gb=None, max_requests=4, max_sequence_length=128), device="cuda")
+    assert context.config.buffer_size_gb is not None and 0 < context.config.buffer_size_gb < (free - 0.1 * total) / 2**30
+    assert context.allocator.usable_count == 4 * context.max_blocks_per_request

@@ -692,3 +692,29 @@ def test_every_request_has_one_end_whatever_happens(events: list[tuple[str, int,
     assert group.core.state is GroupState.STOPPED
     assert set(loads.values()) <= {1}, loads
     assert isinstance(group.core.receive(b"c8", connect(), group.now)[0][1], ConnectAck)
+
+
+def test_one_that_asked_several_times_before_it_was_heard_is_one_engine() -> None:
+    core = CoordinatorCore(CoordinatorConfig(engine_timeout_s=10.0))
+    core.receive(b"c", connect(), 0.0)
+    core.receive(b"c", submit(1), 0.0)
+    first = core.receive(b"e", register(worker="w"), 0.0)
+    assert [type(message) for _, message in first] == [RegisterAck, SubmitRequest]
+    for _ in range(5):
+        assert core.receive(b"e", register(worker="w"), 1.0) == [(b"e", RegisterAck())]
+    assert core.num_engines == 1 and core.engine_names == {"dp"} and core._num_lost == 0
+    # It was given up meanwhile, and says so by another number: what it had is lost.
+    again = core.receive(b"e", register(worker="w", registration=1), 2.0)
+    assert core._num_lost == 1 and [type(message) for _, message in again] == [RegisterAck, SubmitRequest]
+
+
+def test_old_weights_behind_a_load_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    core = CoordinatorCore(CoordinatorConfig(engine_timeout_s=10.0))
+    core.receive(b"e", register(worker="w"), 0.0)
+    core._version = 3
+    core._engines[b"e"].weight_version = 3
+    core.lose("dp", "its process ended", 1.0)
+    core.receive(b"f", register(worker="v"), 2.0)
+    assert "dp has weights of version 0, and no engine those of version 3, which were loaded last" in caplog.text
+    core.receive(b"g", register("other", worker="u", weight_version=3), 3.0)
+    assert caplog.text.count("which were loaded last") == 1

@@ -193,3 +193,17 @@ def test_a_failing_environment_reaches_whoever_takes(interface: Scripted, stream
     interface.release(89)
     with pytest.raises(LookupError, match="no more problems"):
         own.take()
+
+
+def test_a_group_that_fails_is_left_behind(interface: Scripted, stream: Any) -> None:
+    class OneBroken(Numbers):
+        def problem(self, number: int) -> Problem:
+            if number == 1:
+                raise LookupError("problem 1 is broken")
+            return super().problem(number)
+
+    own = stream(agent=OneBroken())
+    interface.release(*range(20))
+    with pytest.raises(LookupError, match="problem 1 is broken"):
+        own.take()
+    assert numbers(own.take().groups) == [2, 2, 3, 3]

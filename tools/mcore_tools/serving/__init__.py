@@ -3,7 +3,7 @@
 """Engines with the models of runs and of their exports."""
 
 from mcore_tools.serving._coordinated import coordinated, uses_coordinator
-from mcore_tools.serving._engine import Served, build_engine, frozen_heap, serve_exported, take_short_turns
+from mcore_tools.serving._engine import Served, build_engine, frozen_heap, serve_exported, short_turns
 from mcore_tools.serving._files import PromptFile, continue_prompts
 from mcore_tools.serving._job import Job
 from mcore_tools.serving._layout import EngineLayout
@@ -29,8 +29,8 @@ __all__ = [
     "serve_exported",
     "served_length",
     "served_model",
+    "short_turns",
     "speculating",
-    "take_short_turns",
     "uses_coordinator",
     "work_for",
 ]

@@ -24,6 +24,7 @@ from mcore_inference import (
     PagedAttention,
     SamplingParams,
 )
+from mcore_inference.decoder import quantize_weights
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import Tokenizer
 from mcore_parallel.models import GPTModel
@@ -76,16 +77,27 @@ def build_engine(
         kv_cache_dtype=kv_cache_dtype,
         weight_dtype=weight_dtype,
     )
+    measures = cache_gb is None and weight_dtype is not None
+    if measures and fill is not None:
+        # What the weights leave is seen when they are rounded; else a refusal comes before they are read.
+        fill(model)
+        quantize_weights(model, weight_dtype)
     context = DynamicInferenceContext.for_model(model, sizes)
-    if fill is not None:
+    if fill is not None and not measures:
         fill(model)
     limit = min(tokenizer.vocab_size, config.model.vocab_size)
     return DynamicInferenceEngine(model, context, tokenizer, seed=seed, vocab_size=limit, execution=execution)
 
 
-def take_short_turns() -> None:
+@contextlib.contextmanager
+def short_turns() -> Iterator[None]:
     """Let threads of this process take turns at the interpreter every 0.2 ms: by default one waits 5 ms for the other, several steps."""
+    before = sys.getswitchinterval()
     sys.setswitchinterval(2e-4)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 @contextlib.contextmanager

@@ -43,7 +43,8 @@ class _World:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.store: TCPStore | None = None
         """Where they meet."""
-        self.began = 0.0
+        self.up_since: float | None = None
+        """When its engines were first seen at the coordinator; None while they load."""
         self.num_starts = 0
         self.early_ends = 0
         self.was_refused = False
@@ -68,8 +69,9 @@ class Replicas:
     """A context manager that runs processes ``mcore serve CHECKPOINT --join ADDRESS --name NAME``, one a device.
 
     When a process ends, those of its engine do, and of all engines that share experts with it. They are started again together, unless that
-    happened ``3`` times, each time within a minute, or the first start was refused (exit code 1). The coordinator hears of it at once, and
-    gives the requests to other engines. When all are given up, and no engine of another host is left, ``on_end`` hears of it.
+    happened ``3`` times, each before they took requests for a minute, or the first start was refused (exit code 1). The coordinator hears
+    of it at once, and gives the requests to other engines. When all are given up, and no engine of another host is left, ``on_end`` hears
+    of it.
 
     Args:
         command: of a process, ``mcore serve CHECKPOINT`` or another that takes ``--join ADDRESS --name NAME``, which are added.
@@ -141,7 +143,7 @@ class Replicas:
             environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._num_ranks)))
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         words = [*self._command, "--join", self._job.address, "--name"]
-        world.began, world.store = time.monotonic(), store
+        world.up_since, world.store = None, store
         world.num_starts += 1
         world.processes = [
             start_rank([*words, self._name_of(world, rank)], rank, layout.num_ranks, store.port, environment)
@@ -152,9 +154,16 @@ class Replicas:
         """Of a rank's engine, for the coordinator."""
         return f"dp-{world.first + self._layout.engine_of(rank)}"
 
+    def _engines_of(self, world: _World) -> list[str]:
+        """Names of its engines, for the coordinator."""
+        return [f"dp-{world.first + number}" for number in range(self._layout.num_sharing)]
+
     def _watch(self) -> None:
         while not self._closing.wait(_POLL_S):
+            here = self._coordinator.engine_names
             for world in self._worlds:
+                if world.up_since is None and here.issuperset(self._engines_of(world)):
+                    world.up_since = time.monotonic()
                 rank = None if world.is_given_up else world.ended()
                 if rank is not None:
                     self._replace(world, rank)
@@ -167,21 +176,21 @@ class Replicas:
         name, place = self._name_of(world, rank), self._layout.describe(rank)
         code = world.processes[rank].returncode
         what = f"{name}{place and f' ({place})'} ended with exit code {code}"
-        engines = [f"dp-{world.first + number}" for number in range(self._layout.num_sharing)]
+        engines = self._engines_of(world)
         # First: one that is told that it is lost would come back, and get requests.
         world.kill()
         for engine in engines:
             self._coordinator.lose_engine(engine, what)
-        early = time.monotonic() - world.began < _EARLY_S
+        early = world.up_since is None or time.monotonic() - world.up_since < _EARLY_S
         world.early_ends = world.early_ends + 1 if early else 0
         # Nothing changes when it is asked again.
-        world.was_refused = early and code == _REFUSED_CODE and world.num_starts == 1
+        world.was_refused = world.up_since is None and code == _REFUSED_CODE and world.num_starts == 1
         others = ", ".join(engine for engine in engines if engine != name)
         beside = others and f", and with it {others} of the same experts"
         if world.was_refused:
             _LOG.critical("%s at its first start, and is given up%s", what, beside)
         elif world.is_given_up:
-            _LOG.critical("%s, %d times within a minute of its start, and is given up%s", what, _MAX_EARLY_ENDS, beside)
+            _LOG.critical("%s, %d times before it took requests for a minute, and is given up%s", what, _MAX_EARLY_ENDS, beside)
         else:
             _LOG.error("%s and is started again%s", what, beside)
             self._start(world)

@@ -184,7 +184,9 @@ class DisjointLoop:
 
     def _take(self) -> RolloutBatch:
         """What the engines hand over, while the next rollouts set out; a failure of one is raised on all."""
-        batch = (self._handover or self._hand_over()).result()
+        # One that fails is not asked again.
+        handover, self._handover = self._handover or self._hand_over(), None
+        batch = handover.result()
         if self._stream is not None:
             # Not sooner: groups that are open when weights come are one refit older.
             self._stream.pose_ahead()

@@ -104,7 +104,11 @@ class Handover:
             self._is_drawn.wait()
         # Who stays away is named here: the thread waits for as long as the engines draw.
         self._placement.gather(None, self._timeout_s, "rollouts")
-        return self._batch.result(2 * self._timeout_s)
+        try:
+            return self._batch.result(2 * self._timeout_s)
+        except TimeoutError as error:
+            text = f"the rollouts of all ranks were not exchanged and packed within twice timeout_s={self._timeout_s:g}; raise it"
+            raise RuntimeError(text) from error
 
     def close(self) -> None:
         """Wait until the thread has ended, which it does once the streams of all ranks are closed, or have drawn what it hands over."""

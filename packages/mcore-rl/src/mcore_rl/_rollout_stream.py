@@ -175,8 +175,12 @@ class RolloutStream:
         while len(useful) < self._num_groups and num_taken < most:
             self._pose(min(self._num_groups - len(useful), most - num_taken))
             posed = self._open[0]
-            group = await self._in_time(posed.task, limit)
-            self._open.popleft()
+            try:
+                group = await self._in_time(posed.task, limit)
+            finally:
+                # One that failed is left behind, too.
+                if not self._is_closing:
+                    self._open.popleft()
             num_taken += 1
             oldest = min(oldest, posed.version)
             is_equal = config.filter_equal_groups and same_reward([rollout.reward for rollout in group])

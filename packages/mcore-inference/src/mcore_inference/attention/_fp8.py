@@ -32,7 +32,7 @@ def rounded(x):
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF).to(tl.float32, bitcast=True)
     # Below the smallest normal number, 2^-6, steps are of 2^-9; a number of which the last bit is such a step makes all others round.
     small = (x + 24576.0) - 24576.0
-    return tl.where(tl.abs(x) < 0.015625, small, normal)
+    return tl.where(tl.abs(x) < 0.015625, small, tl.where(x == x, normal, x))
 
 
 @triton.jit

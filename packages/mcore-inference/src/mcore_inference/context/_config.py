@@ -174,15 +174,18 @@ def with_free_buffer(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     max_tokens = config.max_tokens or _DEFAULT_MAX_TOKENS
-    # The stream, its norm, heads and what attention gives; gate, value and their product; logits as they are and in float32.
+    # The stream, its norm, heads and what attention gives; gate, value and their product.
     step = max_tokens * (8 * model.hidden_size + 3 * model.ffn_hidden_size) * itemsize
-    step += (config.max_requests or _DEFAULT_REQUESTS) * model.vocab_size * (itemsize + 8)
-    left = torch.tensor(free - step - int(_MARGIN * total), device=device)
+    # Logits of all tokens of a prompt whose log-probabilities are asked for, or of a draw, in float32 too.
+    step += model.vocab_size * max(max_tokens * itemsize, (config.max_requests or _DEFAULT_REQUESTS) * (itemsize + 8))
+    least = torch.tensor(free, device=device)
     if groups is not None and groups.tp_pp.size > 1:
-        left = all_reduce(left, groups.tp_pp, op="min")
-    if (buffer := int(left)) <= 0:
+        least = all_reduce(least, groups.tp_pp, op="min")
+    buffer = int(least) - step - int(_MARGIN * total)
+    if buffer <= 0:
         raise ValueError(
-            f"buffer_size_gb=None: {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free; a step of max_tokens={max_tokens} takes about "
-            f"{step / 2**30:.1f}, and {_MARGIN:.0%} of all stay free; lower max_tokens or max_requests, split the model, or give a number"
+            f"buffer_size_gb=None: {int(least) / 2**30:.1f} of {total / 2**30:.1f} GiB are free, where a rank of the model has least; a "
+            f"step of max_tokens={max_tokens} takes about {step / 2**30:.1f}, and {_MARGIN:.0%} of all stay free; lower max_tokens or "
+            "max_requests, split the model, or give a number"
         )
     return replace(config, buffer_size_gb=buffer / 2**30)

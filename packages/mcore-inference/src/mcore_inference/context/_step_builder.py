@@ -172,7 +172,7 @@ class StepBuilder:
         contexts[:real] = host.cached_R + 1
         # Rows of padding have no state.
         lines[:real], lines[real:] = host.lines_R, -1
-        words[5 * num_rows :].reshape(num_rows, B)[:real] = host.tables_RB
+        words[5 * num_rows :].reshape(num_rows, B)[:real] = np.maximum(host.tables_RB, 0)
         self._clear_fresh(host)
         self.fill(self._decode_words, words)
 

@@ -77,6 +77,11 @@ class DataParallelInferenceCoordinator:
         return self._core.state
 
     @property
+    def engine_names(self) -> frozenset[str]:
+        """Names of the engines that take requests."""
+        return self._core.engine_names
+
+    @property
     def num_engines(self) -> int:
         """Engines that take requests."""
         return self._core.num_engines

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """What a coordinator does with each message, without sockets and clocks."""
 
+import logging
 from collections import deque
 
 import msgspec
@@ -42,6 +43,7 @@ from mcore_inference.coordinator._states import GroupState, signals_between, sta
 
 _DEFAULT_BUDGET = 256
 _CHARACTERS_PER_TOKEN = 4
+_LOG = logging.getLogger("mcore_inference.coordinator")
 _BUCKET_BYTES = 16 * 2**20
 """Of weights: what each engine and the coordinator hold of a load."""
 _MAX_SIGNALS = 1024
@@ -78,6 +80,11 @@ class CoordinatorCore:
         self._context = 0
         """The longest sequence that every engine takes; while there is none, of those that were there last, for requests that wait."""
         self._outbox: Outbox = []
+
+    @property
+    def engine_names(self) -> frozenset[str]:
+        """Of the engines that take requests; from any thread."""
+        return frozenset(engine.name for engine in list(self._engines.values()))
 
     @property
     def num_engines(self) -> int:
@@ -157,7 +164,15 @@ class CoordinatorCore:
         self._send(peer, ConnectAck(max_sequence_length=self._shortest_context()))
 
     def _register(self, peer: bytes, message: Register, now: float) -> None:
-        if peer in self._clients or not self._admits(peer, message) or not self._frees_name(peer, message, now):
+        if peer in self._clients or not self._admits(peer, message):
+            return
+        known = self._engines.get(peer)
+        if known is not None and message.worker and (known.worker, known.registration) == (message.worker, message.registration):
+            # It asked more than once before it was heard.
+            known.heard = now
+            self._send(peer, RegisterAck())
+            return
+        if not self._frees_name(peer, message, now):
             return
         self._past.check_growth(self._past.take_back(message.worker), message.stats)
         self._engines[peer] = Engine(
@@ -166,8 +181,15 @@ class CoordinatorCore:
             heard=now,
             weight_version=message.weight_version,
             worker=message.worker,
+            registration=message.registration,
             stats=message.stats,
         )
+        loading = self._operation is not None and self._operation.load is not None
+        if self._version is not None and not loading and all(each.weight_version != self._version for each in self._engines.values()):
+            _LOG.error(
+                "%s has weights of version %d, and no engine those of version %d, which were loaded last: requests are served with what is "
+                "there; load them again", message.name, message.weight_version, self._version,
+            )  # fmt: skip
         self._send(peer, RegisterAck())
         target = self.state if self._operation is None else self._operation.target
         for signal in signals_between(GroupState(message.state), target):

@@ -20,6 +20,7 @@ class Engine:
     weight_version: int = 0
     worker: str = ""
     """What it drew to be known by when it comes back."""
+    registration: int = 0
     stats: dict[str, float] = field(default_factory=dict)
     """Of its last report."""
     last_step_age_s: float | None = None

@@ -154,6 +154,8 @@ class Register(Message, tag=17):
     worker: str = ""
     """Drawn by the worker at its start: tells one that comes back from another of its name."""
     stats: Figures = {}
+    registration: int = 0
+    """Grows each time that the worker has to register again: several of one may wait in the queue of a connection."""
 
 
 class Report(Message, tag=25):

@@ -87,10 +87,12 @@ class EngineWorker:
         self._address = address
         self._security = CoordinatorSecurity() if security is None else security
         self._heartbeat_s = heartbeat_s
-        self._max_bytes = as_integer("max_message_bytes", max_message_bytes, 1024, 2**40)
+        self._max_bytes = as_integer("max_message_bytes", max_message_bytes, 2**16, 2**40)
         self._id = secrets.token_hex(8)
         self._state = GroupState.RUNNING
         self._registered = False
+        self._registration = 0
+        """How often it had to register."""
         self._unanswered = 0
         """Signs of life since the coordinator, which answers each, was heard."""
         self._requests: dict[int, asyncio.Task[None]] = {}
@@ -196,6 +198,7 @@ class EngineWorker:
             weight_version=self.runner.engine.weight_version,
             worker=self._id,
             stats=self._stats(),
+            registration=self._registration,
         )
 
     def _stats(self) -> dict[str, float]:
@@ -221,6 +224,7 @@ class EngineWorker:
                 self._refusal = message.message
                 if self._registered:
                     self._registered = False
+                    self._registration += 1
                     await self._abort_all()
             elif isinstance(message, LoadWeights):
                 await self._begin_load(message)

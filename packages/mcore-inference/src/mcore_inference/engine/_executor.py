@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mcore_inference._capability import graph_obstacle, shares_experts
@@ -32,6 +33,8 @@ from mcore_parallel.models import GPTModel, ModelOutput
 from mcore_parallel.nn import Step
 
 _LOG = logging.getLogger("mcore_inference.engine")
+_SCORED_ROWS = 512
+"""Tokens of a prompt whose log-probabilities are computed at a time."""
 
 
 @experimental_api
@@ -243,7 +246,10 @@ class Executor:
             if self._batch_invariant:
                 prompt_log_probs.append((entry, token_log_probs(logits, tokens_N)))
             else:
-                prompt_log_probs.append((entry, log_probs(logits).gather(1, tokens_N[:, None])[:, 0]))
+                # In pieces: in float32 those of a whole step are many times its logits.
+                pieces = zip(logits.split(_SCORED_ROWS), tokens_N.split(_SCORED_ROWS), strict=True)
+                values = [log_probs(rows_NV).gather(1, own_N[:, None])[:, 0] for rows_NV, own_N in pieces]
+                prompt_log_probs.append((entry, torch.cat(values)))
         if sampled:
             draws = self._draw(logits_NV if len(sampled_rows) == len(rows) else logits_NV[send(sampled_rows)], sampled)
         drafts = [entry.drafts for entry in sampled]
@@ -383,9 +389,10 @@ class Executor:
             self.record_graphs()
         context, builder = self._context, self._context.builder
         most = min(context.max_tokens, context.max_sequence_length)
-        # A prompt, the rest of one, and one beside requests that decode, whose number says into how many parts their contexts are cut.
-        begun = min(builder.block_size, most - 1)
-        steps = [([most], [0]), ([most - begun], [begun])]
+        # The largest step, the rest of a prompt, and one beside requests that decode, whose number says into how many parts their contexts
+        # are cut.
+        begun, prompts = min(builder.block_size, most - 1), min(context.max_tokens // most, context.max_requests)
+        steps = [([most] * prompts, [0] * prompts), ([most - begun], [begun])]
         num_decode = 1
         while num_decode < min(context.max_requests, most):
             steps.append(([1] * num_decode + [most - num_decode], [begun] * num_decode + [0]))
