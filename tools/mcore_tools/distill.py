@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mcore_ckpt import CheckpointManager
+from mcore_ckpt import CheckpointManager, load
 from mcore_parallel import ProcessGroups
 from mcore_parallel.guard import Watchdog
 from mcore_parallel.pipeline import ModelChunks
@@ -53,7 +53,7 @@ from mcore_tools.assembly import DTYPES, Samples, build_stage, datasets, open_to
 from mcore_tools.recipes import RECIPES, RunConfig, recipe
 from mcore_tools.reports import History
 from mcore_tools.torchrun import tell_launcher
-from mcore_tools.training import Trained, build_trainer, check_trained, command, device_of, place, tell
+from mcore_tools.training import Trained, build_trainer, check_trained, command, device_of, newest_step, place, tell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +133,9 @@ def build_teacher(config: DistillConfig, groups: ProcessGroups, device: torch.de
     student, teacher = config.student, config.teacher
     train = dataclasses.replace(student.train, dtype=teacher.train.dtype)
     run = dataclasses.replace(teacher, plan=student.plan, pipeline=student.pipeline, train=train, data_parallel="ddp")
+    step = newest_step("teacher", teacher)
     model = build_stage(run, groups, device)
-    CheckpointManager(Path(teacher.output) / "checkpoints").load(model_state(model, groups), strict=False)
+    load(model_state(model, groups), step, strict=False)
     return Teacher(model, capture=config.build().teacher_modules, groups=groups)
 
 

@@ -64,6 +64,13 @@ def test_the_student_approaches_a_teacher_that_runs(teacher: RunConfig, tmp_path
     assert len(rows(config.student)) == 17 and again.validation_loss < trained.validation_loss + 0.1
 
 
+def test_a_teacher_of_other_fields_than_its_step_is_refused_by_them(teacher: RunConfig, tmp_path: Path) -> None:
+    other = override(teacher, ["model.rotary_base=77", "model.norm_epsilon=0.1"])
+    with pytest.raises(ValueError, match=r"^teacher: .*model.rotary_base=10000.* there, 77.* here") as refused:
+        distill_rank(DistillConfig(student=student(teacher, tmp_path), teacher=other), "cpu")
+    assert "model.norm_epsilon=" in str(refused.value) and not (tmp_path / "checkpoints").exists()
+
+
 def test_a_recorded_teacher_teaches_as_the_one_that_runs(teacher: RunConfig, tmp_path: Path) -> None:
     runs = override(student(teacher, tmp_path / "runs"), ["train.steps=3"])
     config = DistillConfig(student=runs, teacher=teacher, top_k=320)

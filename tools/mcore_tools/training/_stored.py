@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import yaml
 
 from mcore_ckpt import CheckpointingException
 from mcore_ckpt.assets import read_asset
+from mcore_ckpt.inspect import resolve_folder
 from mcore_ckpt.manifest import Manifest, read_manifest
 from mcore_ckpt.storage import Folder
 from mcore_moe import MoEConfig
@@ -71,6 +73,21 @@ def check_stored(config: RunConfig, folder: Folder | HuggingFaceFolder | None, *
         check_model(config, *stored, str(folder))
     if isinstance(folder, Folder):
         _check_dtype(config, folder, goes_on=is_own or config.load.take == "all")
+
+
+def newest_step(name: str, run: RunConfig) -> Folder:
+    """The newest step of a run whose model another one takes: a teacher's, a target's.
+
+    Raises:
+        ValueError: it holds another model than the run says; names each field, of ``name``, with both values.
+        CheckpointingException: the run has no step.
+    """
+    folder = resolve_folder(Path(run.output) / "checkpoints")
+    try:
+        check_stored(run, folder)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return folder
 
 
 def check_model(config: RunConfig, model: TransformerConfig, moe: MoEConfig | None, place: str) -> None:
