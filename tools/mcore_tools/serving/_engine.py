@@ -77,13 +77,13 @@ def build_engine(
         kv_cache_dtype=kv_cache_dtype,
         weight_dtype=weight_dtype,
     )
-    measures = cache_gb is None and weight_dtype is not None
-    if measures and fill is not None:
+    if cache_gb is None and weight_dtype is not None and fill is not None:
         # What the weights leave is seen when they are rounded; else a refusal comes before they are read.
         fill(model)
         quantize_weights(model, weight_dtype)
+        fill = None
     context = DynamicInferenceContext.for_model(model, sizes)
-    if fill is not None and not measures:
+    if fill is not None:
         fill(model)
     limit = min(tokenizer.vocab_size, config.model.vocab_size)
     return DynamicInferenceEngine(model, context, tokenizer, seed=seed, vocab_size=limit, execution=execution)
