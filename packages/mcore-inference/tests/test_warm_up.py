@@ -18,7 +18,7 @@ from mcore_inference import (
     SamplingParams,
     get_mamba_inference_state_config_from_model,
 )
-from mcore_parallel import ProcessGroups
+from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import MambaConfig
 from tests.support.decode_graphs import serve_as_on_a_gpu
@@ -68,6 +68,23 @@ def test_recurrent_states_are_left_clean() -> None:
     engine = make()
     engine.warm_up()
     assert results(engine) == results(make())
+
+
+def check_split(plan: dict[str, int]) -> list[tuple[list[int], list[float]]]:
+    groups = ProcessGroups.build(ParallelPlan(**plan, sequence_parallel=False))
+    model = GPTModel(CONFIG, groups, attention_core=PagedAttention(), dtype=torch.float64).eval()
+    sizes = InferenceConfig(max_sequence_length=64, num_blocks=40, block_size_tokens=4, max_requests=8, max_tokens=32)
+    engine = DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes))
+    engine.warm_up()
+    return results(engine)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("plan", [{"tp": 2}, {"pp": 2}], ids=["tp", "pp"])
+def test_ranks_of_one_model_warm_up_together(world: Callable[..., Any], plan: dict[str, int]) -> None:
+    wanted = results(make_engine(max_tokens=32))
+    for own in world(check_split, plan=plan):
+        assert [tokens for tokens, _ in own] == [tokens for tokens, _ in wanted]
 
 
 def check_recorded() -> None:
