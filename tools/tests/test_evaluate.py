@@ -148,13 +148,30 @@ metric_list:
 """
 
 
+SAYING = """\
+task: saying
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question.strip()}}"
+doc_to_target: "{{' ' + choices[answer].strip()}}"
+target_delimiter: ""
+generation_kwargs: {until: [" six", " ten", " eight"], max_gen_toks: 16}
+metric_list:
+  - {metric: exact_match, aggregation: mean, higher_is_better: true}
+"""
+
+
 def test_tasks_of_the_harness_take_the_engine(run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lm_eval")
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)), encoding="utf-8")
     (tmp_path / "counting.yaml").write_text(TASK.replace("FILE", f"{tmp_path}/questions.jsonl"), encoding="utf-8")
-    words = ["eval", run.output, "--tasks", "counting", "--include", str(tmp_path)]
+    (tmp_path / "saying.yaml").write_text(SAYING.replace("FILE", f"{tmp_path}/questions.jsonl"), encoding="utf-8")
+    words = ["eval", run.output, "--tasks", "counting,saying", "--include", str(tmp_path)]
     assert main(words) == 0
-    assert json.loads(capsys.readouterr().out)["tasks"]["counting"]["acc"] == 1.0
+    tasks = json.loads(capsys.readouterr().out)["tasks"]
+    assert tasks["counting"]["acc"] == 1.0 and tasks["saying"]["exact_match"] == 1.0
 
 
 @pytest.mark.slow
