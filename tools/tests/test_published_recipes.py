@@ -34,11 +34,12 @@ from tools.docs.layouts import PAGES, ROOT, page
 # Billions of parameters, as the models' cards say. The planner counts experts in DeepSeek's three dense layers too.
 BILLIONS = {
     "deepseek_v3": 703.8, "gpt_oss_20b": 20.9, "llama3_70b": 70.6, "llama3_8b": 8.03, "nemotron_h_8b": 8.1, "qwen3_0_6b": 0.6,
-    "qwen3_30b_a3b": 30.5, "qwen3_8b": 8.19,
+    "qwen3_1_7b": 1.72, "qwen3_4b": 4.02, "qwen3_8b": 8.19, "qwen3_14b": 14.8, "qwen3_32b": 32.8, "qwen3_30b_a3b": 30.5,
 }  # fmt: skip
 FAMILIES = {
     "deepseek_v3": "deepseek3", "gpt_oss_20b": "gpt_oss", "llama3_70b": "llama", "llama3_8b": "llama", "nemotron_h_8b": "nemotron_h",
-    "qwen3_0_6b": "qwen3", "qwen3_30b_a3b": "qwen3_moe", "qwen3_8b": "qwen3",
+    "qwen3_0_6b": "qwen3", "qwen3_1_7b": "qwen3", "qwen3_4b": "qwen3", "qwen3_8b": "qwen3", "qwen3_14b": "qwen3", "qwen3_32b": "qwen3",
+    "qwen3_30b_a3b": "qwen3_moe",
 }  # fmt: skip
 
 

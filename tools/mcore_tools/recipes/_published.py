@@ -93,6 +93,26 @@ def qwen3_0_6b() -> RunConfig:
     return _run("qwen3_0_6b", _qwen3(28, 1024, 16, 8, 3072, share_embeddings_and_output_weights=True), lr=6e-4)
 
 
+def qwen3_1_7b() -> RunConfig:
+    """Qwen3 1.7B."""
+    return _run("qwen3_1_7b", _qwen3(28, 2048, 16, 8, 6144, share_embeddings_and_output_weights=True), lr=5e-4)
+
+
+def qwen3_4b() -> RunConfig:
+    """Qwen3 4B."""
+    return _run("qwen3_4b", _qwen3(36, 2560, 32, 8, 9728, share_embeddings_and_output_weights=True), lr=4e-4)
+
+
+def qwen3_14b() -> RunConfig:
+    """Qwen3 14B."""
+    return _run("qwen3_14b", _qwen3(40, 5120, 40, 8, 17_408), lr=2.5e-4)
+
+
+def qwen3_32b() -> RunConfig:
+    """Qwen3 32B."""
+    return _run("qwen3_32b", _qwen3(64, 5120, 64, 8, 25_600), lr=2e-4)
+
+
 def qwen3_8b() -> RunConfig:
     """Qwen3 8B."""
     return _run("qwen3_8b", _qwen3(36, 4096, 32, 8, 12_288), lr=3e-4)
@@ -186,7 +206,13 @@ def nemotron_h_8b() -> RunConfig:
 
 
 PUBLISHED: Mapping[str, Callable[[], RunConfig]] = MappingProxyType(
-    {make.__name__: make for make in (deepseek_v3, gpt_oss_20b, llama3_70b, llama3_8b, nemotron_h_8b, qwen3_0_6b, qwen3_30b_a3b, qwen3_8b)}
+    {
+        make.__name__: make
+        for make in (
+            *(deepseek_v3, gpt_oss_20b, llama3_70b, llama3_8b, nemotron_h_8b),
+            *(qwen3_0_6b, qwen3_1_7b, qwen3_4b, qwen3_8b, qwen3_14b, qwen3_32b, qwen3_30b_a3b),
+        )
+    }
 )
 
 LAYOUTS: Mapping[str, Mapping[int, tuple[str, ...]]] = MappingProxyType(
@@ -203,7 +229,21 @@ LAYOUTS: Mapping[str, Mapping[int, tuple[str, ...]]] = MappingProxyType(
             64: (*_SLICED, *_NORM, "plan.tp=2", "plan.pp=4", "plan.vpp=4", "plan.dp=8"),
         },
         "qwen3_0_6b": {1: (), 2: (*_FSDP, "plan.dp=2"), 8: (*_FSDP, "plan.dp=8"), 64: (*_FSDP, "plan.dp=64")},
+        "qwen3_1_7b": {1: (), 2: (*_FSDP, "plan.dp=2"), 8: (*_FSDP, "plan.dp=8"), 64: (*_FSDP, "plan.dp=64")},
+        "qwen3_4b": {1: (), 2: (*_FSDP, "plan.dp=2"), 8: (*_FSDP, "plan.dp=8"), 64: (*_FSDP, "plan.dp=64")},
         "qwen3_8b": {1: _FULL, 2: (*_FSDP, "plan.dp=2"), 8: (*_FSDP, "plan.dp=8"), 64: (*_FSDP, "plan.dp=64")},
+        "qwen3_14b": {
+            1: (*_HOSTED, *_FULL),
+            2: (*_FSDP, *_FULL, "plan.dp=2"),
+            8: (*_FSDP, "plan.dp=8"),
+            64: (*_FSDP, "plan.dp=64"),
+        },
+        "qwen3_32b": {
+            1: (*_HOSTED, *_NARROW_GRADS, *_FULL),
+            2: (*_HOSTED, *_NORM_MLP, "plan.tp=2"),
+            8: (*_FSDP, *_NORM_MLP, "plan.dp=8"),
+            64: (*_FSDP, "plan.dp=64"),
+        },
         "qwen3_30b_a3b": {
             1: (*_HOSTED, *_NARROW_GRADS, *_FULL),
             2: (*_HOSTED, *_NARROW_GRADS, *_NORM_MLP, "plan.pp=2"),
@@ -255,7 +295,14 @@ TUNING: Mapping[Job, Mapping[str, Mapping[int, tuple[str, ...]]]] = MappingProxy
                 64: (*_FSDP, "plan.dp=64", "train.global_batch_size=64"),
             },
             "qwen3_0_6b": _replicas(_FSDP),
+            "qwen3_1_7b": _replicas(_FSDP),
+            "qwen3_4b": _replicas(_FSDP),
             "qwen3_8b": _replicas(_FSDP, _FULL),
+            "qwen3_14b": {**_replicas(_FSDP, (*_HOSTED, *_FULL)), 2: (*_FSDP, *_FULL, "plan.dp=2")},
+            "qwen3_32b": {
+                **_replicas(_FSDP, (*_HOSTED, *_NARROW_GRADS, *_FULL)),
+                2: (*_HOSTED, *_NORM_MLP, "plan.tp=2"),
+            },
             "qwen3_30b_a3b": {
                 1: (*_HOSTED, *_NARROW_GRADS, *_FULL),
                 2: (*_HOSTED, *_NARROW_GRADS, *_NORM, "plan.tp=2", "plan.ep=2"),
@@ -286,7 +333,11 @@ TUNING: Mapping[Job, Mapping[str, Mapping[int, tuple[str, ...]]]] = MappingProxy
                 64: (*_FSDP, "plan.dp=64", "train.global_batch_size=64"),
             },
             "qwen3_0_6b": _replicas(()),
+            "qwen3_1_7b": _replicas(()),
+            "qwen3_4b": _replicas(()),
             "qwen3_8b": _replicas(()),
+            "qwen3_14b": _replicas(()),
+            "qwen3_32b": _replicas(()),
             "qwen3_30b_a3b": _replicas((), (), *_EXPERT_ADAPTERS),
             "gpt_oss_20b": _replicas((), (), *_EXPERT_ADAPTERS),
             "deepseek_v3": {
@@ -302,7 +353,15 @@ TUNING: Mapping[Job, Mapping[str, Mapping[int, tuple[str, ...]]]] = MappingProxy
         "rl": {
             "llama3_8b": _rewarded(*_STREAMED),
             "qwen3_0_6b": _rewarded(),
+            "qwen3_1_7b": _rewarded(),
+            "qwen3_4b": _rewarded(),
             "qwen3_8b": _rewarded(*_STREAMED),
+            "qwen3_14b": {**_rewarded(*_STREAMED), 2: (*_STREAM, *_NORM, "plan.pp=2")},
+            "qwen3_32b": {
+                2: (*_STREAM, *_NARROW_GRADS, *_NORM, "plan.tp=2"),
+                8: (*_FSDP, *_FULL, *_NARROW, "plan.dp=8"),
+                64: _rewarded()[64],
+            },
             "qwen3_30b_a3b": {
                 2: (*_STREAM, *_NARROW_GRADS, *_NORM, "plan.pp=2"),
                 8: (*_FSDP, *_FULL, "plan.ep=8", "plan.dp=8"),
