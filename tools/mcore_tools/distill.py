@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Train a student on what a trained teacher makes of the same text, on one machine or many; a run goes on from its newest checkpoint.
 
-torchrun --nproc-per-node 8 -m mcore_tools.distill --recipe gpt_tiny --teacher gpt_tiny --set teacher.output=runs/gpt_tiny \\
+torchrun --nproc-per-node 8 -m mcore_tools.distill --recipe gpt_tiny --teacher runs/gpt_tiny \\
     --set student.model.num_layers=2 --set student.output=runs/student --set student.data.prefix=corpus \\
     --set student.data.tokenizer=tokenizer.json
 
@@ -16,12 +16,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from mcore_ckpt import CheckpointManager, load
 from mcore_parallel import ProcessGroups
 from mcore_parallel.guard import Watchdog
 from mcore_parallel.pipeline import ModelChunks
@@ -50,10 +48,21 @@ from mcore_parallel.training.distill import (
 from mcore_tools._quiet_pipe import quiet_pipe
 from mcore_tools.arguments import Parser
 from mcore_tools.assembly import DTYPES, Samples, build_stage, datasets, open_tokenizer, step_batches, validation_batches
-from mcore_tools.recipes import RECIPES, RunConfig, recipe
+from mcore_tools.recipes import RECIPES, LoadConfig, RunConfig, TrainConfig, recipe
 from mcore_tools.reports import History
 from mcore_tools.torchrun import tell_launcher
-from mcore_tools.training import Trained, build_trainer, check_trained, command, device_of, newest_step, place, tell
+from mcore_tools.training import (
+    Trained,
+    build_trainer,
+    check_trained,
+    command,
+    device_of,
+    fill_model,
+    find_origin,
+    place,
+    tell,
+    trained_weights,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +76,8 @@ class DistillConfig:
     student: RunConfig
     """The run that learns."""
     teacher: RunConfig
-    """Its model, experts, dtype and ``output``, whose newest checkpoint is loaded; plan, data and batches are the student's."""
+    """Its model, experts, dtype, and what ``load.path`` names, else the newest checkpoint of ``output``; plan, data and batches are the
+    student's."""
     temperature: float = 1.0
     """Divides the logits of both."""
     reverse: bool = False
@@ -133,9 +143,9 @@ def build_teacher(config: DistillConfig, groups: ProcessGroups, device: torch.de
     student, teacher = config.student, config.teacher
     train = dataclasses.replace(student.train, dtype=teacher.train.dtype)
     run = dataclasses.replace(teacher, plan=student.plan, pipeline=student.pipeline, train=train, data_parallel="ddp")
-    step = newest_step("teacher", teacher)
+    weights = trained_weights("teacher", teacher)
     model = build_stage(run, groups, device)
-    load(model_state(model, groups), step, strict=False)
+    fill_model(model_state(model, groups), weights)
     return Teacher(model, capture=config.build().teacher_modules, groups=groups)
 
 
@@ -146,9 +156,11 @@ def record_rank(config: DistillConfig, kind: str) -> int:
     device, student = device_of(kind), config.student
     groups = ProcessGroups.build(student.plan)
     teacher = build_teacher(config, groups, device)
-    step = CheckpointManager(Path(config.teacher.output) / "checkpoints").latest()
     settings = LogProbStoreConfig(
-        teacher=f"{config.teacher.output} step {step}", seq_len=student.train.seq_len, top_k=config.top_k, temperature=config.temperature
+        teacher=str(trained_weights("teacher", config.teacher)),
+        seq_len=student.train.seq_len,
+        top_k=config.top_k,
+        temperature=config.temperature,
     )
     writer = LogProbStoreWriter(config.store, settings, name=str(groups.dp.rank)) if writes(teacher) else None
     with writer or contextlib.nullcontext():
@@ -172,7 +184,7 @@ def distill_rank(config: DistillConfig, kind: str, watchdog: Watchdog | None = N
     model = build_stage(run, groups, device)
     train_set, valid_set = _datasets(run)
     if config.quantize:
-        CheckpointManager(Path(config.teacher.output) / "checkpoints").load(model_state(model, groups), strict=False)
+        fill_model(model_state(model, groups), trained_weights("teacher", config.teacher))
         quantize_student(model, config.quantize, validation_batches(run, valid_set, groups, device), groups=groups)
     projection = _project(config, model, groups, device)
     history = History()
@@ -216,13 +228,26 @@ def _datasets(run: RunConfig) -> tuple[Samples, Samples]:
     return datasets(run, open_tokenizer(run.data.tokenizer, run.model.vocab_size, "student."))
 
 
+def teacher_run(name: str) -> RunConfig:
+    """Of a recipe, or with the model, experts and dtype of a Hugging Face folder, a checkpoint or a run, which lies there.
+
+    Raises:
+        ValueError, CheckpointingException: of ``find_origin``.
+    """
+    if name in RECIPES:
+        return recipe(name)
+    origin = find_origin(name)
+    train, begins_with = TrainConfig(dtype=origin.dtype), LoadConfig(path=origin.path)
+    return RunConfig(model=origin.model, moe=origin.moe, train=train, load=begins_with)
+
+
 def distill(config: DistillConfig, *, only_record: bool = False) -> int:
     """Train, or record, on this rank of the world that torchrun, Slurm or nobody started; the exit code.
 
     SIGTERM and SIGINT end training after a step, saved.
     """
     with place(config.student, "student") as (kind, watchdog):
-        if only_record or not config.store:
+        if (only_record or not config.store) and not config.teacher.load.path:
             check_trained(config.teacher.output, "teacher.output", "train the teacher with `mcore train`, or give the folder of its run")
         if only_record:
             tell(f"the teacher ran over {record_rank(config, kind)} batches a replica; {config.store} holds what it finds likely")
@@ -242,13 +267,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = Parser("mcore distill", __doc__)
     parser.add_argument("--recipe", required=True, help=f"of the student, one of: {', '.join(RECIPES)}")
-    parser.add_argument("--teacher", required=True, help="recipe the teacher was trained by")
+    parser.add_argument("--teacher", required=True, help="a Hugging Face folder, a run or a checkpoint; or the recipe of teacher.output")
     parser.add_argument("--record", action="store_true", help="run the teacher only, and write its likeliest tokens into the store")
     return command(
         parser,
         "student",
         DistillConfig,
-        lambda options: DistillConfig(student=recipe(options.recipe), teacher=recipe(options.teacher)),
+        lambda options: DistillConfig(student=recipe(options.recipe), teacher=teacher_run(options.teacher)),
         lambda options, config: distill(config, only_record=options.record),
         arguments,
     )

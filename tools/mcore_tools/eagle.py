@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from mcore_ckpt import CheckpointManager, load
+from mcore_ckpt import CheckpointManager
 from mcore_ckpt.manifest import read_manifest
 from mcore_parallel import ProcessGroups
 from mcore_parallel.comm import all_reduce
@@ -51,7 +51,7 @@ from mcore_tools.arguments import Parser
 from mcore_tools.assembly import DTYPES, Samples, build_model, datasets, open_tokenizer, step_batches
 from mcore_tools.recipes import RECIPES, RunConfig, recipe
 from mcore_tools.torchrun import tell_launcher
-from mcore_tools.training import build_trainer, check_trained, command, device_of, newest_step, place, tell
+from mcore_tools.training import build_trainer, check_trained, command, device_of, fill_model, place, tell, trained_weights
 
 PARTS = ("train", "valid")
 
@@ -214,10 +214,10 @@ class Workshop:
         model = dataclasses.replace(target.model, mtp_num_layers=0) if target.model.hybrid_layer_pattern is None else target.model
         built = dataclasses.replace(target, model=model, plan=run.plan, pipeline=run.pipeline, train=train, data_parallel="ddp")
         layers = StageLayout(layers=range(0), embedding=True, loss=True, mtp_layers=range(0)) if ends else None
-        step = newest_step("target", target)
+        weights = trained_weights("target", target)
         target_model = build_model(built, self.groups, self.device, layers=layers)
         assert isinstance(target_model, GPTModel), "EagleRun refuses encoders"
-        load(model_state(target_model, self.groups), step, strict=False)
+        fill_model(model_state(target_model, self.groups), weights)
         return target_model
 
     def _vocabulary(self) -> DraftVocabulary | None:

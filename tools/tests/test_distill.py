@@ -12,10 +12,11 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from mcore_parallel.training import STOPPED_EXIT_CODE
-from mcore_tools.distill import DistillConfig, distill, distill_rank, main, record_rank
+from mcore_tools.distill import DistillConfig, distill, distill_rank, main, record_rank, teacher_run
 from mcore_tools.recipes import DataConfig, RunConfig, override, recipe
-from mcore_tools.training import Trained, train_rank
+from mcore_tools.training import Trained, train_rank, trained_weights
 from tests.support.corpora import write_corpus
+from tests.support.published import write_published
 
 pytestmark = pytest.mark.journey
 TEXT = "a student hears what its teacher finds likely, and every other word it could have been. "
@@ -69,6 +70,20 @@ def test_a_teacher_of_other_fields_than_its_step_is_refused_by_them(teacher: Run
     with pytest.raises(ValueError, match=r"^teacher: .*model.rotary_base=10000.* there, 77.* here") as refused:
         distill_rank(DistillConfig(student=student(teacher, tmp_path), teacher=other), "cpu")
     assert "model.norm_epsilon=" in str(refused.value) and not (tmp_path / "checkpoints").exists()
+
+
+def test_a_published_model_teaches(teacher: RunConfig, tmp_path: Path) -> None:
+    published = teacher_run(str(write_published(tmp_path / "llama", initializer_range=0.2)))
+    assert published.model.hidden_size == 64 and published.load.path == str(tmp_path / "llama")
+    runs = override(student(teacher, tmp_path / "runs"), ["train.steps=8"])
+    distill_rank(DistillConfig(student=runs, teacher=published), "cpu")
+    curve = [row["logits_distillation_loss"] for row in rows(runs)]
+    assert len(curve) == 8 and curve[-1] < 0.9 * curve[0]
+    # Its own run, by its folder, is the run that its recipe builds.
+    own = teacher_run(teacher.output)
+    assert own.model == teacher.model and str(trained_weights("teacher", own)) == str(trained_weights("teacher", teacher))
+    with pytest.raises(ValueError, match=r"^teacher: .*holds the weights of another model: model.rotary_base"):
+        trained_weights("teacher", override(published, ["model.rotary_base=77"]))
 
 
 def test_a_recorded_teacher_teaches_as_the_one_that_runs(teacher: RunConfig, tmp_path: Path) -> None:

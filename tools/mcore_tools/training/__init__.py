@@ -13,7 +13,7 @@ from mcore_tools.training._optimizer_description import describe_optimizer
 from mcore_tools.training._origin import Origin, find_origin
 from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
 from mcore_tools.training._start import RunCheckpoints, find_base, find_source, first_folder
-from mcore_tools.training._stored import RUN_FILE, check_stored, newest_step, read_run, stored_model
+from mcore_tools.training._stored import RUN_FILE, check_stored, fill_model, read_run, stored_model, trained_weights
 from mcore_tools.training._successor import build_trainer, command, place, tell
 from mcore_tools.training._train import Trained, train_rank, validate_rank
 from mcore_tools.training._upcycling import check_origin
@@ -41,6 +41,7 @@ __all__ = [
     "device_of",
     "export_adapter",
     "export_run",
+    "fill_model",
     "find_base",
     "find_origin",
     "find_source",
@@ -49,7 +50,6 @@ __all__ = [
     "join",
     "may_be_local",
     "meet",
-    "newest_step",
     "open_folder",
     "place",
     "read_run",
@@ -60,5 +60,6 @@ __all__ = [
     "take_device",
     "tell",
     "train_rank",
+    "trained_weights",
     "validate_rank",
 ]

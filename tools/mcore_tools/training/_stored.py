@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import yaml
 
-from mcore_ckpt import CheckpointingException
+from mcore_ckpt import CheckpointingException, load
 from mcore_ckpt.assets import read_asset
 from mcore_ckpt.inspect import resolve_folder
 from mcore_ckpt.manifest import Manifest, read_manifest
@@ -22,7 +22,7 @@ from mcore_parallel.models import TransformerConfig
 from mcore_parallel.nn import is_layer_window_attention
 from mcore_tools.assembly import DTYPES
 from mcore_tools.recipes import RunConfig
-from mcore_tools.training._pretrained import HuggingFaceFolder
+from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
 
 RUN_FILE = "run.yaml"
 # How numbers are computed, drawn at first, or weighed in a loss: not what a model with given weights computes.
@@ -75,19 +75,32 @@ def check_stored(config: RunConfig, folder: Folder | HuggingFaceFolder | None, *
         _check_dtype(config, folder, goes_on=is_own or config.load.take == "all")
 
 
-def newest_step(name: str, run: RunConfig) -> Folder:
-    """The newest step of a run whose model another one takes: a teacher's, a target's.
+def trained_weights(name: str, run: RunConfig) -> Folder | HuggingFaceFolder:
+    """The weights of a run whose model another one takes, a teacher's or a target's: what ``load.path`` names, else its newest step.
 
     Raises:
-        ValueError: it holds another model than the run says; names each field, of ``name``, with both values.
-        CheckpointingException: the run has no step.
+        ValueError: they are of another model than the run says; names each field, of ``name``, with both values.
+        CheckpointingException: there are none.
     """
-    folder = resolve_folder(Path(run.output) / "checkpoints")
+    place = run.load.path or Path(run.output) / "checkpoints"
+    taken = HuggingFaceFolder(directory=Path(place)) if is_huggingface(place) else resolve_folder(place)
     try:
-        check_stored(run, folder)
+        check_stored(run, taken)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    return folder
+    return taken
+
+
+def fill_model(state: dict[str, Any], weights: Folder | HuggingFaceFolder) -> None:
+    """Load such weights into the state of a model.
+
+    Raises:
+        CheckpointingException: they cannot be read.
+    """
+    if isinstance(weights, HuggingFaceFolder):
+        weights.fill(state)
+    else:
+        load(state, weights, strict=False)
 
 
 def check_model(config: RunConfig, model: TransformerConfig, moe: MoEConfig | None, place: str) -> None:
