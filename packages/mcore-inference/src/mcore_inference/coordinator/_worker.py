@@ -87,7 +87,7 @@ class EngineWorker:
         self._address = address
         self._security = CoordinatorSecurity() if security is None else security
         self._heartbeat_s = heartbeat_s
-        self._max_bytes = as_integer("max_message_bytes", max_message_bytes, 2**16, 2**40)
+        self._max_bytes = as_integer("max_message_bytes", max_message_bytes, 2**13, 2**40)
         self._id = secrets.token_hex(8)
         self._state = GroupState.RUNNING
         self._registered = False
