@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -232,9 +233,10 @@ def teacher_run(name: str) -> RunConfig:
     """Of a recipe, or with the model, experts and dtype of a Hugging Face folder, a checkpoint or a run, which lies there.
 
     Raises:
+        RecipeError: neither a recipe nor a folder.
         ValueError, CheckpointingException: of ``find_origin``.
     """
-    if name in RECIPES:
+    if name in RECIPES or not Path(name).exists():
         return recipe(name)
     origin = find_origin(name)
     train, begins_with = TrainConfig(dtype=origin.dtype), LoadConfig(path=origin.path)
