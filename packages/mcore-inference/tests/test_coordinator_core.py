@@ -510,8 +510,8 @@ def test_figures_that_are_too_many_too_long_or_no_numbers_are_no_message(stats: 
     for message in (Report(is_alive=True, last_step_age_s=None, stats=stats), register(stats=stats)):
         with pytest.raises(msgspec.ValidationError):
             decode_incoming(encode(message))
-    kept = {f"x{index}": 1.0 for index in range(MAX_FIGURES)}
-    assert decode_incoming(encode(Report(is_alive=True, last_step_age_s=None, stats=kept))).stats == kept
+    most = {f"x{index}": 1.0 for index in range(MAX_FIGURES)}
+    assert decode_incoming(encode(Report(is_alive=True, last_step_age_s=None, stats=most))).stats == most
     with pytest.raises(msgspec.ValidationError):
         decode_incoming(encode(Report(is_alive=True, last_step_age_s=float("nan"), stats={})))
 

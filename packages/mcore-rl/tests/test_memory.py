@@ -79,14 +79,14 @@ def test_the_trainer_has_its_memory_before_the_answers_of_other_ranks(monkeypatc
 
 def test_an_engine_beside_a_trainer_leaves_it_what_torch_keeps() -> None:
     learner, engine = build()
-    asked: list[str] = []
+    calls: list[str] = []
     whole, within = engine.suspend, engine.suspend_within_process
-    engine.suspend = lambda: (asked.append("suspend"), whole())[1]  # type: ignore[method-assign]
-    engine.suspend_within_process = lambda: (asked.append("within"), within())[1]  # type: ignore[method-assign]
+    engine.suspend = lambda: (calls.append("suspend"), whole())[1]  # type: ignore[method-assign]
+    engine.suspend_within_process = lambda: (calls.append("within"), within())[1]  # type: ignore[method-assign]
     ALL.training(engine)
     with ALL.generating(optimizer=learner.optimizer, sync=learner.sync, engine=engine):
         assert not engine.is_suspended
-    assert asked == ["within", "within"] and engine.is_suspended
+    assert calls == ["within", "within"] and engine.is_suspended
 
 
 class Plain:

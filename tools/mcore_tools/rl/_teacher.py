@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt import CheckpointingException, find_mismatches, load
-from mcore_ckpt.inspect import resolve_folder
 from mcore_ckpt.storage import Folder
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import Tokenizer
@@ -18,7 +17,7 @@ from mcore_parallel.training import model_state
 from mcore_parallel.training.distill import Teacher
 from mcore_tools.assembly import build_stage, open_tokenizer
 from mcore_tools.recipes import RunConfig
-from mcore_tools.training import HuggingFaceFolder, is_huggingface, stored_dtypes, stored_model
+from mcore_tools.training import HuggingFaceFolder, open_weights, stored_dtypes, stored_model
 
 
 def teacher_run(config: RunConfig) -> tuple[RunConfig, Folder | HuggingFaceFolder]:
@@ -30,7 +29,7 @@ def teacher_run(config: RunConfig) -> tuple[RunConfig, Folder | HuggingFaceFolde
     """
     assert config.rl is not None
     path = config.rl.teacher
-    folder = HuggingFaceFolder(directory=Path(path)) if is_huggingface(path) else resolve_folder(path)
+    folder = open_weights(path)
     stored = stored_model(folder)
     if stored is None:
         raise ValueError(f"rl.teacher={path!r} does not say what model it holds; save it with `mcore train`, or name a Hugging Face folder")

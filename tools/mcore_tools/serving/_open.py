@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from mcore_ckpt import CheckpointingException, load
+from mcore_ckpt import CheckpointingException
 from mcore_ckpt.assets import extract_assets
 from mcore_ckpt.hf import StoredAdapter
 from mcore_ckpt.inspect import resolve_folder
@@ -25,7 +25,7 @@ from mcore_tools.assembly import open_tokenizer
 from mcore_tools.chat import TemplateTokenizer, find_template
 from mcore_tools.recipes import RunConfig, TrainConfig, read_config
 from mcore_tools.serving._engine import build_engine
-from mcore_tools.training import HuggingFaceFolder, is_huggingface, stored_model
+from mcore_tools.training import HuggingFaceFolder, fill_model, is_huggingface, stored_model
 
 _LONGEST = 4096
 
@@ -69,11 +69,8 @@ def open_engine(
     adapter = None if isinstance(source, HuggingFaceFolder) else StoredAdapter.of(source)
 
     def fill(model: GPTModel) -> None:
-        state = model_state(model, model.groups)
-        if isinstance(source, HuggingFaceFolder):
-            source.fill(state)
-        elif adapter is None:
-            load(state, source, strict=False)
+        if adapter is None:
+            fill_model(model_state(model, model.groups), source)
 
     engine = build_engine(
         config,

@@ -13,7 +13,7 @@ from mcore_tools.training._optimizer_description import describe_optimizer
 from mcore_tools.training._origin import Origin, find_origin
 from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
 from mcore_tools.training._start import RunCheckpoints, find_base, find_source, first_folder
-from mcore_tools.training._stored import RUN_FILE, check_stored, fill_model, read_run, stored_model, trained_weights
+from mcore_tools.training._stored import RUN_FILE, check_stored, fill_model, open_weights, read_run, stored_model, trained_weights
 from mcore_tools.training._successor import build_trainer, command, place, tell
 from mcore_tools.training._train import Trained, train_rank, validate_rank
 from mcore_tools.training._upcycling import check_origin
@@ -51,6 +51,7 @@ __all__ = [
     "may_be_local",
     "meet",
     "open_folder",
+    "open_weights",
     "place",
     "read_run",
     "run_assets",

@@ -82,13 +82,21 @@ def trained_weights(name: str, run: RunConfig) -> Folder | HuggingFaceFolder:
         ValueError: they are of another model than the run says; names each field, of ``name``, with both values.
         CheckpointingException: there are none.
     """
-    place = run.load.path or Path(run.output) / "checkpoints"
-    taken = HuggingFaceFolder(directory=Path(place)) if is_huggingface(place) else resolve_folder(place)
+    taken = open_weights(run.load.path or Path(run.output) / "checkpoints")
     try:
         check_stored(run, taken)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     return taken
+
+
+def open_weights(place: str | Path) -> Folder | HuggingFaceFolder:
+    """A Hugging Face folder, or the checkpoint or newest step of another.
+
+    Raises:
+        CheckpointingException: there is none.
+    """
+    return HuggingFaceFolder(directory=Path(place)) if is_huggingface(place) else resolve_folder(place)
 
 
 def fill_model(state: dict[str, Any], weights: Folder | HuggingFaceFolder) -> None:

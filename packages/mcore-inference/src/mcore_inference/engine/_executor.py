@@ -192,11 +192,11 @@ class Executor:
         """Heads that propose tokens."""
         if obstacle is None and self.drafts is None and execution.use_graphs is not False:
             self.graphs = DecodeGraphs(self._decode_logits, context.builder, graph_sizes(context.max_requests, execution.num_cuda_graphs))
-        asked = execution.use_cuda_graphs_for_non_decode_steps
+        records_prompts = execution.use_cuda_graphs_for_non_decode_steps
         obstacle = obstacle or self._mixed_obstacle(execution)
-        if asked and obstacle is not None:
+        if records_prompts and obstacle is not None:
             raise ValueError(f"use_cuda_graphs_for_non_decode_steps=True: {obstacle}; or leave it at None")
-        if obstacle is None and self.graphs is not None and asked is not False:
+        if obstacle is None and self.graphs is not None and records_prompts is not False:
             sizes = mixed_sizes(context.max_requests, context.max_tokens, context.max_sequence_length)
             self.mixed_graphs = MixedGraphs(self._mixed_logits, context.builder, sizes)
 
