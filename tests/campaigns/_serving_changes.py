@@ -93,8 +93,8 @@ class _Requests:
             self.slowest_s = max(self.slowest_s, (time.monotonic() - min(moments)) / len(moments))
 
 
-def killed_engines(kills: int, seed: int) -> Figures:
-    """Two engine processes under load, one of them killed again and again, and replaced."""
+def killed_engines(kills: int, seed: int, until: float = math.inf) -> Figures:
+    """Two engine processes under load, one of them killed again and again, and replaced; ended early at the time ``until``."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.campaigns._serving_engine"])
     security = CoordinatorSecurity(secret=_SECRET)
@@ -111,14 +111,14 @@ def killed_engines(kills: int, seed: int) -> Figures:
             start()
             start()
             coordinator.wait_for_engines(2, 120)
-            requests = asyncio.run(_kill(coordinator, processes, start, kills, random.Random(seed)))
+            requests = asyncio.run(_kill(coordinator, processes, start, kills, random.Random(seed), until))
         finally:
             for process in processes.values():
                 process.kill()
                 process.join()
     problems = requests.problems + ([f"a request took {requests.slowest_s:.1f} s"] if requests.slowest_s > _LIMIT_S else [])
     return {
-        "kills": kills,
+        "kills": len(requests.killed),
         "engine_timeout_s": _ENGINE_TIMEOUT_S,
         "max_retries": _RETRIES,
         "whole_requests": requests.whole,
@@ -135,6 +135,7 @@ async def _kill(
     start: Callable[[], None],
     kills: int,
     rng: random.Random,
+    until: float,
 ) -> _Requests:
     requests = _Requests()
     async with InferenceClient(coordinator.address, security=CoordinatorSecurity(secret=_SECRET), heartbeat_s=HEARTBEAT_S) as client:
@@ -142,6 +143,8 @@ async def _kill(
         async with _loaded(6, lambda index: requests.one(client, index, wanted[index % 4])):
             for _ in range(kills):
                 await asyncio.sleep(rng.uniform(0.05, 0.3))
+                if time.monotonic() > until:
+                    break
                 name = rng.choice(sorted(processes))
                 requests.killed[name] = time.monotonic()
                 process = processes.pop(name)

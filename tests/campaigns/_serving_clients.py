@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import math
 import os
 import random
 import socket
@@ -21,7 +22,6 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -30,6 +30,8 @@ import zmq
 __all__ = ["http_request", "main"]
 
 Plan = dict[str, Any]
+_IP_BIND_ADDRESS_NO_PORT = 24
+"""Of Linux: a port is chosen at the connect, so that one may serve several connections."""
 
 
 def http_request(body: Any, path: str = "/v1/completions") -> bytes:
@@ -157,7 +159,7 @@ class _Pace:
 
 
 def _hostile_http(plan: Plan) -> Plan:
-    """Mutated requests and random bytes from an address of their own, over several connections at once; the statuses that came back."""
+    """Mutated requests and random bytes from an address of its own, a connection each; the statuses that came back."""
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "logit_bias": {"5": 1.0}, "stop": ["a", "b"]}
     more = {"n": 2, "seed": 3, "top_p": 0.9, "logprobs": 2, "response_format": {"type": "json_object"}, "stream": True}
     samples = [
@@ -169,26 +171,32 @@ def _hostile_http(plan: Plan) -> Plan:
         b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\n0\r\n\r\n",
     ]
-    end = time.monotonic() + (plan.get("seconds") or float("inf"))
-    attackers = plan.get("attackers", 1)
-
-    def attack(number: int) -> list[str]:
-        draw, statuses, pace = random.Random(plan["seed"] + number * 1000), [], _Pace(plan.get("per_s", 0) / attackers)
-        while len(statuses) < plan["count"] / attackers and time.monotonic() < end:
-            pace.wait(len(statuses))
-            statuses.append("none")
-            place = ("127.0.0.1", draw.choice(plan["ports"]))
-            with contextlib.suppress(OSError), socket.create_connection(place, timeout=20, source_address=("127.0.0.2", 0)) as raw:
+    end = time.monotonic() + (plan.get("seconds") or math.inf)
+    draw, statuses, pace = random.Random(plan["seed"]), Counter[str](), _Pace(plan["per_s"])
+    for sent in range(plan["count"]):
+        pace.wait(sent)
+        if time.monotonic() > end:
+            break
+        with socket.socket() as raw:
+            raw.settimeout(20)
+            with contextlib.suppress(OSError):
+                # Else each connection that this side closes keeps a port of the address for a minute.
+                raw.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
+            raw.bind((f"127.0.0.{2 + plan['number']}", 0))
+            try:
+                raw.connect(("127.0.0.1", draw.choice(plan["ports"])))
+            except OSError:
+                statuses["not connected"] += 1
+                continue
+            status = "none"
+            with contextlib.suppress(OSError):
                 raw.sendall(_mutated(draw.choice(samples), draw))
                 if draw.random() < 0.7:
                     raw.shutdown(socket.SHUT_WR)
                     answer = raw.recv(4096)
-                    statuses[-1] = answer[9:12].decode("latin1") if answer.startswith(b"HTTP/1.1 ") else "none"
-        return statuses
-
-    with ThreadPoolExecutor(attackers) as threads:
-        statuses = [status for part in threads.map(attack, range(attackers)) for status in part]
-    return {"count": len(statuses), "statuses": dict(sorted(Counter(statuses).items()))}
+                    status = answer[9:12].decode("latin1") if answer.startswith(b"HTTP/1.1 ") else "none"
+            statuses[status] += 1
+    return {"count": statuses.total() - statuses["not connected"], "statuses": dict(statuses)}
 
 
 def _hostile_coordinator(plan: Plan) -> Plan:
@@ -199,8 +207,8 @@ def _hostile_coordinator(plan: Plan) -> Plan:
         [9, 1], [12, 0, "RequestError", "x", False], [13, 0], [14, [[0, [1], [0.5], [], "x"]]], [15], [16],
         [17, 2, "", "dp-9", "running", 64], [20, 1],
     ]  # fmt: skip
-    port, context, sent, pace = plan["ports"][0], zmq.Context(), 0, _Pace(plan.get("per_s", 0))
-    end = time.monotonic() + (plan.get("seconds") or float("inf"))
+    port, context, sent, pace = plan["ports"][0], zmq.Context(), 0, _Pace(plan["per_s"])
+    end = time.monotonic() + (plan.get("seconds") or math.inf)
     while sent < plan["count"] and time.monotonic() < end:
         pace.wait(sent)
         if draw.random() < 0.05:
@@ -259,11 +267,14 @@ def _sink(_: Plan) -> Plan:
 
 async def _leaving(plan: Plan) -> Plan:
     """Clients that leave within their stream, or while they wait for an answer: half of them by a reset."""
-    draw, gate, began = random.Random(plan["seed"]), asyncio.Semaphore(8), 0
+    draw, gate, began, left = random.Random(plan["seed"]), asyncio.Semaphore(8), 0, 0
+    end = time.monotonic() + plan["seconds"]
 
     async def one(port: int) -> None:
-        nonlocal began
+        nonlocal began, left
         async with gate:
+            if time.monotonic() > end:
+                return
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             body = {"prompt": "leaving", "max_tokens": 200, "ignore_eos": True, "stream": draw.random() < 0.8, "n": draw.choice([1, 1, 3])}
             writer.write(http_request(body))
@@ -276,9 +287,10 @@ async def _leaving(plan: Plan) -> Plan:
                 raw = writer.get_extra_info("socket")
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             writer.transport.abort()
+            left += 1
 
     await asyncio.gather(*(one(plan["ports"][index % len(plan["ports"])]) for index in range(plan["count"])))
-    return {"count": plan["count"], "left_within_their_stream": began}
+    return {"count": left, "left_within_their_stream": began}
 
 
 async def _slow(plan: Plan) -> Plan:

@@ -54,6 +54,14 @@ def test_an_attack_on_engines_of_other_processes_loses_nothing_and_says_where_al
     assert figures["hostile bytes"]["http_statuses"]["400"] > 10 and figures["p99 to that without attack"]["hostile bytes"] > 0
 
 
+def test_a_campaign_that_is_out_of_time_writes_what_it_has_and_says_what_is_lacking(tmp_path):
+    path, environment = tmp_path / "figures.json", {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    words = ["--parts", "kills", "memory", "--budget-seconds", "0", "--output", str(path)]
+    done = subprocess.run([sys.executable, "-m", "tests.campaigns.serving", *words], capture_output=True, timeout=60, env=environment)
+    figures = json.loads(path.read_text())
+    assert done.returncode == 1 and figures["unfinished"] == ["killed engines", "memory"] and figures["problems"] == []
+
+
 @pytest.mark.parametrize(("threads", "sizes"), [(1, (4, 2, 2)), (2, (4, 2, 2)), (1, (16, 8, 8)), (2, (16, 8, 8)), (2, (6, 4, 2))])
 def test_parts_of_the_campaign_share_no_physical_core(threads, sizes):
     count = sum(sizes)
