@@ -5,6 +5,8 @@
 import asyncio
 import json
 import logging
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -37,10 +39,13 @@ with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
         dealer.curve_serverkey = key.encode()
     dealer.connect(address)
-    dealer.send(msgspec.msgpack.encode([17, {PROTOCOL}, os.environ["MCORE_COORDINATOR_SECRET"], name, "running", 64]))
+    registration = msgspec.msgpack.encode([17, {PROTOCOL}, os.environ["MCORE_COORDINATOR_SECRET"], name, "running", 64])
+    dealer.send(registration)
     while not (folder / name).exists():
-        if dealer.poll(50):
-            dealer.recv()
+        if dealer.poll(50) and msgspec.msgpack.decode(dealer.recv())[0] == 19:
+            dealer.send(registration)
+        while (folder / f"{{name}} is silent").exists():
+            time.sleep(0.02)
         dealer.send(msgspec.msgpack.encode([25, True, None, {{"generated_tokens": 5.0}}]))
 os._exit(9)
 """
@@ -120,6 +125,52 @@ def test_what_ends_while_it_loads_is_given_up_however_long_that_took(
     with pytest.raises(ValueError, match="an engine ended at its start"), coordinated(words, count=1, layout=ONE):
         raise AssertionError("it has no engine")
     assert "dp-0 ended with exit code 9, 3 times before it took requests for a minute, and is given up" in caplog.text
+
+
+@pytest.mark.parametrize("obeys", [True, False])
+def test_an_engine_that_hangs_is_ended_and_started_again(
+    obeys: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_replicas, "_HUNG_S", 0.5)
+    monkeypatch.setattr(_replicas, "_TERMINATE_S", 60.0 if obeys else 0.5)
+    security = CoordinatorSecurity(secret="job")
+    config = CoordinatorConfig(security=security, heartbeat_s=0.2, engine_timeout_s=1.0)
+    with DataParallelInferenceCoordinator(config) as coordinator, caplog.at_level(logging.ERROR, "mcore_tools.serving"):
+        job = Job(address=coordinator.address, security=security)
+        with Replicas(command(tmp_path), count=2, coordinator=coordinator, job=job, layout=ONE) as replicas:
+            coordinator.wait_for_engines(2)
+            until(lambda: all(world.up_since is not None for world in replicas._worlds), "both are up")
+            hung, other = (world.processes[0] for world in replicas._worlds)
+            if obeys:
+                # Silent, and it ends at SIGTERM: nobody waits for a minute to kill it.
+                (tmp_path / "dp-0 is silent").touch()
+            else:
+                os.kill(hung.pid, signal.SIGSTOP)
+            until(lambda: "dp-0 did not come back within 0.5 s of being lost" in caplog.text, "it was ended")
+            assert hung.returncode == (-signal.SIGTERM if obeys else -signal.SIGKILL)
+            (tmp_path / "dp-0 is silent").unlink(missing_ok=True)
+            until(lambda: replicas._worlds[0].up_since is not None and coordinator.num_engines == 2, "another took its place")
+            assert [world.early_ends for world in replicas._worlds] == [1, 0] and other.poll() is None
+            assert replicas._worlds[0].processes[0].pid != hung.pid and replicas.num_given_up == 0
+
+
+def test_an_engine_that_comes_back_is_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_replicas, "_HUNG_S", 2.0)
+    security = CoordinatorSecurity(secret="job")
+    config = CoordinatorConfig(security=security, heartbeat_s=0.2, engine_timeout_s=1.0)
+    with DataParallelInferenceCoordinator(config) as coordinator:
+        job = Job(address=coordinator.address, security=security)
+        with Replicas(command(tmp_path), count=1, coordinator=coordinator, job=job, layout=ONE) as replicas:
+            (world,) = replicas._worlds
+            until(lambda: world.up_since is not None, "it is up")
+            silent = tmp_path / "dp-0 is silent"
+            for _ in range(2):
+                silent.touch()
+                until(lambda: world.missing_since is not None, "it is lost")
+                silent.unlink()
+                until(lambda: world.missing_since is None, "it is back")
+            time.sleep(2.5)
+            assert world.processes[0].poll() is None and world.num_starts == 1 and world.early_ends == 0
 
 
 def test_engines_of_other_hosts_get_no_secret_to_control_others(tmp_path: Path) -> None:

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("mcore_tools.serving")
 _POLL_S = 0.2
 _STOP_S = 30.0
+_HUNG_S = 10.0
+"""That an engine whose process lives may be missing at the coordinator, beyond its time-out there, before the process is ended."""
+_TERMINATE_S = 5.0
+"""From SIGTERM to SIGKILL of such a process."""
 _MAX_EARLY_ENDS = 3
 _EARLY_S = 60.0
 _REFUSED_CODE = 1
@@ -45,6 +49,12 @@ class _World:
         """Where they meet."""
         self.up_since: float | None = None
         """When its engines were first seen at the coordinator; None while they load."""
+        self.missing_since: float | None = None
+        """When one of these engines was seen no more, though no process ended; None while all are there."""
+        self.hung: str | None = None
+        """Why the processes are being ended."""
+        self.kill_at = 0.0
+        """When those that are being ended and did not are killed."""
         self.num_starts = 0
         self.early_ends = 0
         self.was_refused = False
@@ -58,6 +68,12 @@ class _World:
         codes = {rank: code for rank, process in enumerate(self.processes) if (code := process.poll()) is not None}
         return min(codes, key=lambda rank: (codes[rank] == STALLED_EXIT_CODE, codes[rank]), default=None)
 
+    def terminate(self, why: str) -> None:
+        """Let the processes end by themselves for a while; a stopped one cannot."""
+        self.hung, self.kill_at = why, time.monotonic() + _TERMINATE_S
+        for process in self.processes:
+            process.terminate()
+
     def kill(self) -> None:
         for process in self.processes:
             process.kill()
@@ -68,10 +84,11 @@ class _World:
 class Replicas:
     """A context manager that runs processes ``mcore serve CHECKPOINT --join ADDRESS --name NAME``, one a device.
 
-    When a process ends, those of its engine do, and of all engines that share experts with it. They are started again together, unless that
-    happened ``3`` times, each before they took requests for a minute, or the first start was refused (exit code 1). The coordinator hears
-    of it at once, and gives the requests to other engines. When all are given up, and no engine of another host is left, ``on_end`` hears
-    of it.
+    When a process ends, those of its engine do, and of all engines that share experts with it. One that lives and whose engine the
+    coordinator has lost, by silence or because it makes no progress, gets ten seconds to come back; then it is ended, by SIGTERM and
+    five seconds later by SIGKILL. They are started again together, unless that happened ``3`` times, each before they took requests for
+    a minute, or the first start was refused (exit code 1). The coordinator hears of it at once, and gives the requests to other
+    engines. When all are given up, and no engine of another host is left, ``on_end`` hears of it.
 
     Args:
         command: of a process, ``mcore serve CHECKPOINT`` or another that takes ``--join ADDRESS --name NAME``, which are added.
@@ -143,7 +160,7 @@ class Replicas:
             environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._num_ranks)))
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         words = [*self._command, "--join", self._job.address, "--name"]
-        world.up_since, world.store = None, store
+        world.up_since, world.missing_since, world.hung, world.store = None, None, None, store
         world.num_starts += 1
         world.processes = [
             start_rank([*words, self._name_of(world, rank)], rank, layout.num_ranks, store.port, environment)
@@ -162,20 +179,36 @@ class Replicas:
         while not self._closing.wait(_POLL_S):
             here = self._coordinator.engine_names
             for world in self._worlds:
-                if world.up_since is None and here.issuperset(self._engines_of(world)):
-                    world.up_since = time.monotonic()
-                rank = None if world.is_given_up else world.ended()
-                if rank is not None:
-                    self._replace(world, rank)
+                if not world.is_given_up:
+                    self._look_after(world, here)
             if all(world.is_given_up for world in self._worlds) and not self._coordinator.num_engines:
                 self._on_end("all engines are given up; the reasons stand above")
                 return
+
+    def _look_after(self, world: _World, here: frozenset[str]) -> None:
+        """Replace what ended, and end what hangs, given the engines that the coordinator has."""
+        missing, now = [name for name in self._engines_of(world) if name not in here], time.monotonic()
+        if not missing:
+            world.up_since = now if world.up_since is None else world.up_since
+            world.missing_since = None
+        elif world.up_since is not None and world.missing_since is None:
+            world.missing_since = now
+        if (rank := world.ended()) is not None:
+            self._replace(world, rank)
+        elif world.hung is not None:
+            if now > world.kill_at:
+                world.kill()
+                self._replace(world, 0)
+        elif world.missing_since is not None and now - world.missing_since > _HUNG_S:
+            hung = f"{', '.join(missing)} did not come back within {_HUNG_S:g} s of being lost, though its process lives, and was ended"
+            _LOG.error("%s is lost and its process lives: it is ended", ", ".join(missing))
+            world.terminate(hung)
 
     def _replace(self, world: _World, rank: int) -> None:
         """End what cannot go on without a rank that ended, tell the coordinator, and start it again."""
         name, place = self._name_of(world, rank), self._layout.describe(rank)
         code = world.processes[rank].returncode
-        what = f"{name}{place and f' ({place})'} ended with exit code {code}"
+        what = world.hung or f"{name}{place and f' ({place})'} ended with exit code {code}"
         engines = self._engines_of(world)
         # First: one that is told that it is lost would come back, and get requests.
         world.kill()
