@@ -4,6 +4,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_inference.coordinator import CoordinatedRunner
+from mcore_inference import EngineRunner
+from mcore_inference.coordinator import CoordinatedRunner, DataParallelInferenceCoordinator, EngineWorker
 from mcore_inference.server import InferenceServer, WeightFolders, serve, serve_runner
 from mcore_parallel.data import ByteTokenizer
 
@@ -154,3 +156,24 @@ def test_a_runner_that_takes_no_weights_is_refused(root: Path) -> None:
         serve_runner(lambda: runner, ByteTokenizer(), token="secret", weights=WeightFolders(root=root, read=read))
     assert runner.closed.is_set()
     assert hasattr(CoordinatedRunner, "load_weights")
+
+
+def test_an_engine_that_started_again_answers_503_until_a_folder_is_loaded_again(make_model: Make, make_engine: Make, root: Path) -> None:
+    models = [make_model(vocab_size=272, dtype=torch.float32, layers=1) for _ in range(2)]
+    SHAPES.update({name: parameter.shape for name, parameter in models[0].named_parameters()})
+    folders = WeightFolders(root=root, read=read)
+    with DataParallelInferenceCoordinator() as coordinator, ExitStack() as stack:
+        first, second = (stack.enter_context(EngineRunner(make_engine(model, ByteTokenizer(), max_sequence_length=48))) for model in models)
+        over = serve_runner(lambda: CoordinatedRunner(coordinator.address), ByteTokenizer(), token="secret", weights=folders)
+        server = stack.enter_context(over)
+        with EngineWorker(first, coordinator.address, name="dp-0"):
+            coordinator.wait_for_engines(1)
+            assert update(server, root / "version-3", 3).status_code == 200
+            loaded = answer(server)
+        with EngineWorker(second, coordinator.address, name="dp-0"):
+            coordinator.wait_for_engines(1)
+            refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 2}, headers=TOKEN, timeout=30)
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "StaleWeightsError"
+            assert "version 3" in refused.json()["error"]["message"] and "load them again" in refused.json()["error"]["message"]
+            assert update(server, root / "version-3", 3).status_code == 200
+            assert answer(server) == loaded and set(loaded["weight_versions"]) == {3}

@@ -56,6 +56,7 @@ from mcore_inference.requests import (
     EngineDeadError,
     EngineLostError,
     RequestError,
+    StaleWeightsError,
     request_error,
 )
 from mcore_inference.sampling import SamplingParams
@@ -85,7 +86,7 @@ class RemoteStream:
 
         Raises:
             RequestError: the engine refused the request.
-            EngineLostError: its engine was lost.
+            EngineLostError: its engine was lost; ``StaleWeightsError`` where engines are there, and none with the weights loaded last.
             EngineDeadError: the engines were stopped.
             CoordinatorError: the coordinator is gone.
             RuntimeError: the end of the stream was read before.
@@ -262,7 +263,8 @@ class InferenceClient:
         """Replace the weights of all engines, as ``DynamicInferenceEngine.load_weights``; returns when all have them.
 
         Chunks are sent by buckets of at most 16 MiB, each when all engines have the one before. Engines that a load missed, such as one
-        that was started again, get no requests while others have its weights.
+        that was started again, get no requests while others have its weights. When none has them any more, requests fail with
+        ``StaleWeightsError`` until weights are loaded again; so give versions from 1, as 0 is what engines start with.
 
         Args:
             chunks: read in a thread; together every element once.
@@ -455,7 +457,7 @@ def _whole(record: DynamicInferenceRequestRecord) -> Increment:
 
 
 def _error(failure: Failure) -> Exception:
-    plain = {cls.__name__: cls for cls in (EngineLostError, EngineDeadError)}
+    plain = {cls.__name__: cls for cls in (EngineLostError, EngineDeadError, StaleWeightsError)}
     if failure.kind in plain:
         return plain[failure.kind](failure.message)
     return request_error(failure.kind, failure.message, is_transient=failure.is_transient)

@@ -76,7 +76,9 @@ class CoordinatorCore:
         self._signals: deque[tuple[bytes, Signal]] = deque()
         self._number = 0
         self._version: int | None = None
-        """Of the weights of the last load."""
+        """Of the weights of the last load, in progress or over."""
+        self._loaded: int | None = None
+        """Of the weights of the last load that ended well; None for those that engines start with."""
         self._context = 0
         """The longest sequence that every engine takes; while there is none, of those that were there last, for requests that wait."""
         self._outbox: Outbox = []
@@ -184,20 +186,20 @@ class CoordinatorCore:
             registration=message.registration,
             stats=message.stats,
         )
-        loading = self._operation is not None and self._operation.load is not None
-        if self._version is not None and not loading and all(each.weight_version != self._version for each in self._engines.values()):
+        if not self._is_loading and not self._eligible():
             _LOG.error(
-                "%s has weights of version %d, and no engine those of version %d, which were loaded last: requests are served with what is "
-                "there; load them again", message.name, message.weight_version, self._version,
-            )  # fmt: skip
+                "%s has weights of version %d, and no engine those of version %d, which were loaded last: requests are refused until "
+                "weights are loaded again",
+                message.name,
+                message.weight_version,
+                self._loaded,
+            )
         self._send(peer, RegisterAck())
         target = self.state if self._operation is None else self._operation.target
         for signal in signals_between(GroupState(message.state), target):
             self._number += 1
             self._send(peer, signal(call=self._number))
-        homeless, self._homeless = self._homeless, deque()
-        for request in homeless:
-            self._route(request, now)
+        self._route_homeless(now)
 
     def _frees_name(self, peer: bytes, message: Register, now: float) -> bool:
         """Whether no other engine has the name of one that registers. Where it is that engine itself, what it had is given to others."""
@@ -294,13 +296,17 @@ class CoordinatorCore:
             self._route(request, now)
 
     def _route(self, request: Request, now: float) -> None:
-        if not self._engines:
-            request.engine, request.arrived = None, now
-            self._homeless.append(request)
+        engines = self._eligible()
+        if not engines:
+            request.engine = None
+            if self._engines and not self._is_loading:
+                text = f"no engine has the weights of version {self._loaded}, which were loaded last, since one was lost; load them again"
+                self._fail(request, "StaleWeightsError", text)
+            else:
+                request.arrived = now
+                self._homeless.append(request)
             return
-        # Those that missed the last load wait for the next one.
-        load = {peer: engine.open_tokens for peer, engine in self._engines.items() if engine.weight_version == self._version}
-        load = load or {peer: engine.open_tokens for peer, engine in self._engines.items()}
+        load = {peer: self._engines[peer].open_tokens for peer in engines}
         peer = request.engine = self._router.choose(request.message.prompt, load)
         self._number += 1
         request.attempt = self._number
@@ -309,6 +315,25 @@ class CoordinatorCore:
         engine.open_tokens += request.tokens
         self._attempts[request.attempt] = request
         self._send(peer, msgspec.structs.replace(request.message, request_id=request.attempt))
+
+    @property
+    def _is_loading(self) -> bool:
+        return self._operation is not None and self._operation.load is not None
+
+    def _eligible(self) -> list[bytes]:
+        """Engines that take requests: those with the weights of the last load, or of the last one that ended well."""
+        for version in (self._version, self._loaded):
+            peers = [peer for peer, engine in self._engines.items() if version is None or engine.weight_version == version]
+            if peers:
+                return peers
+        return []
+
+    def _route_homeless(self, now: float) -> None:
+        if not self._eligible() and (not self._engines or self._is_loading):
+            return
+        homeless, self._homeless = self._homeless, deque()
+        for request in homeless:
+            self._route(request, now)
 
     def _drop(self, request: Request) -> None:
         """Nobody waits for a request any more."""
@@ -445,7 +470,7 @@ class CoordinatorCore:
             self._send(client, Refusal(call=message.call, message=text))
             return
         self._number += 1
-        newest = max(engine.weight_version for engine in self._engines.values())
+        newest = max([self._loaded or 0, *(engine.weight_version for engine in self._engines.values())])
         version = self._version = message.version if message.version >= 0 else newest + 1
         deadline = now + self._config.load_timeout_s
         self._operation = Operation(
@@ -507,12 +532,15 @@ class CoordinatorCore:
             self._send_bucket(operation, load, [], "aborted", now)
         elif load.end or not load.engines:
             self._operation = None
+            if load.end == "whole" and load.engines and not load.errors:
+                self._loaded = load.version
             if operation.lost and not load.errors:
                 lost = "; ".join(operation.lost)
                 self._send(operation.client, Refusal(call=call, message=f"engines were lost while weights were loaded ({lost})"))
             else:
                 error = "; ".join(sorted([*load.errors, *operation.lost]))
                 self._send(operation.client, WeightAck(call=call, index=load.index, version=load.version, error=error, is_over=True))
+            self._route_homeless(now)
             self._next_signal(now)
         else:
             operation.deadline = now + self._config.load_timeout_s

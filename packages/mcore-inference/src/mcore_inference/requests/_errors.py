@@ -23,6 +23,7 @@ __all__ = [
     "RankFailedError",
     "RequestError",
     "RequestOverflowError",
+    "StaleWeightsError",
     "StepFailedError",
     "StructuredOutputError",
     "TensorStateDeallocatedError",
@@ -143,6 +144,11 @@ class RankFailedError(EngineDeadError):
 
 class EngineLostError(RuntimeError):
     """The engine of a request was lost, and the request could not go to another."""
+
+
+@experimental_api
+class StaleWeightsError(EngineLostError):
+    """No engine has the weights that were loaded last: those that had were lost, and others started with older ones. Load them again."""
 
 
 class CoordinatorError(RuntimeError):
