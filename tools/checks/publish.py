@@ -82,17 +82,14 @@ def bill_of_materials(wheel: Wheel, files: Iterable[Path]) -> dict[str, Any]:
     }
     declared = [(requirement, "required") for requirement in wheel.dependencies]
     declared += [(requirement, "optional") for requirements in wheel.extras.values() for requirement in requirements]
-    components = {
-        f"pkg:pypi/{requirement.name}": {
-            "type": "library",
-            "bom-ref": f"pkg:pypi/{requirement.name}",
-            "name": requirement.name,
-            "purl": f"pkg:pypi/{requirement.name}",
-            "scope": scope,
-            "properties": [{"name": "requirement", "value": str(requirement)}],
-        }
-        for requirement, scope in reversed(declared)
-    }
+    components: dict[str, dict[str, Any]] = {}
+    for requirement, scope in declared:
+        ref = f"pkg:pypi/{requirement.name}"
+        component = {"type": "library", "bom-ref": ref, "name": requirement.name, "purl": ref, "scope": scope, "properties": []}
+        said = {"name": "requirement", "value": str(requirement)}
+        # What several extras ask for is one component, and required where the wheel itself asks for it.
+        properties = components.setdefault(ref, component)["properties"]
+        properties += [said] if said not in properties else []
     return {
         "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
         "bomFormat": "CycloneDX",

@@ -9,9 +9,10 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.version import Version
 
-from tools.checks._tree import Wheel, wheels
+from tools.checks._tree import Wheel, distributions, wheels
 from tools.checks.publish import bill_of_materials, build, dependents, digest, needed, publish, serving
 from tools.checks.release import branches_with, parse_tag, release_notes, sections
 
@@ -124,6 +125,19 @@ def test_the_bill_of_materials_names_files_and_requirements_and_no_machine(tmp_p
     scopes = {component["name"]: component["scope"] for component in bill["components"]}
     assert scopes["torch"] == "required" and scopes["mcore-parallel"] == "required" and scopes["transformer-engine"] == "optional"
     assert bill == bill_of_materials(wheel, [file]) and str(tmp_path) not in json.dumps(bill)
+
+
+@pytest.mark.parametrize("name", sorted(distributions()))
+def test_the_bill_of_materials_has_exactly_the_requirements_of_the_project_file(name):
+    wheel = distributions()[name]
+    required, extras = wheel.project.get("dependencies", []), wheel.project.get("optional-dependencies", {}).values()
+    bill = bill_of_materials(wheel, [])
+    said = [(part["name"], each["value"]) for part in bill["components"] for each in part["properties"]]
+    requirements = {str(Requirement(text)) for text in [*required, *(text for texts in extras for text in texts)]}
+    assert sorted(said) == sorted((Requirement(text).name, text) for text in requirements) and len(requirements) >= 1
+    names = {scope: {part["name"] for part in bill["components"] if part["scope"] == scope} for scope in ("required", "optional")}
+    assert names["required"] == {Requirement(text).name for text in required} and len(bill["components"]) == sum(map(len, names.values()))
+    assert bill["dependencies"][0]["dependsOn"] == sorted(part["bom-ref"] for part in bill["components"])
 
 
 def test_two_builds_that_differ_are_refused(tmp_path, monkeypatch):
