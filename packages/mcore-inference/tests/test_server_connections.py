@@ -316,6 +316,27 @@ def test_a_body_that_is_no_http_behind_the_answer_cuts_the_connection(server: In
     assert not caplog.records
 
 
+def test_requests_that_are_no_http_fill_no_log(server: InferenceServer, caplog: pytest.LogCaptureFixture) -> None:
+    def send(count: int) -> None:
+        for _ in range(count):
+            with connected(server) as raw:
+                raw.sendall(b"no HTTP\r\n\r\n")
+                assert error_of(read_all(raw))[0] == 400
+
+    # Whatever other tests have sent is more than a second ago.
+    time.sleep(1.1)
+    with caplog.at_level(logging.WARNING, "uvicorn.error"):
+        begin = time.monotonic()
+        send(40)
+        seconds = time.monotonic() - begin
+        time.sleep(1.1)
+        send(1)
+    lines = [record.getMessage() for record in caplog.records if record.name == "uvicorn.error"]
+    assert 2 <= len(lines) <= 2 + seconds and lines[0].startswith("Invalid HTTP request received.")
+    left_out = sum(int(line.partition("(")[2].split()[0]) for line in lines[1:] if "(" in line)
+    assert len(lines) + left_out == 41 and lines[-1].endswith("more since this was last said)")
+
+
 def test_a_prompt_of_more_tokens_than_fit_reaches_no_engine(server: InferenceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.runner, "submit", None)
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": [1] * 257, "max_tokens": 1})

@@ -8,6 +8,7 @@ a client to take its answer; its ``limit_concurrency`` answers without bounding 
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ from mcore_inference.server._errors import ApiError
 from mcore_inference.server._request_ids import HEADER, request_id_of
 
 _MAX_SECONDS = 86_400.0
+_WARNING_INTERVAL_S = 1.0
+"""Between two warnings of the same text."""
 
 
 @experimental_api
@@ -231,6 +234,43 @@ class _Arrival(asyncio.Protocol):
         protocol.connection_made(transport)
 
 
+class _SeldomWarnings(logging.Filter):
+    """Lets each of uvicorn's warnings through once a second: strangers cause them, a line of the log for each request otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[str, tuple[float, int]] = {}
+        """Of each text: when it was written, and how often it was not since."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING:
+            return True
+        # uvicorn's own texts, which are few and have no arguments.
+        written, left_out = self._last.get(record.msg, (-_WARNING_INTERVAL_S, 0))
+        is_due = record.created - written >= _WARNING_INTERVAL_S
+        self._last[record.msg] = (record.created, 0) if is_due else (written, left_out + 1)
+        if is_due and left_out:
+            record.msg = f"{record.msg} ({left_out} more since this was last said)"
+        return is_due
+
+
+class _ServerLog(logging.Logger):
+    """A logger of one server, with a filter of its own: what other servers of the process log is not filtered.
+
+    Args:
+        shared: gets what passes.
+    """
+
+    def __init__(self, shared: logging.Logger) -> None:
+        super().__init__(shared.name)
+        self.parent = self._shared = shared
+        self.addFilter(_SeldomWarnings())
+
+    def isEnabledFor(self, level: int) -> bool:
+        # A logger that is not registered would keep the answer when levels change.
+        return self._shared.isEnabledFor(level)
+
+
 class ConnectionGuard:
     """What uvicorn calls for every connection (``Config(http=...)``).
 
@@ -243,20 +283,26 @@ class ConnectionGuard:
         self._limits, self._refused = limits, refused
         self._limiter = None if limits.max_refused_per_s is None else RefusalLimiter(limits.max_refused_per_s)
         self._held: set[_Penalty] = set()
+        self._log = _ServerLog(logging.getLogger("uvicorn.error"))
 
     def __call__(self, config: Config, server_state: Any, app_state: dict[str, Any], _loop: Any = None) -> asyncio.Protocol:
         limiter, limits = self._limiter, self._limits
         if limiter is None:
-            return LimitedConnection(_Http11(config, server_state, app_state, _loop), limits, self._refused)
+            return LimitedConnection(self._http11(config, server_state, app_state, _loop), limits, self._refused)
 
         def choose(address: str) -> asyncio.Protocol:
             if limiter.is_over(address, asyncio.get_running_loop().time()):
                 return _Penalty(limits.penalty_s, self._held, max(1, limits.max_connections // 4))
-            inner = _Http11(config, server_state, app_state, _loop)
+            inner = self._http11(config, server_state, app_state, _loop)
             inner.app = _counted(inner.app, limiter, address)
             return LimitedConnection(inner, limits, self._refused, limiter)
 
         return _Arrival(choose)
+
+    def _http11(self, config: Config, server_state: Any, app_state: dict[str, Any], loop: Any) -> _Http11:
+        protocol = _Http11(config, server_state, app_state, loop)
+        protocol.logger = self._log
+        return protocol
 
     def abort_held(self) -> None:
         """At the end of the server, in its loop."""
