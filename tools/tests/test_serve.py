@@ -180,9 +180,17 @@ def test_a_signal_ends_the_command_in_order(saved_run: tuple[RunConfig, Path]) -
 
 @pytest.mark.journey
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("split", [[], pytest.param(["--tp", "2"], marks=pytest.mark.slow)], ids=["whole", "split"])
-def test_engines_of_their_own_processes_answer_while_one_is_killed_and_comes_back(
-    saved_run: tuple[RunConfig, Path], split: list[str]
+@pytest.mark.parametrize(
+    ("split", "number", "what"),
+    [
+        ([], signal.SIGKILL, "ended with exit code -9"),
+        pytest.param(["--tp", "2"], signal.SIGKILL, "ended with exit code -9", marks=pytest.mark.slow),
+        pytest.param([], signal.SIGSTOP, "though its process lives, and was ended", marks=pytest.mark.slow),
+    ],
+    ids=["killed", "split and killed", "stopped"],
+)
+def test_engines_of_their_own_processes_answer_while_one_is_killed_or_hangs_and_comes_back(
+    saved_run: tuple[RunConfig, Path], split: list[str], number: int, what: str
 ) -> None:
     config, folder = saved_run
     with Command(main, [str(folder), "--port", "0", "--cache-gb", "0.01", "--data-parallel", "2", *split]) as command:
@@ -196,9 +204,9 @@ def test_engines_of_their_own_processes_answer_while_one_is_killed_and_comes_bac
         wanted = expected(config, 2, "what a")
         assert [ask(url) for _ in range(4)] == [wanted] * 4 and engines() == 2
         children = command.children()
-        os.kill(children[0], signal.SIGKILL)
-        # The coordinator loses it before this line is written, and not until its silence is too long.
-        while "ended with exit code -9 and is started again" not in command.errors:
+        os.kill(children[0], number)
+        # The coordinator loses one that ended before this line is written, and not until its silence is too long.
+        while f"{what} and is started again" not in command.errors:
             assert ask(url) == wanted
             time.sleep(0.1)
         while engines() == 1:
