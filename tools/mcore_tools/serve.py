@@ -7,11 +7,11 @@ mcore serve path/to/Qwen3-0.6B --max-length 8192
 mcore serve runs/moe_tiny/checkpoints/step_00001000 --port 8000 --token-file secret
 
 The folder of a run, of its steps (the newest is taken), one checkpoint that keeps ``run.yaml`` and a tokenizer, or a Hugging Face folder.
-On SIGTERM or SIGINT (Ctrl-C) the server refuses new requests, ends the open ones within --drain-seconds and exits; a second
-signal cuts them off. With --data-parallel N engines of N processes, one a GPU, stand behind one address; one that ends or hangs is started
-again, and its requests go to the others. On GPUs one engine is a process of its own as well (USE_COORDINATOR=0 in the environment keeps it in
-this one, 1 does so on CPUs too). With --expert-parallel engines share the experts of a mixture, and end and start together. With --tp N
-and --pp M each engine is split over N x M processes, one a GPU, which are started here or by torchrun; when one is lost, all of them end.
+On SIGTERM or SIGINT (Ctrl-C) the server refuses new requests, ends the open ones within --drain-seconds and exits; a second signal cuts
+them off. With --data-parallel N engines of N processes, one a GPU, stand behind one address; one that ends or hangs is started again, and
+its requests go to the others. On GPUs one engine is a process of its own as well (USE_COORDINATOR=0 in the environment keeps it in this
+one, 1 does so on CPUs too). With --expert-parallel engines share the experts of a mixture, and end and start together. With --tp N and
+--pp M each engine is split over N x M processes, one a GPU, which are started here or by torchrun; when one is lost, all of them end.
 Exit code: 0 done; 1 something was refused, and why; 75 the engine failed several times in a row, or hangs: start it again.
 """
 
