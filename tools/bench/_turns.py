@@ -103,11 +103,37 @@ def _has_room(scale: Scale, model: str, state_bytes: int) -> bool:
     return needed < 0.8 * torch.cuda.get_device_properties(scale.device).total_memory
 
 
-def _memory(has_room: bool) -> MemorySwitch:
-    return MemorySwitch(offload_optimizer=has_room, stream_optimizer=not has_room, release_gradients=True, suspend_engine=True)
+def _memory(has_room: bool, resident_gb: float = 0.0) -> MemorySwitch:
+    return MemorySwitch(
+        offload_optimizer=has_room, stream_optimizer=not has_room, resident_gb=resident_gb, release_gradients=True, suspend_engine=True
+    )  # fmt: skip
 
 
-def _iterate(scale: Scale, sizes: Work, model: str, streams: bool | None, iterations: int) -> dict[str, Any]:
+def _room_gb(scale: Scale, clock: Clock, engine: DynamicInferenceEngine, memory: MemorySwitch, parts: dict[str, Any], training: int) -> float:
+    """GiB that neither generation nor training uses, less a tenth of the device for what torch cannot use again; the least of all ranks.
+
+    Args:
+        scale: ranks.
+        clock: of the device.
+        engine: whose cache may be outside of torch's memory.
+        memory: what is given up by turns.
+        parts: of it.
+        training: most bytes of torch's in an iteration.
+    """
+    if scale.small:
+        return 1e-4
+    outside = clock.used() - torch.cuda.memory_reserved()
+    with memory.generating(**parts):
+        clock.peak()
+        engine.generate([[1, 2, 3]] * 8, SamplingParams(num_tokens_to_generate=4, ignore_eos=True))
+        generating = clock.used() - torch.cuda.memory_reserved() + clock.peak()
+    total = torch.cuda.get_device_properties(scale.device).total_memory
+    room = torch.tensor((0.9 * total - max(generating, outside + training)) / 2**30, device=scale.device)
+    dist.all_reduce(room, op=dist.ReduceOp.MIN)
+    return max(0.0, float(room))
+
+
+def _iterate(scale: Scale, sizes: Work, model: str, streams: bool | None, resident_gb: float, iterations: int) -> dict[str, Any]:
     """Times and peaks of this rank; of iterations the best is kept, the first one has new shapes."""
     groups, clock = ProcessGroups.build(ParallelPlan(dp=scale.gpus)), Clock(scale.device)
     random.seed(groups.world.rank)
@@ -142,12 +168,19 @@ def _iterate(scale: Scale, sizes: Work, model: str, streams: bool | None, iterat
     switching: dict[str, Any] = {"optimizer": optimizer, "sync": sync, "engine": engine}
     generation = _generation(engine, agent, sizes, scale, memory, switching)
     interface = MegatronLocal(engine)
+    if resident_gb:
+        # An iteration without says what has room.
+        clock.peak()
+        iterate(interface, engine, memory)
+        room = resident_gb if resident_gb > 0 else _room_gb(scale, clock, engine, memory, switching, clock.peak())
+        memory = _memory(memory.offload_optimizer, room)
+    clock.peak()
     timed = [iterate(interface, engine, memory) for _ in range(1 + iterations)][1:]
     seconds, report = min(timed, key=lambda one: one[0])
     return {
         "s": seconds, "generation_s": generation, "training_s": training,
         "timeline": {span: getattr(report, f"{span}_s") for span in SPANS},
-        "made": report.mean_length * report.num_rollouts, "dropped": report.num_dropped, "streams": memory.stream_optimizer,
+        "resident_gb": memory.resident_gb, "made": report.mean_length * report.num_rollouts, "dropped": report.num_dropped, "streams": memory.stream_optimizer,
         "mismatch": report.train.metrics["logprob_mismatch"], "peak_alone": peak_alone, "peak": clock.peak(),
         **_switches(memory, switching, clock, sizes.cycles),
     }  # fmt: skip
@@ -186,7 +219,9 @@ def _switches(memory: MemorySwitch, switching: dict[str, Any], clock: Clock, cyc
     return {"there_s": statistics.median(there), "back_s": statistics.median(back), "peaks": peaks}
 
 
-def grpo_by_turns(scale: Scale, work: Work, iterations: int, *, streams: bool | None = None) -> Iterator[dict[str, Any]]:
+def grpo_by_turns(
+    scale: Scale, work: Work, iterations: int, *, streams: bool | None = None, resident_gb: float = 0.0
+) -> Iterator[dict[str, Any]]:
     """One row: an iteration with its parts, generation and training alone, the hand-over of memory, and peaks.
 
     Args:
@@ -194,9 +229,10 @@ def grpo_by_turns(scale: Scale, work: Work, iterations: int, *, streams: bool | 
         work: of an iteration.
         iterations: that are timed.
         streams: whether the optimizer's state stays in host memory and streams through the device; None for where it has no room there.
+        resident_gb: GiB of it that stay on the device; negative for what has room there.
     """
     model = "tiny" if scale.small else "qwen3-8b"
-    inputs: dict[str, Any] = {"sizes": work, "model": model, "streams": streams, "iterations": iterations}
+    inputs: dict[str, Any] = {"sizes": work, "model": model, "streams": streams, "resident_gb": resident_gb, "iterations": iterations}
     ranks = launch(_iterate, scale.gpus, device=scale.kind, scale=scale, **inputs, timeout_s=400.0)
     slowest = {name: max(rank[name] for rank in ranks) for name in ranks[0] if name.endswith("_s") or name == "s"}
     peaks = [max(cycle) for cycle in zip(*(rank["peaks"] for rank in ranks), strict=True)]
@@ -211,7 +247,9 @@ def grpo_by_turns(scale: Scale, work: Work, iterations: int, *, streams: bool | 
         "timeline_s": {span: round(max(rank["timeline"][span] for rank in ranks), 3) for span in SPANS},
         "switch_s": {"to_generation": round(slowest["there_s"], 3), "to_training": round(slowest["back_s"], 3)},
         "tokens_per_s_per_gpu": round(ranks[0]["made"] / slowest["s"] / scale.gpus, 1),
-        "peak_gib": [round(max(rank["peak_alone"], rank["peak"]) / 2**30, 2) for rank in ranks],
+        "resident_gib": round(ranks[0]["resident_gb"], 4),
+        "peak_gib": [round(rank["peak"] / 2**30, 2) for rank in ranks],
+        "peak_training_alone_gib": [round(rank["peak_alone"] / 2**30, 2) for rank in ranks],
         "peak_growth": round(max(peaks[1:]) / min(peaks[1:]) - 1, 5) if min(peaks[1:]) else None, "cycles": len(peaks),
         "logprob_mismatch": ranks[0]["mismatch"], "num_dropped": ranks[0]["dropped"],
     }  # fmt: skip

@@ -456,6 +456,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="timed steps and repeats")
     for name, of in (("groups", "prompts"), ("group-size", "answers a prompt"), ("outputs", "tokens of an answer")):
         parser.add_argument(f"--{name}", type=int, help=f"{of}, of rl and turns")
+    parser.add_argument(
+        "--resident-gb", type=float, default=0.0, help="GiB of the optimizer's state that stay on a GPU, of turns; -1: what has room"
+    )
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND")
     parser.add_argument("--timeout-s", type=float, default=300.0, help="of a peer")
     parser.add_argument("--memory-tb-s", type=float, default=4.0, help="of a GPU's memory, for the planner; an H100 has 3.0")
@@ -473,7 +476,7 @@ def main() -> None:
         "serving": lambda: serving(scale),
         "refit": lambda: refits(scale),
         "rl": lambda: grpo_on_halves(scale, _work(SIZES, arguments), max(2, arguments.steps // 2)),
-        "turns": lambda: grpo_by_turns(scale, _work(TURNS, arguments), max(1, arguments.steps // 3)),
+        "turns": lambda: grpo_by_turns(scale, _work(TURNS, arguments), max(1, arguments.steps // 3), resident_gb=arguments.resident_gb),
         "killed": lambda: killed_engine(scale),
     }
     failed = []

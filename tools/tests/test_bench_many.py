@@ -28,9 +28,11 @@ def test_a_trainer_and_an_engine_work_by_turns_and_one_step_off() -> None:
     assert all(row["tokens_per_s_per_gpu"] > 0 and row["refit_ms"] > 0 for row in (by_turns, one_off))
 
 
-@pytest.mark.parametrize(("streams", "optimizer"), [(None, "offloaded"), (True, "streamed")])
-def test_trainer_and_engines_of_the_same_ranks_take_turns(streams: bool | None, optimizer: str) -> None:
-    [row] = grpo_by_turns(TWO, TURNS["tiny"], iterations=1, streams=streams)
+@pytest.mark.parametrize(("streams", "resident_gb", "optimizer"), [(None, 0.0, "offloaded"), (True, -1.0, "streamed")])
+def test_trainer_and_engines_of_the_same_ranks_take_turns(streams: bool | None, resident_gb: float, optimizer: str) -> None:
+    [row] = grpo_by_turns(TWO, TURNS["tiny"], iterations=1, streams=streams, resident_gb=resident_gb)
+    assert len(row["peak_gib"]) == len(row["peak_training_alone_gib"]) == 2
+    assert row["resident_gib"] == (1e-4 if resident_gb else 0.0)
     assert row["logprob_mismatch"] < 1e-5 and row["num_dropped"] == 0 and row["optimizer"] == optimizer
     assert 0 <= row["timeline_s"]["to_generation"] + row["timeline_s"]["to_training"] < row["timeline_s"]["rollout"] < row["iteration_s"]
     assert row["generation_alone_s"] > 0 and row["training_alone_s"] > 0 and row["cycles"] == 3

@@ -304,9 +304,74 @@ def test_a_step_streams_state_that_is_in_host_memory(config: dict[str, object], 
     optimizer.offload_to_cpu()
     advance(ddp, optimizer, range(6, 9))
     assert torch.equal(weights(ddp), weights(other)) and optimizer.step_count == 9
-    # A save finds it on the device again.
+    # A save reads it where it is: it may have no room on the device.
     assert_equal_states(optimizer, staying)
-    assert not optimizer._parked.are_parked
+    assert optimizer._parked.are_parked and all(tensor.untyped_storage().nbytes() == 0 for tensor in held)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 3, 7, 100])
+@pytest.mark.parametrize("config", [{}, {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.float16}])
+def test_a_share_of_the_state_stays_on_the_device(config: dict[str, object], keep: int) -> None:
+    ddp, optimizer = start(torch.bfloat16, **config)
+    other, staying = start(torch.bfloat16, **config)
+    parked = ParkedTensors([[h.data for _, h in unit.storages()] for unit in optimizer._resident], window_bytes=1)
+    optimizer._parked = parked
+    sizes = [window.num_bytes for window in parked._windows]
+    advance(other, staying, range(6))
+    # One byte short of another window.
+    keep_bytes = sum(sizes[: keep + 1]) - 1 if keep < len(sizes) else sum(sizes)
+    for first in (0, 3):
+        optimizer.offload_to_cpu(keep_bytes)
+        on_device = [all(tensor.untyped_storage().nbytes() for tensor in window.tensors) for window in parked._windows]
+        assert on_device == [number < keep for number in range(len(sizes))] and parked.are_parked == (keep < len(sizes))
+        advance(ddp, optimizer, range(first, first + 3))
+        assert [all(tensor.untyped_storage().nbytes() for tensor in window.tensors) for window in parked._windows] == on_device
+        if first:
+            assert_equal_states(optimizer, staying)
+        optimizer.restore_from_cpu()
+    assert torch.equal(weights(ddp), weights(other))
+    assert_equal_states(optimizer, staying)
+
+
+def test_the_share_that_stays_may_change_while_state_is_away() -> None:
+    ddp, optimizer = start(torch.bfloat16)
+    other, staying = start(torch.bfloat16)
+    parked = ParkedTensors([[h.data for _, h in unit.storages()] for unit in optimizer._resident], window_bytes=1)
+    optimizer._parked = parked
+    sizes = [window.num_bytes for window in parked._windows]
+    advance(other, staying, range(8))
+    for step, keep in enumerate((0, 3, 1, 4, len(sizes), 2, 0, 0)):
+        optimizer.offload_to_cpu(sum(sizes[:keep]))
+        assert parked._away == list(range(keep, len(sizes)))
+        advance(ddp, optimizer, range(step, step + 1))
+    assert torch.equal(weights(ddp), weights(other))
+    assert_equal_states(optimizer, staying)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float8_e4m3fn},
+        {"use_precision_aware_optimizer": True, "store_param_remainders": True},
+    ],
+)
+def test_state_in_host_memory_is_saved_and_loaded_there(config: dict[str, object]) -> None:
+    ddp, optimizer = start(torch.bfloat16, **config)
+    advance(ddp, optimizer, range(3))
+    saved = {name: shard.tensor.clone() for name, shard in optimizer.state_shards().items()}
+    goes_on, kept = start(torch.bfloat16, **config)
+    with torch.no_grad():
+        for own, trained in zip(goes_on.module.parameters(), ddp.module.parameters(), strict=True):
+            own.copy_(trained)
+    kept.offload_to_cpu()
+    for name, shard in kept.state_shards().items():
+        shard.tensor.copy_(saved[name])
+    kept.load_step_count(3)
+    advance(ddp, optimizer, range(3, 6))
+    advance(goes_on, kept, range(3, 6))
+    assert torch.equal(weights(ddp), weights(goes_on))
+    assert_equal_states(kept, optimizer)
 
 
 def test_a_skipped_step_leaves_state_in_host_memory_as_it_was() -> None:

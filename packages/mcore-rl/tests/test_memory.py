@@ -14,6 +14,7 @@ from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
+from mcore_parallel.optim._offload import ParkedTensors
 from mcore_rl import GenericGenerationArgs, GRPOConfig, GRPOObjective, Learner, MegatronLocal, MemorySwitch, grpo_iteration, refit
 from mcore_rl import _loop as loop_module
 from mcore_rl.envs import CharacterShare
@@ -21,6 +22,7 @@ from mcore_rl.envs import CharacterShare
 TOKENIZER = ByteTokenizer()
 ALL = MemorySwitch(offload_optimizer=True, release_gradients=True, suspend_engine=True)
 STREAMED = MemorySwitch(stream_optimizer=True, release_gradients=True, suspend_engine=True)
+HALF_STREAMED = MemorySwitch(stream_optimizer=True, resident_gb=1e-4, suspend_engine=True)
 
 
 def build(device: str = "cpu", width: int = 32) -> tuple[Learner, DynamicInferenceEngine]:
@@ -49,7 +51,7 @@ def iterate(switch: MemorySwitch, count: int, device: str = "cpu") -> list[torch
     return [parameter.detach().clone() for parameter in learner.model.parameters()]
 
 
-@pytest.mark.parametrize("switch", [ALL, STREAMED])
+@pytest.mark.parametrize("switch", [ALL, STREAMED, HALF_STREAMED])
 def test_a_policy_learns_the_same_with_and_without_turns(switch: MemorySwitch) -> None:
     staying, switching = (torch.cat([weights.flatten() for weights in iterate(one, 3)]) for one in (MemorySwitch(), switch))
     # Which requests share a step of the engine is a matter of time, and so are last bits: Adam makes steps of gradients that are only that.
@@ -153,6 +155,37 @@ def test_streamed_state_never_comes_back_as_a_whole() -> None:
     assert optimizer.step_count == 2
     with pytest.raises(ValueError, match="stream_optimizer=True leaves it in host memory; set one of them"):
         MemorySwitch(offload_optimizer=True, stream_optimizer=True)
+
+
+@pytest.mark.parametrize("kind", ["offload_optimizer", "stream_optimizer"])
+def test_what_has_room_of_the_state_stays(kind: str) -> None:
+    learner, engine = build()
+    optimizer: Any = learner.optimizer
+    groups = [[storage.data for _, storage in unit.storages()] for unit in optimizer._resident]
+    optimizer._parked = ParkedTensors(groups, window_bytes=1)
+    sizes = [window.num_bytes for window in optimizer._parked._windows]
+    switch = MemorySwitch(**{kind: True}, resident_gb=sum(sizes[:3]) / 2**30, suspend_engine=True)
+    switch.training(engine)
+    for _ in range(2):
+        with switch.generating(optimizer=optimizer, sync=learner.sync, engine=engine):
+            held = [all(tensor.untyped_storage().nbytes() for tensor in window.tensors) for window in optimizer._parked._windows]
+            assert held == [number < 3 for number in range(len(sizes))]
+        assert optimizer._parked.are_parked == (kind == "stream_optimizer")
+        optimizer.step()
+    assert optimizer.step_count == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"resident_gb": 1.0}, "resident_gb=1.0 is what stays of a state that leaves; set offload_optimizer or stream_optimizer"),
+        ({"resident_gb": -1.0, "stream_optimizer": True}, "resident_gb=-1.0 must be a finite number of at least 0"),
+        ({"resident_gb": float("nan"), "stream_optimizer": True}, "resident_gb=nan must be"),
+    ],
+)
+def test_shares_that_cannot_be_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MemorySwitch(**fields)
 
 
 @pytest.mark.parametrize("field", ["offload_optimizer", "stream_optimizer", "release_gradients", "suspend_engine"])

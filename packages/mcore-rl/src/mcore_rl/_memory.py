@@ -3,6 +3,7 @@
 """One device for trainer and engine: what each gives up while the other works."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, cast, runtime_checkable
@@ -24,6 +25,12 @@ class _GradBuffers(Protocol):
 
     def offload_grad_buffers(self) -> None: ...
     def restore_grad_buffers(self) -> None: ...
+
+
+class _ShareOfState(Protocol):
+    """An optimizer of whose state a share can stay on the device."""
+
+    def offload_to_cpu(self, keep_bytes: int) -> None: ...
 
 
 @runtime_checkable
@@ -67,6 +74,9 @@ class MemorySwitch:
     stream_optimizer: bool = False
     """It stays in host memory, and each update streams it through the device: for models whose state has no room beside the weights of
     trainer and engine. An update then takes at least the time of the copies, about 1 s for 50 GB."""
+    resident_gb: float = 0.0
+    """Of the optimizer's state, so many GiB stay on the device all the time: what has room there beside both models, the engine's cache
+    and the gradients. The rest moves or streams as the two fields above say."""
     release_gradients: bool = False
     """The gradient buffers have no memory during generation, between whose steps they hold nothing."""
     suspend_engine: bool = False
@@ -77,6 +87,12 @@ class MemorySwitch:
             raise ValueError(
                 "offload_optimizer=True brings the state back for training, and stream_optimizer=True leaves it in host memory; "
                 "set one of them"
+            )
+        if not (math.isfinite(self.resident_gb) and self.resident_gb >= 0):
+            raise ValueError(f"resident_gb={self.resident_gb} must be a finite number of at least 0")
+        if self.resident_gb and not (self.offload_optimizer or self.stream_optimizer):
+            raise ValueError(
+                f"resident_gb={self.resident_gb} is what stays of a state that leaves; set offload_optimizer or stream_optimizer, or 0"
             )
 
     def check(self, *, optimizer: object, sync: object, engine: object) -> None:
@@ -117,7 +133,9 @@ class MemorySwitch:
             # In the reverse order at the end: the engine goes before the others come back.
             if self.offload_optimizer:
                 stack.callback(cast(_HostState, optimizer).restore_from_cpu)
-            if self.offload_optimizer or self.stream_optimizer:
+            if self.resident_gb:
+                cast(_ShareOfState, optimizer).offload_to_cpu(keep_bytes=int(self.resident_gb * 2**30))
+            elif self.offload_optimizer or self.stream_optimizer:
                 cast(_HostState, optimizer).offload_to_cpu()
             if self.release_gradients:
                 stack.callback(cast(_GradBuffers, sync).restore_grad_buffers)

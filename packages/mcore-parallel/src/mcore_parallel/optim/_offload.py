@@ -70,6 +70,11 @@ class _Window:
         for tensor, begin in zip(self.tensors, self._begins, strict=True):
             tensor.set_(block.untyped_storage(), begin // tensor.element_size(), tensor.shape, tensor.stride())
 
+    def images(self, host: Tensor) -> list[Tensor]:
+        """The tensors as parts of their bytes on the host."""
+        places = zip(self.tensors, self._begins, strict=True)
+        return [host[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape) for tensor, begin in places]
+
     def copy_to(self, host: Tensor, gaps: Tensor | None) -> None:
         """Queue the copy to the host, as ``_copy``."""
         if self.block is not None:
@@ -119,45 +124,65 @@ class ParkedTensors:
         self._down = torch.cuda.Stream(self._device) if on_gpu else None
         self._up = torch.cuda.Stream(self._device) if on_gpu else None
         self._gaps = torch.zeros(1, device=self._device) if on_gpu else None
-        self.are_parked = False
+        self._away: list[int] = []
 
-    def park(self) -> None:
-        """Start to copy to the host, and free."""
-        if self.are_parked:
+    @property
+    def are_parked(self) -> bool:
+        """Whether some of the windows are in host memory."""
+        return bool(self._away)
+
+    def park(self, keep_bytes: int = 0) -> None:
+        """Start to copy to the host, and free.
+
+        Args:
+            keep_bytes: the first windows, as many as have so many bytes together, stay on the device; those that were away come back.
+
+        Raises:
+            torch.OutOfMemoryError: as of ``restore``, of windows that come back.
+        """
+        ends = accumulate(window.num_bytes for window in self._windows)
+        away = [number for number, end in enumerate(ends) if end > keep_bytes]
+        self._bring([number for number in self._away if number not in away])
+        leaving = [number for number in away if number not in self._away]
+        if not leaving:
             return
         self.wait()
         if not self._hosts:
             self._hosts = self._host_memory()
         _go_behind(self._down, self._current())
         with torch.cuda.stream(self._down):
-            for window, host in zip(self._windows, self._hosts, strict=True):
-                window.copy_to(host, self._gaps)
-        for window in self._windows:
-            window.free(self._down)
-        self.are_parked = True
+            for number in leaving:
+                self._windows[number].copy_to(self._hosts[number], self._gaps)
+        for number in leaving:
+            self._windows[number].free(self._down)
+        self._away = away
 
     def restore(self) -> None:
         """Take device memory again, and start to copy back.
 
         Raises:
-            torch.OutOfMemoryError: there is too little; everything is in host memory still.
+            torch.OutOfMemoryError: there is too little; what was in host memory still is.
         """
-        if not self.are_parked:
+        self._bring(self._away)
+
+    def _bring(self, numbers: Sequence[int]) -> None:
+        if not numbers:
             return
+        windows = [self._windows[number] for number in numbers]
         try:
-            blocks = [window.allocate() for window in self._windows]
+            blocks = [window.allocate() for window in windows]
         except RuntimeError:
-            for window in self._windows:
+            for window in windows:
                 if window.block is not None:
                     window.block.untyped_storage().resize_(0)
             raise
         # Earlier work may still use what the memory was before, and the host may not have all yet.
         _go_behind(self._up, self._current(), self._down)
         with torch.cuda.stream(self._up):
-            for block, host in zip(blocks, self._hosts, strict=True):
-                _copy(block, host, self._gaps)
+            for number, block in zip(numbers, blocks, strict=True):
+                _copy(block, self._hosts[number], self._gaps)
         self._arrived = _mark(self._up)
-        self.are_parked = False
+        self._away = [number for number in self._away if number not in numbers]
 
     def wait(self) -> None:
         """Let what is queued from now on find the restored values."""
@@ -165,27 +190,33 @@ class ParkedTensors:
         self._arrived = None
 
     def stream(self, update: Callable[[int], None]) -> None:
-        """Bring one window after the other to the device and back to the host, where they stay; others travel while one is updated.
+        """Bring one window after the other to the device and back to the host, where they stay; others travel while one is updated, and
+        those that are on the device are updated while the first one travels.
 
         Args:
             update: queues what changes the tensors of ``windows[n]``; gets n.
         """
-        assert self.are_parked
-        sizes = [window.num_bytes for window in self._windows]
+        assert self._away
+        sizes = [self._windows[number].num_bytes for number in self._away]
         slots = [max(sizes[first::_SLOTS]) for first in range(min(_SLOTS, len(sizes)))]
-        self._slots = self._slots or [torch.empty(size, dtype=torch.uint8, device=self._device) for size in slots]
+        if [len(slot) for slot in self._slots] != slots:
+            self._slots = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in slots]
         for slot in self._slots:
             slot.untyped_storage().resize_(len(slot))
         up, down, current = self._up, self._down, self._current()
         left: list[torch.cuda.Event | None] = []
         _go_behind(up, current, down)
-        for number, (window, host) in enumerate(zip(self._windows, self._hosts, strict=True)):
-            block = self._slots[number % _SLOTS][: window.num_bytes]
+        for place, number in enumerate(self._away):
+            window, host = self._windows[number], self._hosts[number]
+            block = self._slots[place % _SLOTS][: window.num_bytes]
             window.lie_in(block)
-            if number >= _SLOTS:
-                _go_behind_mark(up, left[number - _SLOTS])
+            if place >= _SLOTS:
+                _go_behind_mark(up, left[place - _SLOTS])
             with torch.cuda.stream(up):
                 _copy(block, host, self._gaps)
+            if not place:
+                for staying in sorted(set(range(len(self._windows))) - set(self._away)):
+                    update(staying)
             _go_behind(current, up)
             update(number)
             _go_behind(down, current)
@@ -195,6 +226,17 @@ class ParkedTensors:
         _go_behind(current, down)
         for slot in self._slots:
             slot.untyped_storage().resize_(0)
+
+    def host_images(self) -> dict[int, Tensor]:
+        """What is in host memory: by ``id`` of a tensor, its values there, of its shape and dtype. They are live: whatever is written
+        there comes back. Waits until all of them have arrived."""
+        if self._down is not None and self._away:
+            self._down.synchronize()
+        return {
+            id(tensor): image
+            for number in self._away
+            for tensor, image in zip(self._windows[number].tensors, self._windows[number].images(self._hosts[number]), strict=True)
+        }
 
     def _current(self) -> torch.cuda.Stream | None:
         return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None

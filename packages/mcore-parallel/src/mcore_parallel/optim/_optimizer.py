@@ -168,11 +168,12 @@ class MegatronOptimizer:
         The tensors of the last ``state_shards()`` are filled by whoever loads them, as are the model's parameters. Those that are
         not live are taken over here; those that nobody filled are not, lest old masters replace parameters that were loaded alone.
         """
-        self._bring_back()
         self._count.fill_(count)
-        for unit, kind, values, before in self._loaded:
-            if _fingerprint(values) != before:
-                dict(unit.storages())[kind].write(values)
+        filled = [(unit, kind, values) for unit, kind, values, before in self._loaded if _fingerprint(values) != before]
+        if filled:
+            self._bring_back()
+        for unit, kind, values in filled:
+            dict(unit.storages())[kind].write(values)
         self._loaded = []
         for unit in self._units:
             if unit.on_host:
@@ -185,10 +186,11 @@ class MegatronOptimizer:
         A slice of a parameter of three or more dims, or a part that is on the host, can be more than one box of it; then the value is a
         list. Values are float32 (or
         float64) whatever the stored dtype: where that is narrower they are copies, kept until the next step, which
-        ``load_step_count`` takes over. State that was offloaded comes back first; hold no tensor of these beyond the next
-        ``offload_to_cpu``.
+        ``load_step_count`` takes over. State that was offloaded stays in host memory, and so are its tensors; hold none of these beyond
+        the next step, ``offload_to_cpu`` or ``restore_from_cpu``.
         """
-        self._bring_back()
+        self._parked.wait()
+        images = self._parked.host_images()
         if self._sliced is not None:
             self._sliced.finish_param_sync()
         self._loaded = []
@@ -197,8 +199,9 @@ class MegatronOptimizer:
             piece = unit.piece
             owned = piece.name in self._owned
             for kind, holder in unit.storages():
-                values = holder.read()
-                if values is not holder.data:
+                data = images.get(id(holder.data), holder.data)
+                values = holder.read_image(data)
+                if values is not data:
                     self._loaded.append((unit, kind, values, _fingerprint(values)))
                 name = f"optimizer.{kind}.{piece.name}"
                 if piece.is_whole and not owned and len(values) == math.prod(piece.shape):
@@ -214,7 +217,7 @@ class MegatronOptimizer:
             shards["optimizer.loss_scale"] = [StateShard("optimizer.loss_scale", self._loss_scale, ShardSpec(shape=(3,)), replica=copy)]
         return {name: parts[0] if len(parts) == 1 else parts for name, parts in shards.items()}
 
-    def offload_to_cpu(self) -> None:
+    def offload_to_cpu(self, keep_bytes: int = 0) -> None:
         """Move the state to host memory and give its device memory back, between two steps; generation may use it meanwhile.
 
         The host memory, page-locked for a GPU, is taken at the first call and kept. The copies travel beside what is queued next; neither
@@ -222,8 +225,15 @@ class MegatronOptimizer:
 
         A step that finds the state there brings it to the device in windows, updates it and sends it back: about 1 GB of device memory,
         or three times the state of the largest parameter, and the time of two copies that go at once.
+
+        Args:
+            keep_bytes: so much of the state, in whole windows of up to 256 MiB, stays on the device or comes back there; steps update it
+                without a copy.
+
+        Raises:
+            torch.OutOfMemoryError: as of ``restore_from_cpu``.
         """
-        self._parked.park()
+        self._parked.park(keep_bytes)
 
     def restore_from_cpu(self) -> None:
         """Undo ``offload_to_cpu``. On a GPU the copies travel beside what is queued until the next step or save.

@@ -24,6 +24,10 @@ class StateStorage(Protocol):
     @property
     def num_bytes(self) -> int: ...
     def read(self) -> Tensor: ...
+    def read_image(self, data: Tensor) -> Tensor:
+        """``read`` of a copy of ``data`` that lies in host memory."""
+        ...
+
     def write(self, values: Tensor) -> None: ...
 
 
@@ -38,7 +42,10 @@ class Plain:
         return self.data.numel() * self.data.element_size()
 
     def read(self) -> Tensor:
-        return self.data if self.data.element_size() >= 4 else self.data.float()
+        return self.read_image(self.data)
+
+    def read_image(self, data: Tensor) -> Tensor:
+        return data if data.element_size() >= 4 else data.float()
 
     def write(self, values: Tensor) -> None:
         if values is not self.data:
@@ -64,8 +71,11 @@ class ScaledStorage:
         return self.data.numel() * self.data.element_size() + 4 * len(self.scales)
 
     def read(self) -> Tensor:
-        values = _blocks(self.data.float()) * self.scales[:, None]
-        return (values.square_() if self.rooted else values).view(-1)[: len(self.data)]
+        return self.read_image(self.data)
+
+    def read_image(self, data: Tensor) -> Tensor:
+        values = _blocks(data.float()) * self.scales.to(data.device)[:, None]
+        return (values.square_() if self.rooted else values).view(-1)[: len(data)]
 
     def write(self, values: Tensor) -> None:
         rows = _blocks(values.sqrt() if self.rooted else values)
@@ -101,8 +111,8 @@ class Remainder(_Beside):
     a signed number: negative where the parameter was rounded up.
     """
 
-    def read(self) -> Tensor:
-        return join_bits(self._parameter, self.data)
+    def read_image(self, data: Tensor) -> Tensor:
+        return join_bits(self._parameter.to(data.device), data)
 
     def write(self, values: Tensor) -> None:
         parameter, low = split_bits(values)
