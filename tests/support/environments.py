@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""An environment that is named by where it is."""
+"""Environments that are named by where they are."""
+
+import multiprocessing
+import os
+import signal
+import socket
 
 from mcore_rl import NumberedProblems, Problem
 
@@ -16,3 +21,39 @@ class Vowels(NumberedProblems):
 
     async def get_reward(self, response: str, problem: Problem) -> float:
         return sum(character in "aeiou" for character in response) / max(1, len(response))
+
+
+class Hostile(NumberedProblems):
+    """Does to the judge's process what the response says."""
+
+    def __init__(self) -> None:
+        super().__init__("hostile")
+
+    def problem(self, number: int) -> Problem:
+        return Problem(problem_id=str(number), prompt="?")
+
+    async def get_reward(self, response: str, problem: Problem) -> float:
+        word, _, port = response.partition(" ")
+        if word == "exit":
+            os._exit(3)
+        if word == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        while word == "loop":
+            pass
+        if word == "memory":
+            return float(len(bytearray(4 << 30)))
+        if word == "raise":
+            raise ValueError("of the judge")
+        if word == "text":
+            return "much"  # type: ignore[return-value]  # pyright: ignore[reportReturnType]
+        if word == "network":
+            with socket.create_connection(("127.0.0.1", int(port or 9)), timeout=5):
+                return 0.5
+        return float(word == "good")
+
+
+def here_alone() -> Hostile:
+    """An environment that can be made in the first process only."""
+    if multiprocessing.parent_process() is not None:
+        raise OSError("no data here")
+    return Hostile()

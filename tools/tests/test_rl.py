@@ -5,6 +5,7 @@
 import asyncio
 import json
 import math
+import multiprocessing
 import random
 import shutil
 from pathlib import Path
@@ -129,6 +130,25 @@ def test_it_begins_with_the_weights_of_another_run(trained: Path, tmp_path: Path
         assert torch.equal(saved[name], initial[name]), name
 
 
+def test_programs_of_a_file_are_run(tmp_path: Path) -> None:
+    lines = [json.dumps({"question": f"{n}?", "tests": [{"input": "", "output": "1"}]}) for n in range(8)]
+    (tmp_path / "code.jsonl").write_text("\n".join(lines))
+    places = [f"rl.code.path={tmp_path / 'code.jsonl'}", "rl.code.prompt={question}", "rl.code.num_evaluation=2", "rl.code.time_s=30"]
+    assert run(tmp_path / "run", "rl.environment=code", "rl.imitation_steps=0", "train.steps=1", *places) == 0
+    [row] = rows(tmp_path / "run")
+    assert row["num_rollouts"] == 8 and row["reward"] == 0.0
+
+
+def test_answers_are_judged_in_processes_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = ["train.steps=1", "rl.judges.num_workers=1", "rl.judges.time_s=20"]
+    assert run(tmp_path / "run", *changes) == 0
+    [row] = rows(tmp_path / "run")
+    assert row["num_rollouts"] == 8 and row["num_dropped"] == 0 and 0 <= row["reward"] <= 1
+    assert not multiprocessing.active_children()
+    assert run(tmp_path / "other", *changes, "rl.judges.start_timeout_s=0.001") == 1
+    assert "error: rl.judges: no process for 'countdown' started: not within start_timeout_s=0.001" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("environment", ["arithmetic", "character_share", "tests.support.environments:Vowels"])
 def test_each_environment_runs_by_its_name(environment: str, tmp_path: Path) -> None:
     tiny = recipe("countdown_tiny")
@@ -195,8 +215,9 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("rl.environment=countdwon", "environment='countdwon' must be one of countdown, arithmetic, maths, character_share"),
+        ("rl.environment=countdwon", "environment='countdwon' must be one of countdown, arithmetic, maths, code, character_share"),
         ("rl.environment=maths", "maths.path is empty; name a file"),
+        ("rl.environment=code", "code.path is empty; name a file"),
         ("rl.environment=maths rl.maths.path=no/such/file", "maths.path='no/such/file' is no file; name one of JSON lines"),
         ("rl.environment=no.such.module:Task", "cannot be made: No module named 'no'"),
         ("rl.critic.lr=1e-3", "critic has no effect without gae"),

@@ -16,14 +16,15 @@ from mcore_rl import (
     GRPOConfig,
     GRPOObjective,
     ImportanceCorrection,
+    JudgeLimits,
     MemorySwitch,
     OverlongPenalty,
     PackingConfig,
     PolicyLossConfig,
 )
-from mcore_rl.envs import ArithmeticConfig, CountdownConfig, MathsConfig
+from mcore_rl.envs import ArithmeticConfig, CodeConfig, CountdownConfig, MathsConfig
 
-ENVIRONMENTS = ("countdown", "arithmetic", "maths", "character_share")
+ENVIRONMENTS = ("countdown", "arithmetic", "maths", "code", "character_share")
 _IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -185,13 +186,15 @@ class RLConfig:
     """
 
     environment: str = "countdown"
-    """countdown, arithmetic, maths, character_share, or PACKAGE.MODULE:NAME of a `mcore_rl.NumberedProblems` made without arguments."""
+    """countdown, arithmetic, maths, code, character_share, or PACKAGE.MODULE:NAME of a `mcore_rl.NumberedProblems` made without arguments."""
     countdown: CountdownConfig = field(default_factory=CountdownConfig)
     """Of countdown."""
     arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
     """Of arithmetic."""
     maths: MathsConfig = field(default_factory=MathsConfig)
     """Of maths, which needs ``maths.path``."""
+    code: CodeConfig = field(default_factory=CodeConfig)
+    """Of code, which needs ``code.path``."""
     character_share: CharacterShareConfig = field(default_factory=CharacterShareConfig)
     """Of character_share."""
     imitation_steps: int = 0
@@ -258,6 +261,8 @@ class RLConfig:
     max_requests: int = 64
     """Answers that each engine draws at a time, where its memory suffices."""
 
+    judges: JudgeLimits | None = None
+    """Answers are judged in processes of their own on each rank, with limits of time and memory; None for the run's own process."""
     memory: MemorySwitch = field(default_factory=MemorySwitch)
     """What trainer and engine give up of a device while the other one works."""
     placement: PlacementConfig | None = None
@@ -278,15 +283,16 @@ class RLConfig:
         if self.group_size < (least := 2 if self.gae is None else 1):
             reason = ": an answer is judged against its group" if least == 2 else ""
             raise ValueError(f"group_size={self.group_size} must be at least {least}{reason}")
-        if self.environment == "maths" and not self.maths.path:
-            raise ValueError("maths.path is empty; name a file of JSON lines with question and answer: rl.maths.path=FILE")
+        for name, held in (("maths", "question and answer"), ("code", "question and tests")):
+            if self.environment == name and not getattr(self, name).path:
+                raise ValueError(f"{name}.path is empty; name a file of JSON lines with {held}: rl.{name}.path=FILE")
         for name, least in (("imitation_steps", 0), ("eval_samples", 0), ("imitation_tries", 1), ("max_requests", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
         if self.imitation_lr_schedule not in ("constant", "cosine"):
             raise ValueError(f"imitation_lr_schedule={self.imitation_lr_schedule!r} must be constant or cosine")
-        if self.imitation_steps and self.environment == "character_share":
-            raise ValueError("imitation_steps needs answers of a form, and character_share takes every text; set it to 0")
+        if self.imitation_steps and self.environment in ("character_share", "code"):
+            raise ValueError(f"imitation_steps needs an environment that shows answers, which {self.environment} does not; set it to 0")
         for name in ("cache_gb", "imitation_lr"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
@@ -304,8 +310,8 @@ class RLConfig:
         defaults = {item.name: item.default if item.default is not MISSING else item.default_factory() for item in dataclasses.fields(self)}  # type: ignore[operator]
         if named := [field for field in unused if getattr(self, field) != defaults[field]]:
             raise ValueError(f"{named[0]}={getattr(self, named[0])} has no effect beside {name}; leave it at {defaults[named[0]]}")
-        if self.dpo is not None and self.dpo.path and (self.imitation_steps or self.eval_samples):
-            raise ValueError("imitation_steps and eval_samples are for an environment, and dpo.path has none; set both to 0")
+        if self.dpo is not None and self.dpo.path and (self.imitation_steps or self.eval_samples or self.judges is not None):
+            raise ValueError("imitation_steps, eval_samples and judges are for an environment, and dpo.path has none; leave them out")
 
     def _check_placement(self) -> None:
         """What ranks that only train, or only serve, cannot do."""

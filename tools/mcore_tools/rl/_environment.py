@@ -2,9 +2,10 @@
 # Copyright (c) 2026 the mcore authors
 """The environment of a run."""
 
+import functools
 import importlib
 
-from mcore_rl import NumberedProblems
+from mcore_rl import JudgeProcessError, NumberedProblems, ProcessJudge
 from mcore_rl.envs import CharacterShare
 from mcore_tools.recipes import RLConfig
 
@@ -17,7 +18,7 @@ def build_environment(config: RLConfig) -> NumberedProblems:
     """
     if config.environment == "character_share":
         return CharacterShare(config.character_share.prompts, config.character_share.wanted)
-    if config.environment in ("countdown", "arithmetic", "maths"):
+    if config.environment in ("countdown", "arithmetic", "maths", "code"):
         return getattr(config, config.environment).build()
     module, _, name = config.environment.partition(":")
     try:
@@ -27,3 +28,23 @@ def build_environment(config: RLConfig) -> NumberedProblems:
     if not isinstance(environment, NumberedProblems):
         raise ValueError(f"rl.environment={config.environment!r} is a {type(environment).__name__}; make it a mcore_rl.NumberedProblems")
     return environment
+
+
+def open_environment(config: RLConfig) -> NumberedProblems:
+    """The environment of a rank that judges: in processes of its own, where the run says so; ``close_environment`` ends them.
+
+    Raises:
+        ValueError: as of ``build_environment``; no process started.
+    """
+    if config.judges is None:
+        return build_environment(config)
+    try:
+        return ProcessJudge(functools.partial(build_environment, config), config.judges)
+    except JudgeProcessError as error:
+        raise ValueError(f"rl.judges: {error}; correct it, or set rl.judges=none") from None
+
+
+def close_environment(environment: NumberedProblems | None) -> None:
+    """End the processes that judge, if there are some."""
+    if isinstance(environment, ProcessJudge):
+        environment.close()

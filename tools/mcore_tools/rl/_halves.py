@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """A run whose trainer and engines have ranks of their own: what the two halves tell each other, and what a rank with an engine does."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from mcore_parallel.guard import Watchdog
 from mcore_rl import BestAndWorst, DisjointLoop, GRPOConfig, Learner, MegatronLocal, Placement, RolloutServer
 from mcore_tools.assembly import open_tokenizer
 from mcore_tools.recipes import RunConfig
-from mcore_tools.rl._environment import build_environment
+from mcore_tools.rl._environment import close_environment, open_environment
 from mcore_tools.rl._evaluation import evaluation_means, evaluation_sums, num_problems
 from mcore_tools.serving import build_engine
 
@@ -92,7 +93,7 @@ def serve_half(
     rl, train, rank, num_ranks = config.rl, config.train, halves.placement.engine_rank, halves.placement.num_engines
     assert rl is not None
     tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab_size)
-    environment = build_environment(rl)
+    environment = open_environment(rl)
     first, position = halves.begin()
     environment.start_at(position, rank=rank, num_ranks=num_ranks)
     # What was drawn before the run was interrupted is not drawn again.
@@ -107,7 +108,8 @@ def serve_half(
         sums = evaluation_sums(config, environment, interface, num_problems(config, rank, num_ranks))
         return halves.evaluated(sums)["eval/reward"]
 
-    with halves.loop(run_grpo(config, tokenizer.pad), server=server) as loop:
+    with contextlib.ExitStack() as stack, halves.loop(run_grpo(config, tokenizer.pad), server=server) as loop:
+        stack.callback(close_environment, environment)
         if rl.eval_on_start and not first:
             evaluated()
         for step in numbers if watchdog is None else watchdog.watch(numbers, start=first + 1):

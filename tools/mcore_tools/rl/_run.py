@@ -36,7 +36,7 @@ from mcore_tools.assembly import Parts, open_tokenizer, schedule
 from mcore_tools.recipes import RunConfig
 from mcore_tools.reports import History
 from mcore_tools.rl._critic import RunCritic
-from mcore_tools.rl._environment import build_environment
+from mcore_tools.rl._environment import build_environment, close_environment, open_environment
 from mcore_tools.rl._evaluation import evaluation_means, evaluation_sums, num_problems
 from mcore_tools.rl._halves import Halves, build_run_engine, run_grpo, serve_half
 from mcore_tools.rl._imitation import imitate
@@ -109,7 +109,9 @@ class _Run:
         self.halves, self.loop = halves, None
         groups, self._group = (None, None) if halves is None else (halves.placement.groups, halves.checkpoint_group)
         self.config, self.rl = config, config.rl
-        self.environment = build_environment(self.rl) if self.rl.needs_engine else None
+        # Answers are judged where an engine draws them.
+        made = build_environment if halves is not None else open_environment
+        self.environment = made(self.rl) if self.rl.needs_engine else None
         self.own = run_checkpoints(config, self._group)
         source = find_source(config.load, self.own, group=self._group)
         origin = first_folder(config.load, self.own, source)
@@ -283,6 +285,7 @@ class _Run:
         self.parts.close()
         if self.critic is not None:
             self.critic.close()
+        close_environment(self.environment)
 
     def evaluate(self) -> dict[str, float]:
         """The most likely answers to ``train.eval_batches * rl.num_groups`` problems, the same each time, shared by the ranks; pass@k of

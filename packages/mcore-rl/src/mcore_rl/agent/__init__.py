@@ -9,6 +9,7 @@ from mcore_rl.agent._multi_task import WeightedMultiTask
 from mcore_rl.agent._multi_turn import Episode, MultiTurnAgent
 from mcore_rl.agent._numbered import NumberedProblems
 from mcore_rl.agent._preference_pairs import PreferencePairs
+from mcore_rl.agent._process_judge import JudgeLimits, JudgeProcessError, ProcessJudge
 from mcore_rl.agent._ray_judge import RayJudge
 from mcore_rl.agent._reward_only import RewardOnlyAgent
 
@@ -19,11 +20,14 @@ __all__ = [
     "Episode",
     "EvaluationAgent",
     "GroupedRolloutGenerator",
+    "JudgeLimits",
+    "JudgeProcessError",
     "JudgedAgent",
     "MultiTurnAgent",
     "NumberedProblems",
     "PreferencePairs",
     "Problem",
+    "ProcessJudge",
     "RayJudge",
     "RewardOnlyAgent",
     "RolloutGenerator",

@@ -2,17 +2,17 @@
 # Copyright (c) 2026 the mcore authors
 """Environments that judge on other machines."""
 
-import random
 from collections.abc import Callable
 
 from mcore_rl._ray_workers import RayOptions, RayWorkers
 from mcore_rl._stability import experimental_api
 from mcore_rl.agent._judged import Problem
+from mcore_rl.agent._judged_elsewhere import JudgedElsewhere
 from mcore_rl.agent._numbered import NumberedProblems
 
 
 @experimental_api
-class RayJudge(NumberedProblems):
+class RayJudge(JudgedElsewhere):
     """An environment whose problems are posed here, and whose answers are judged by copies of it in workers of a Ray cluster.
 
     Ray places the copies, starts one again that died, and repeats its calls; a judgement that is lost all the same, or takes longer than
@@ -33,20 +33,8 @@ class RayJudge(NumberedProblems):
     """
 
     def __init__(self, make: Callable[[], NumberedProblems], options: RayOptions | None = None) -> None:
-        self._own = make()
-        super().__init__(
-            self._own.env_id,
-            prompt_timeout_s=self._own.prompt_timeout_s,
-            answer_timeout_s=self._own.answer_timeout_s,
-            judge_timeout_s=self._own.judge_timeout_s,
-        )
+        super().__init__(make)
         self.workers = RayWorkers(make, options, name=self._own.env_id)
-
-    def problem(self, number: int) -> Problem:
-        return self._own.problem(number)
-
-    def attempt(self, problem: Problem, generator: random.Random) -> str | None:
-        return self._own.attempt(problem, generator)
 
     async def get_reward(self, response: str, problem: Problem) -> float:
         return await self.workers.call("get_reward", response, problem)

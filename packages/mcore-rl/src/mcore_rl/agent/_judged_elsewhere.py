@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What environments have in common whose answers are judged by copies of them in other processes."""
+
+import random
+from collections.abc import Callable
+
+from mcore_rl.agent._judged import Problem
+from mcore_rl.agent._numbered import NumberedProblems
+
+
+class JudgedElsewhere(NumberedProblems):
+    """Poses the problems of an environment here; a subclass has copies of it judge.
+
+    Args:
+        make: makes the environment.
+    """
+
+    def __init__(self, make: Callable[[], NumberedProblems]) -> None:
+        self._own = make()
+        super().__init__(
+            self._own.env_id,
+            prompt_timeout_s=self._own.prompt_timeout_s,
+            answer_timeout_s=self._own.answer_timeout_s,
+            judge_timeout_s=self._own.judge_timeout_s,
+        )
+
+    def problem(self, number: int) -> Problem:
+        return self._own.problem(number)
+
+    def attempt(self, problem: Problem, generator: random.Random) -> str | None:
+        return self._own.attempt(problem, generator)

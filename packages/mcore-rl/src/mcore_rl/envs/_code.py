@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Programs that a model writes, run on inputs whose outputs are known."""
+
+import asyncio
+import contextlib
+import functools
+import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_rl import _confine
+from mcore_rl._stability import experimental_api
+from mcore_rl.agent import NumberedProblems, Problem
+
+_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_MOST_OUTPUT_BYTES = 1 << 20
+_REFUSED = 125
+
+
+@experimental_api
+@dataclass(frozen=True, kw_only=True)
+class CodeConfig:
+    """Which file, what programs may use, and what they earn.
+
+    Raises:
+        ValueError: a field out of its range.
+    """
+
+    path: str = ""
+    """JSON lines with ``question`` and ``tests``, a list of {"input": TEXT, "output": TEXT}."""
+    prompt: str = "{question}\nWrite a Python program that reads standard input, in a block of ```python.\n"
+    """With {question}."""
+    format_reward: float = 0.0
+    """Of a response with a program that fails a test."""
+    time_s: float = 5.0
+    """Limit of a program on one input, in seconds."""
+    memory_gb: float = 0.5
+    """GiB of memory that a program may take."""
+    max_programs: int = 4
+    """Programs that run at a time."""
+    num_evaluation: int = 128
+    """Problems at the beginning of the file that are not trained on."""
+    seed: int = 0
+    """Of the order, another one each time that the file is seen."""
+
+    def __post_init__(self) -> None:
+        if "{question}" not in self.prompt:
+            raise ValueError(f"prompt={self.prompt!r} must hold {{question}}")
+        if not (math.isfinite(self.format_reward) and 0 <= self.format_reward < 1):
+            raise ValueError(f"format_reward={self.format_reward} must lie from 0 to below 1")
+        for name in ("time_s", "memory_gb"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise ValueError(f"{name}={getattr(self, name)} must be a finite number above 0")
+        for name in ("max_programs", "num_evaluation"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+    def build(self) -> "Code":
+        """The environment.
+
+        Raises:
+            ValueError: no path, or a line that is no problem; names file and line.
+            OSError: the file cannot be read.
+        """
+        return Code(self)
+
+
+@experimental_api
+class Code(NumberedProblems):
+    """1 for a program that writes the output of every test, ``format_reward`` for another program, 0 for none.
+
+    The last block of three backticks counts. It runs as a process of its own with limits of time and memory, without network, in an empty
+    folder that is removed; all that it started ends with it. Outputs are compared without the blanks at the ends of lines, and never are
+    where the program runs. Files that this user may read or write are open to it: give a run that judges programs a user of its own. Linux only.
+
+    Args:
+        config: the file, the limits and the rewards.
+
+    Raises:
+        ValueError, OSError: as of ``CodeConfig.build``.
+    """
+
+    def __init__(self, config: CodeConfig) -> None:
+        super().__init__("code")
+        if not config.path:
+            raise ValueError("code.path is empty; name a file of JSON lines with question and tests")
+        self.config = config
+        self._rows = _read(Path(config.path))
+        self._num_trained = len(self._rows) - config.num_evaluation
+        if self._num_trained < 1:
+            raise ValueError(
+                f"{config.path} has {len(self._rows)} problems, num_evaluation={config.num_evaluation} of which are kept back; lower it"
+            )
+        self._order = functools.lru_cache(maxsize=2)(self._shuffled)
+        self._room: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+
+    def problem(self, number: int) -> Problem:
+        """Problem ``number``: each of the file once, then again in another order."""
+        config = self.config
+        if number >= self.FIRST_EVALUATION:
+            row = (number - self.FIRST_EVALUATION) % config.num_evaluation
+        else:
+            epoch, place = divmod(number, self._num_trained)
+            row = config.num_evaluation + self._order(epoch)[place]
+        question, tests = self._rows[row]
+        return Problem(problem_id=f"code/{row}", prompt=config.prompt.replace("{question}", question), golden=json.dumps(tests))
+
+    async def get_reward(self, response: str, problem: Problem) -> float:
+        program = find_program(response)
+        if program is None:
+            return 0.0
+        async with self._slots():
+            passed = await asyncio.to_thread(self._passes, program, json.loads(problem.golden))
+        return 1.0 if passed else self.config.format_reward
+
+    def _passes(self, program: str, tests: list[tuple[str, str]]) -> bool:
+        limits = self.config.time_s, int(self.config.memory_gb * 2**30)
+        return all(_lines(run_program(program, given, *limits)) == _lines(expected) for given, expected in tests)
+
+    def _slots(self) -> asyncio.Semaphore:
+        """Of this event loop: each iteration has its own."""
+        loop = asyncio.get_running_loop()
+        if self._room is None or self._room[0] is not loop:
+            self._room = (loop, asyncio.Semaphore(self.config.max_programs))
+        return self._room[1]
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        order = list(range(self._num_trained))
+        random.Random(f"code {self.config.seed} {epoch}").shuffle(order)
+        return order
+
+
+def find_program(response: str) -> str | None:
+    """The last block of a response."""
+    found = _BLOCK.findall(response)
+    return found[-1] if found else None
+
+
+def run_program(program: str, given: str, time_s: float, memory_bytes: int) -> str | None:
+    """What a program writes to standard output; None where it fails, takes too long or writes no text.
+
+    Raises:
+        RuntimeError: this machine cannot run one without network.
+    """
+    with tempfile.TemporaryDirectory(prefix="program-") as folder:
+        place = Path(folder)
+        (place / "program.py").write_text(program, encoding="utf-8", errors="replace")
+        (place / "input").write_text(given, encoding="utf-8")
+        (place / "work").mkdir()
+        command = [sys.executable, "-I", _confine.__file__, str(memory_bytes), str(place / "program.py")]
+        with (place / "input").open("rb") as stdin, (place / "output").open("wb") as stdout, (place / "errors").open("wb") as stderr:
+            process = subprocess.Popen(
+                command, stdin=stdin, stdout=stdout, stderr=stderr, cwd=place / "work", env={"LANG": "C.UTF-8"}, start_new_session=True
+            )
+            try:
+                code = process.wait(time_s)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if code == _REFUSED and (words := (place / "errors").read_bytes()).startswith(b"a process without network"):
+            raise RuntimeError(words[:500].decode(errors="replace").strip())
+        if code != 0 or (place / "output").stat().st_size > _MOST_OUTPUT_BYTES:
+            return None
+        with contextlib.suppress(UnicodeDecodeError):
+            return (place / "output").read_text(encoding="utf-8")
+        return None
+
+
+def _lines(text: str | None) -> list[str] | None:
+    return None if text is None else [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _read(path: Path) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Questions with inputs and outputs."""
+    rows: list[tuple[str, list[tuple[str, str]]]] = []
+    if not path.is_file():
+        raise ValueError(f"code.path={str(path)!r} is no file; name one of JSON lines with question and tests")
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                value: Any = json.loads(line)
+            except (json.JSONDecodeError, RecursionError):
+                raise ValueError(f"{path}:{number} is no JSON; write one problem a line") from None
+            tests = value.get("tests") if isinstance(value, Mapping) else None
+            if not isinstance(tests, list) or not tests or not isinstance(value.get("question"), str) or not all(map(_is_test, tests)):
+                raise ValueError(
+                    f'{path}:{number} must be {{"question": TEXT, "tests": [{{"input": TEXT, "output": TEXT}}, ...]}}, found {line.strip()[:60]}'
+                )
+            rows.append((value["question"], [(test["input"], test["output"]) for test in tests]))
+    return rows
+
+
+def _is_test(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("input"), str) and isinstance(value.get("output"), str)
