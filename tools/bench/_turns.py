@@ -109,7 +109,9 @@ def _memory(has_room: bool, resident_gb: float = 0.0) -> MemorySwitch:
     )  # fmt: skip
 
 
-def _room_gb(scale: Scale, clock: Clock, engine: DynamicInferenceEngine, memory: MemorySwitch, parts: dict[str, Any], training: int) -> float:
+def _room_gb(
+    scale: Scale, clock: Clock, engine: DynamicInferenceEngine, memory: MemorySwitch, parts: dict[str, Any], training: int
+) -> float:
     """GiB that neither generation nor training uses, less a tenth of the device for what torch cannot use again; the least of all ranks.
 
     Args:
@@ -180,7 +182,8 @@ def _iterate(scale: Scale, sizes: Work, model: str, streams: bool | None, reside
     return {
         "s": seconds, "generation_s": generation, "training_s": training,
         "timeline": {span: getattr(report, f"{span}_s") for span in SPANS},
-        "resident_gb": memory.resident_gb, "made": report.mean_length * report.num_rollouts, "dropped": report.num_dropped, "streams": memory.stream_optimizer,
+        "resident_gb": memory.resident_gb,
+        "made": report.mean_length * report.num_rollouts, "dropped": report.num_dropped, "streams": memory.stream_optimizer,
         "mismatch": report.train.metrics["logprob_mismatch"], "peak_alone": peak_alone, "peak": clock.peak(),
         **_switches(memory, switching, clock, sizes.cycles),
     }  # fmt: skip

@@ -22,6 +22,7 @@ from mcore_tools import reinforce
 from mcore_tools.launch import launch
 from mcore_tools.recipes import RLConfig, RunConfig, override, read_config, recipe, write_config
 from mcore_tools.rl import CRITIC, REFERENCE, best_attempt, build_environment, post_train_rank, reinforce_rank
+from mcore_tools.rl._attempts import attempt_seed, begin_attempt
 from mcore_tools.serving import open_engine
 from mcore_tools.training import export_run
 from tests.support.countdown import PACE, QUIET, SIZES, countdown_words, rows
@@ -93,6 +94,15 @@ def test_a_run_goes_on_at_its_next_iteration(trained: Path, tmp_path: Path, caps
     # At its end there is nothing to do.
     assert run(output, "rl.kl_beta=0.01", "rl.num_epochs=2", "train.steps=3") == 0
     assert len(rows(output)) == 3
+
+
+def test_answers_that_ended_a_run_are_not_drawn_again(tmp_path: Path) -> None:
+    assert [begin_attempt(tmp_path, step) for step in (0, 0, 0, 3, 3, 0)] == [0, 1, 2, 0, 1, 0]
+    (tmp_path / "attempts.json").write_text("{")
+    assert begin_attempt(tmp_path, 0) == 0
+    places = [(rank, step, attempt) for rank in range(4) for step in range(50) for attempt in range(3)]
+    seeds = {attempt_seed(7, rank=rank, num_ranks=4, step=step, attempt=attempt) for rank, step, attempt in places}
+    assert len(seeds) == len(places) and attempt_seed(7, rank=1, num_ranks=4, step=2, attempt=0) == 16
 
 
 def test_the_best_of_several_attempts_is_imitated() -> None:

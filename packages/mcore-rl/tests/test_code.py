@@ -60,7 +60,9 @@ def test_the_network_is_another_one(environment: Code) -> None:
 
 def test_nothing_is_left_of_a_program(environment: Code, tmp_path: Path) -> None:
     left = tmp_path / "alive"
-    child = f"import os, time\nif os.fork() == 0:\n os.setsid()\n time.sleep(1.5)\n open({str(left)!r}, 'w')\nelse:\n print(int(input()) ** 2)"
+    child = (
+        f"import os, time\nif os.fork() == 0:\n os.setsid()\n time.sleep(1.5)\n open({str(left)!r}, 'w')\nelse:\n print(int(input()) ** 2)"
+    )
     before = set(Path(tempfile.gettempdir()).glob("program-*"))
     assert reward(environment, child) == 1.0
     assert set(Path(tempfile.gettempdir()).glob("program-*")) <= before
@@ -71,7 +73,12 @@ def test_nothing_is_left_of_a_program(environment: Code, tmp_path: Path) -> None
 def test_responses_without_a_program_earn_nothing_and_the_last_one_counts(environment: Code) -> None:
     problem = environment.problem(0)
     right = "```python\nprint(int(input()) ** 2)\n```"
-    for response, earned in (("9", 0.0), ("```python\nprint(9)", 0.0), (f"```\nprint(1)\n```\nNo:\n{right}", 1.0), (f"{right}\n```\n1\n```", 0.1)):
+    for response, earned in (
+        ("9", 0.0),
+        ("```python\nprint(9)", 0.0),
+        (f"```\nprint(1)\n```\nNo:\n{right}", 1.0),
+        (f"{right}\n```\n1\n```", 0.1),
+    ):
         assert asyncio.run(environment.get_reward(response, problem)) == earned, response
     begin = time.monotonic()
     assert asyncio.run(environment.get_reward("```" * 20000, problem)) == 0.0
@@ -115,7 +122,8 @@ def test_files_that_hold_no_problems_are_refused_by_line(line: str, words: str, 
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("prompt", "?"), ("format_reward", 1.0), ("time_s", 0.0), ("memory_gb", -1.0), ("max_programs", 0), ("num_evaluation", 0)]
+    ("field", "value"),
+    [("prompt", "?"), ("format_reward", 1.0), ("time_s", 0.0), ("memory_gb", -1.0), ("max_programs", 0), ("num_evaluation", 0)],
 )
 def test_fields_out_of_their_range_are_refused(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{field}="):

@@ -2,82 +2,14 @@
 # Copyright (c) 2026 the mcore authors
 """Whatever the two layouts, each element is written once, with its own value."""
 
-import itertools
-import math
 import random
 
 import pytest
 import torch
-from torch import Tensor
 
-from mcore_ckpt.chunks import Box, runs
-from mcore_rl import RefitPlan, RefitPlanError, WeightShard, plan_refit
-
-
-def cuts(size: int, parts: int, generator: random.Random, even: bool) -> list[tuple[int, int]]:
-    """Begin and length of consecutive parts; uneven ones may be empty."""
-    if even and size % parts == 0:
-        bounds = [size // parts * i for i in range(parts + 1)]
-    else:
-        bounds = [0, *sorted(generator.randint(0, size) for _ in range(parts - 1)), size]
-    return [(low, high - low) for low, high in itertools.pairwise(bounds)]
-
-
-def along(box: Box, dim: int, begin: int, length: int) -> Box:
-    """The box with another extent of one dim."""
-    offset, shape = list(box.offset), list(box.shape)
-    offset[dim], shape[dim] = begin, length
-    return Box(tuple(offset), tuple(shape))
-
-
-def layout(weights: dict[str, tuple[int, ...]], generator: random.Random, first_rank: int) -> list[WeightShard]:
-    """Some placement: pipeline stages, a cut along one or two dims, replicas, flat slices as of FSDP; padded rows now and then."""
-    shards: list[WeightShard] = []
-    num_stages = generator.choice((1, 1, 2))
-    for name, real in weights.items():
-        padding = generator.choice((0, 0, 1, 3)) if real and name.startswith("vocabulary") else 0
-        shape = (real[0] + padding, *real[1:]) if real else real
-        kind = generator.choice(("whole", "rows", "columns", "grid", "flat"))
-        boxes = [[Box.whole(shape)]]
-        if kind == "flat":
-            ends = cuts(math.prod(shape), generator.randint(1, 4), generator, even=False)
-            boxes = [[box for _, box in runs(shape, begin, begin + length)] for begin, length in ends]
-        elif shape and kind != "whole":
-            dims = {"rows": [0], "columns": [len(shape) - 1], "grid": sorted({0, len(shape) - 1})}[kind]
-            for dim in dims:
-                parts = cuts(shape[dim], generator.randint(1, 4), generator, generator.random() < 0.5)
-                boxes = [[along(box, dim, *part)] for [box] in boxes for part in parts]
-        stage, replicas = generator.randrange(num_stages), generator.choice((1, 1, 2))
-        for replica in range(replicas):
-            for number, parts in enumerate(boxes):
-                rank = first_rank + stage * 32 + replica * len(boxes) + number
-                shards += [WeightShard(name=name, rank=rank, shape=shape, box=box, real_shape=real if padding else None) for box in parts]
-    return shards
-
-
-def carry_out(plan: RefitPlan, whole: dict[str, Tensor], sources: list[WeightShard], destinations: list[WeightShard]) -> None:
-    """Copies between shards alone; every element of the destinations begins as NaN and is counted."""
-    held = {(s.name, s.rank, s.box): padded(whole[s.name], s.shape, -7.0)[s.box.slices()].clone() for s in sources}
-    taken = {(s.name, s.rank, s.box): torch.full(s.box.shape, math.nan, dtype=torch.float64) for s in destinations}
-    counts = {key: torch.zeros_like(value) for key, value in taken.items()}
-    for copy in plan.copies:
-        key = (copy.name, copy.destination_rank, copy.destination)
-        taken[key][copy.destination_slices] = held[copy.name, copy.source_rank, copy.source][copy.source_slices]
-        counts[key][copy.destination_slices] += 1
-    for fill in plan.fills:
-        key = (fill.name, fill.rank, fill.destination)
-        taken[key][fill.slices] = 0.0
-        counts[key][fill.slices] += 1
-    for shard in destinations:
-        key = (shard.name, shard.rank, shard.box)
-        assert torch.equal(taken[key], padded(whole[shard.name], shard.shape, 0.0)[shard.box.slices()]), key
-        assert counts[key].eq(1).all(), key
-
-
-def padded(tensor: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
-    grown = torch.full(shape, value, dtype=torch.float64)
-    grown[tuple(slice(0, size) for size in tensor.shape)] = tensor
-    return grown
+from mcore_ckpt.chunks import Box
+from mcore_rl import RefitPlanError, WeightShard, plan_refit
+from tests.support.refit_layouts import carried, random_layout
 
 
 @pytest.mark.parametrize("block", range(10))
@@ -88,11 +20,12 @@ def test_fifty_pairs_of_layouts_carry_every_weight(block: int) -> None:
         dims = {"bias": 1, "scalar": 0, "square": 2, "stack": 3, "vocabulary": 2}
         weights = {name: tuple(generator.randint(1, 9) for _ in range(dims[name])) for name in names}
         whole = {name: torch.randn(shape, dtype=torch.float64) for name, shape in weights.items()}
-        sources = layout(weights, generator, 0)
+        sources = random_layout(weights, generator, 0)
         # The same ranks, others, or some of them.
-        destinations = layout(weights, generator, generator.choice((0, 3, 64)))
+        destinations = random_layout(weights, generator, generator.choice((0, 3, 64)))
         plan = plan_refit(sources, destinations)
-        carry_out(plan, whole, sources, destinations)
+        for shard, value, expected in carried(plan, whole, sources, destinations):
+            assert torch.equal(value, expected), shard
         generator.shuffle(sources)
         generator.shuffle(destinations)
         assert plan_refit(sources, destinations) == plan

@@ -186,7 +186,8 @@ class RLConfig:
     """
 
     environment: str = "countdown"
-    """countdown, arithmetic, maths, code, character_share, or PACKAGE.MODULE:NAME of a `mcore_rl.NumberedProblems` made without arguments."""
+    """countdown, arithmetic, maths, code, character_share, or PACKAGE.MODULE:NAME of a `mcore_rl.NumberedProblems` made without
+    arguments."""
     countdown: CountdownConfig = field(default_factory=CountdownConfig)
     """Of countdown."""
     arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)

@@ -15,6 +15,7 @@ from mcore_parallel.guard import Watchdog
 from mcore_rl import BestAndWorst, DisjointLoop, GRPOConfig, Learner, MegatronLocal, Placement, RolloutServer
 from mcore_tools.assembly import open_tokenizer
 from mcore_tools.recipes import RunConfig
+from mcore_tools.rl._attempts import attempt_seed
 from mcore_tools.rl._environment import close_environment, open_environment
 from mcore_tools.rl._evaluation import evaluation_means, evaluation_sums, num_problems
 from mcore_tools.serving import build_engine
@@ -35,10 +36,10 @@ class Halves:
         group: Any = dist.new_group(list(range(self.placement.num_trainers)), backend="gloo")
         self.checkpoint_group: dist.ProcessGroup | None = group if self.placement.trains else None
 
-    def begin(self, step: int = 0, position: int = 0) -> tuple[int, int]:
-        """The step and the position in the problems at which the trainers go on, on every rank."""
-        step, position = self.gather([step, position], "the step that the run goes on from")[0]
-        return step, position
+    def begin(self, step: int = 0, position: int = 0, attempt: int = 0) -> tuple[int, int, int]:
+        """On every rank: the step and the position in the problems at which the trainers go on, and how often a run began there before."""
+        step, position, attempt = self.gather([step, position, attempt], "the step that the run goes on from")[0]
+        return step, position, attempt
 
     def loop(self, grpo: GRPOConfig, *, learner: Learner | None = None, server: RolloutServer | None = None) -> DisjointLoop:
         """The iterations of this half."""
@@ -94,10 +95,10 @@ def serve_half(
     assert rl is not None
     tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab_size)
     environment = open_environment(rl)
-    first, position = halves.begin()
+    first, position, attempt = halves.begin()
     environment.start_at(position, rank=rank, num_ranks=num_ranks)
     # What was drawn before the run was interrupted is not drawn again.
-    seed = train.seed + rank + num_ranks * first
+    seed = attempt_seed(train.seed, rank=rank, num_ranks=num_ranks, step=first, attempt=attempt)
     engine = build_run_engine(config, tokenizer, device, seed)
     interface = MegatronLocal(engine)
     agent = environment if rl.dpo is None else BestAndWorst(environment, group_size=rl.group_size)

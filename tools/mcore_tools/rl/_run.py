@@ -35,6 +35,7 @@ from mcore_rl import (
 from mcore_tools.assembly import Parts, open_tokenizer, schedule
 from mcore_tools.recipes import RunConfig
 from mcore_tools.reports import History
+from mcore_tools.rl._attempts import attempt_seed, begin_attempt
 from mcore_tools.rl._critic import RunCritic
 from mcore_tools.rl._environment import build_environment, close_environment, open_environment
 from mcore_tools.rl._evaluation import evaluation_means, evaluation_sums, num_problems
@@ -168,8 +169,9 @@ class _Run:
             parts.optimizer.load_step_count(int(extra["optimizer_step"]))
             self.position = int(extra.get("rl", {}).get("position", 0))
             self._tell(f"goes on from {self.checkpoints.loaded}")
+        attempt = begin_attempt(Path(config.output), self.state.step) if parts.groups.world.is_first else 0
         if self.halves is not None:
-            self.halves.begin(self.state.step, self.position)
+            self.halves.begin(self.state.step, self.position, attempt)
         if fresh and not self.state.step and self.rl.imitation_steps and self.environment is not None:
             begin = time.perf_counter()
             loss = imitate(config, parts, self.environment, self.tokenizer, self.device)
@@ -179,7 +181,7 @@ class _Run:
             newest = reference.latest()
             reference.save(0 if newest is None else newest + 1, model_state(parts.model, parts.groups))
             frozen = FrozenWeights(parts.model)
-        self._start_source()
+        self._start_source(attempt)
         objective, teacher = self.rl.objective(), None
         if self.rl.teacher:
             teacher = open_teacher(config, self.tokenizer, parts.groups, self.device, self._group)
@@ -201,8 +203,12 @@ class _Run:
         elif self.critic is not None:
             self.critic.load(self.state.step)
 
-    def _start_source(self) -> None:
-        """Where pairs, or problems and answers, come from: the next ones of a run that goes on."""
+    def _start_source(self, attempt: int) -> None:
+        """Where pairs, or problems and answers, come from: the next ones of a run that goes on.
+
+        Args:
+            attempt: times that the run began at this step before, as the first rank knows.
+        """
         config, parts, world = self.config, self.parts, self.parts.groups.world
         self.engine: WeightSink | None = None
         self.interface: InferenceInterface | None = None
@@ -219,7 +225,8 @@ class _Run:
             refit(parts.model, parts.groups, self.engine)
             return
         # What was drawn before the run was interrupted is not drawn again.
-        seed = config.train.seed + world.rank + world.size * self.state.step
+        attempt = int(all_reduce(torch.tensor([attempt], dtype=torch.int64, device=self.device), world, op="max"))
+        seed = attempt_seed(config.train.seed, rank=world.rank, num_ranks=world.size, step=self.state.step, attempt=attempt)
         self.engine = build_run_engine(config, self.tokenizer, self.device, seed)
         refit(parts.model, parts.groups, self.engine)
         self.rl.memory.check(optimizer=parts.optimizer, sync=parts.sync, engine=self.engine)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any
+from typing import Any, cast
 
 from mcore_rl import _confine
 from mcore_rl._stability import experimental_api
@@ -146,7 +146,7 @@ class _Template:
         self._env_id, self._limits = env_id, limits
         if multiprocessing.current_process().daemon:
             raise JudgeProcessError(f"no process for {env_id!r} starts in a daemon of multiprocessing; start this one by torchrun")
-        self._pipe, theirs = _spawn.Pipe()
+        self._pipe, theirs = _pipe()
         self._process: BaseProcess = _spawn.Process(target=_serve, args=(make, theirs, limits), name=f"judges of {env_id}", daemon=True)
         self._process.start()
         theirs.close()
@@ -164,7 +164,7 @@ class _Template:
 
     def worker(self) -> "_Worker":
         """Another process that judges."""
-        own, theirs = _spawn.Pipe()
+        own, theirs = _pipe()
         try:
             send_handle(self._pipe, theirs.fileno(), self._process.pid)
         except OSError as error:
@@ -217,6 +217,11 @@ class _Worker:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGKILL)
             self._pipe.close()
+
+
+def _pipe() -> tuple[Connection, Connection]:
+    # Of a platform that is none of ours it would be of another type.
+    return cast("tuple[Connection, Connection]", _spawn.Pipe())
 
 
 def _reply(pipe: Connection, timeout_s: float) -> dict[str, Any] | str | None:

@@ -82,7 +82,8 @@ class Code(NumberedProblems):
 
     The last block of three backticks counts. It runs as a process of its own with limits of time and memory, without network, in an empty
     folder that is removed; all that it started ends with it. Outputs are compared without the blanks at the ends of lines, and never are
-    where the program runs. Files that this user may read or write are open to it: give a run that judges programs a user of its own. Linux only.
+    where the program runs. Files that this user may read or write are open to it: give a run that judges programs a user of its own. Linux
+    only.
 
     Args:
         config: the file, the limits and the rewards.
@@ -199,9 +200,8 @@ def _read(path: Path) -> list[tuple[str, list[tuple[str, str]]]]:
                 raise ValueError(f"{path}:{number} is no JSON; write one problem a line") from None
             tests = value.get("tests") if isinstance(value, Mapping) else None
             if not isinstance(tests, list) or not tests or not isinstance(value.get("question"), str) or not all(map(_is_test, tests)):
-                raise ValueError(
-                    f'{path}:{number} must be {{"question": TEXT, "tests": [{{"input": TEXT, "output": TEXT}}, ...]}}, found {line.strip()[:60]}'
-                )
+                form = '{"question": TEXT, "tests": [{"input": TEXT, "output": TEXT}, ...]}'
+                raise ValueError(f"{path}:{number} must be {form}, found {line.strip()[:60]}")
             rows.append((value["question"], [(test["input"], test["output"]) for test in tests]))
     return rows
 

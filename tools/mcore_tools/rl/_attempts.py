@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""How often a run began at the step where it begins: answers that ended it once are not drawn again."""
+
+import json
+import os
+from pathlib import Path
+
+_NAME = "attempts.json"
+_STRIDE = 1_000_003
+"""Between the seeds of two attempts: more than ranks times steps of most runs."""
+
+
+def begin_attempt(output: Path, step: int) -> int:
+    """Times that a run in this folder began at ``step`` before, which counts this one; for the first rank."""
+    path = output / _NAME
+    try:
+        known = json.loads(path.read_text())
+        before = int(known["attempts"]) if known["step"] == step else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        before = 0
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps({"step": step, "attempts": before + 1}))
+    os.replace(partial, path)
+    return before
+
+
+def attempt_seed(seed: int, *, rank: int, num_ranks: int, step: int, attempt: int) -> int:
+    """Of an engine: another one for each rank, step and attempt, and that of the run for the first of each."""
+    return seed + rank + num_ranks * (step + _STRIDE * attempt)
