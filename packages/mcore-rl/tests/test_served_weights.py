@@ -78,6 +78,8 @@ class Fake:
     calls: list[tuple[str, Any]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     paused: bool = False
+    mode: str = ""
+    """Of the pause."""
     refuse: dict[str, int] = field(default_factory=dict)
     """Calls of a route that fail, from now on."""
     hang: set[str] = field(default_factory=set)
@@ -93,8 +95,9 @@ class Fake:
             self.refuse[path] -= 1
             return (500, {"error": "broken"}) if self.kind == "vllm" else (400, {"success": False, "message": "broken"})
         if path == "/pause_generation":
+            # Its own default aborts what is in flight.
             assert body in ({"mode": "retract"}, {"mode": "in_place"})
-            self.paused = True
+            self.paused, self.mode = True, body["mode"]
         elif path == "/pause":
             assert query["mode"][0] in ("keep", "wait") and query["clear_cache"][0] in ("true", "false")
             self.paused = True
@@ -103,6 +106,9 @@ class Fake:
         elif path == "/update_weights_from_disk":
             assert body.keys() == {"model_path", "weight_version", "flush_cache"}
             assert type(body["weight_version"]) is str and type(body["flush_cache"]) is bool
+            # A cache whose requests are held in their places cannot be flushed: SGLang reports no success.
+            if body["flush_cache"] and self.paused and self.mode == "in_place":
+                return 400, {"success": False, "message": "Cache flush failed after updating weights."}
             self.load(Path(body["model_path"]))
             return 200, {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
         elif path == "/collective_rpc":
