@@ -17,7 +17,7 @@ TEMPLATE = (
 ANSWERS = {"red": "apple", "yellow": "banana", "green": "lime", "purple": "plum"}
 
 
-def write_published(folder: Path, **sizes: Any) -> Path:
+def write_published(folder: Path, *, dtype: torch.dtype = torch.float32, **sizes: Any) -> Path:
     """A Llama with random weights in ``folder``; ``sizes`` are entries of its config.json."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -30,7 +30,7 @@ def write_published(folder: Path, **sizes: Any) -> Path:
         "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "initializer_range": 0.05,
         "bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.pad,
     }  # fmt: skip
-    LlamaForCausalLM(LlamaConfig(**{**config, **sizes})).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**{**config, **sizes})).to(dtype).save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.eod, "temperature": 0.6, "do_sample": True}))
     return folder
 

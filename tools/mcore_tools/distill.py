@@ -16,11 +16,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 
+from mcore_ckpt.storage import Folder
 from mcore_parallel import ProcessGroups
 from mcore_parallel.guard import Watchdog
 from mcore_parallel.pipeline import ModelChunks
@@ -49,19 +49,20 @@ from mcore_parallel.training.distill import (
 from mcore_tools._quiet_pipe import quiet_pipe
 from mcore_tools.arguments import Parser
 from mcore_tools.assembly import DTYPES, Samples, build_stage, datasets, open_tokenizer, step_batches, validation_batches
-from mcore_tools.recipes import RECIPES, LoadConfig, RunConfig, TrainConfig, recipe
+from mcore_tools.recipes import RECIPES, RunConfig, recipe
 from mcore_tools.reports import History
 from mcore_tools.torchrun import tell_launcher
 from mcore_tools.training import (
+    HuggingFaceFolder,
     Trained,
     build_trainer,
     check_trained,
     command,
     device_of,
     fill_model,
-    find_origin,
     place,
     tell,
+    trained_run,
     trained_weights,
 )
 
@@ -139,12 +140,11 @@ class DistillConfig:
         )
 
 
-def build_teacher(config: DistillConfig, groups: ProcessGroups, device: torch.device) -> Teacher:
-    """The teacher with the weights of its newest checkpoint, in the student's layout."""
+def build_teacher(config: DistillConfig, weights: Folder | HuggingFaceFolder, groups: ProcessGroups, device: torch.device) -> Teacher:
+    """The teacher with its weights, in the student's layout."""
     student, teacher = config.student, config.teacher
     train = dataclasses.replace(student.train, dtype=teacher.train.dtype)
     run = dataclasses.replace(teacher, plan=student.plan, pipeline=student.pipeline, train=train, data_parallel="ddp")
-    weights = trained_weights("teacher", teacher)
     model = build_stage(run, groups, device)
     fill_model(model_state(model, groups), weights)
     return Teacher(model, capture=config.build().teacher_modules, groups=groups)
@@ -155,10 +155,11 @@ def record_rank(config: DistillConfig, kind: str) -> int:
     if not config.store:
         raise ValueError("store is empty; pass --set store=FOLDER to record into")
     device, student = device_of(kind), config.student
+    weights = trained_weights("teacher", config.teacher)
     groups = ProcessGroups.build(student.plan)
-    teacher = build_teacher(config, groups, device)
+    teacher = build_teacher(config, weights, groups, device)
     settings = LogProbStoreConfig(
-        teacher=str(trained_weights("teacher", config.teacher)),
+        teacher=str(weights),
         seq_len=student.train.seq_len,
         top_k=config.top_k,
         temperature=config.temperature,
@@ -179,13 +180,14 @@ def distill_rank(config: DistillConfig, kind: str, watchdog: Watchdog | None = N
     """
     device, run, losses = device_of(kind), config.student, config.build()
     begin = time.perf_counter()
+    weights = None if config.store and not config.quantize else trained_weights("teacher", config.teacher)
     groups = ProcessGroups.build(run.plan)
-    teacher = None if config.store else build_teacher(config, groups, device)
+    teacher = None if config.store or weights is None else build_teacher(config, weights, groups, device)
     source = LogProbStore(config.store, temperature=config.temperature) if teacher is None else teacher
     model = build_stage(run, groups, device)
     train_set, valid_set = _datasets(run)
-    if config.quantize:
-        fill_model(model_state(model, groups), trained_weights("teacher", config.teacher))
+    if config.quantize and weights is not None:
+        fill_model(model_state(model, groups), weights, untrained=("mtp.",))
         quantize_student(model, config.quantize, validation_batches(run, valid_set, groups, device), groups=groups)
     projection = _project(config, model, groups, device)
     history = History()
@@ -229,28 +231,14 @@ def _datasets(run: RunConfig) -> tuple[Samples, Samples]:
     return datasets(run, open_tokenizer(run.data.tokenizer, run.model.vocab_size, "student."))
 
 
-def teacher_run(name: str) -> RunConfig:
-    """Of a recipe, or with the model, experts and dtype of a Hugging Face folder, a checkpoint or a run, which lies there.
-
-    Raises:
-        RecipeError: neither a recipe nor a folder.
-        ValueError, CheckpointingException: of ``find_origin``.
-    """
-    if name in RECIPES or not Path(name).exists():
-        return recipe(name)
-    origin = find_origin(name)
-    train, begins_with = TrainConfig(dtype=origin.dtype), LoadConfig(path=origin.path)
-    return RunConfig(model=origin.model, moe=origin.moe, train=train, load=begins_with)
-
-
 def distill(config: DistillConfig, *, only_record: bool = False) -> int:
     """Train, or record, on this rank of the world that torchrun, Slurm or nobody started; the exit code.
 
     SIGTERM and SIGINT end training after a step, saved.
     """
     with place(config.student, "student") as (kind, watchdog):
-        if (only_record or not config.store) and not config.teacher.load.path:
-            check_trained(config.teacher.output, "teacher.output", "train the teacher with `mcore train`, or give the folder of its run")
+        if only_record or not config.store:
+            check_trained(config.teacher, "teacher.output", "train the teacher with `mcore train`, or give the folder of its run")
         if only_record:
             tell(f"the teacher ran over {record_rank(config, kind)} batches a replica; {config.store} holds what it finds likely")
             return 0
@@ -275,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser,
         "student",
         DistillConfig,
-        lambda options: DistillConfig(student=recipe(options.recipe), teacher=teacher_run(options.teacher)),
+        lambda options: DistillConfig(student=recipe(options.recipe), teacher=trained_run(options.teacher)),
         lambda options, config: distill(config, only_record=options.record),
         arguments,
     )

@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Train a draft head for a trained model, on one machine or many; a run goes on from its newest checkpoint.
 
-torchrun --nproc-per-node 8 -m mcore_tools.eagle train --recipe gpt_tiny --set target.output=runs/gpt_tiny --set run.output=runs/head \\
+torchrun --nproc-per-node 8 -m mcore_tools.eagle train --recipe gpt_tiny --target runs/gpt_tiny --set run.output=runs/head \\
     --set run.plan.dp=8 --set run.data.prefix=corpus --set run.data.tokenizer=tokenizer.json
 
 With --set store=FOLDER the head learns from features on disk, which ``extract`` in place of ``train`` writes first. ``evaluate`` says how
@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 
 from mcore_ckpt import CheckpointManager
-from mcore_ckpt.manifest import read_manifest
 from mcore_parallel import ProcessGroups
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.guard import Watchdog
@@ -51,7 +50,18 @@ from mcore_tools.arguments import Parser
 from mcore_tools.assembly import DTYPES, Samples, build_model, datasets, open_tokenizer, step_batches
 from mcore_tools.recipes import RECIPES, RunConfig, recipe
 from mcore_tools.torchrun import tell_launcher
-from mcore_tools.training import build_trainer, check_trained, command, device_of, fill_model, place, tell, trained_weights
+from mcore_tools.training import (
+    build_trainer,
+    check_trained,
+    command,
+    device_of,
+    fill_model,
+    place,
+    tell,
+    trained_run,
+    trained_weights,
+    weights_identity,
+)
 
 PARTS = ("train", "valid")
 
@@ -67,7 +77,7 @@ class EagleRun:
     run: RunConfig
     """Plan, data, batches, optimizer and output of the head; its model is not read."""
     target: RunConfig
-    """Its model, experts, dtype and ``output``, whose newest checkpoint is loaded."""
+    """Its model, experts, dtype, and what ``load.path`` names, else the newest checkpoint of ``output``; plan and data are the head's."""
     head: str = ""
     """JSON file of the head's architecture (``EagleConfig``); empty for one layer like the target's."""
     draft_vocab_size: int = 0
@@ -89,7 +99,10 @@ class EagleRun:
             degrees = f"run.plan.pp={run.plan.pp}, run.plan.cp={run.plan.cp}, run.data_parallel={run.data_parallel!r}"
             raise ValueError(f"{degrees}; a head has tp and ddp only, set both degrees to 1 and run.data_parallel=ddp")
         if run.train.dtype != target.train.dtype:
-            raise ValueError(f"run.train.dtype={run.train.dtype} and target.train.dtype={target.train.dtype} must be equal")
+            raise ValueError(
+                f"run.train.dtype={run.train.dtype} and target.train.dtype={target.train.dtype} must be equal; set "
+                f"run.train.dtype={target.train.dtype}"
+            )
         if target.encoder:
             raise ValueError(f"target must predict the next token; set target.{target.encoder}=none")
         for name, least in (("num_steps", 1), ("shard_samples", 1), ("draft_vocab_size", 0)):
@@ -119,15 +132,6 @@ class EagleRun:
                 raise ValueError(f"{self.head}: transformer.{name}={mine} must be the target's, {theirs}")
         return config
 
-    @property
-    def identity(self) -> str:
-        """Which weights the target has: the SHA-256 of its newest checkpoint, as its manifest tells."""
-        manager = CheckpointManager(Path(self.target.output) / "checkpoints")
-        if (step := manager.latest()) is None:
-            raise ValueError(f"target.output={self.target.output} holds no checkpoint; train the target, or give its folder")
-        digest = json.loads(read_manifest(manager.path(step)).encode())["sha256"]
-        return f"{self.target.output} step {step} {digest}"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Drafted:
@@ -146,6 +150,7 @@ class Workshop:
     def __init__(self, config: EagleRun, kind: str) -> None:
         self.config = config
         self.device = device_of(kind)
+        self.weights = trained_weights("target", config.target)
         self.groups = ProcessGroups.build(config.run.plan)
         tokenizer = open_tokenizer(config.run.data.tokenizer, config.target.model.vocab_size, "target.")
         self.samples: tuple[Samples, Samples] = datasets(config.run, tokenizer)
@@ -214,10 +219,9 @@ class Workshop:
         model = dataclasses.replace(target.model, mtp_num_layers=0) if target.model.hybrid_layer_pattern is None else target.model
         built = dataclasses.replace(target, model=model, plan=run.plan, pipeline=run.pipeline, train=train, data_parallel="ddp")
         layers = StageLayout(layers=range(0), embedding=True, loss=True, mtp_layers=range(0)) if ends else None
-        weights = trained_weights("target", target)
         target_model = build_model(built, self.groups, self.device, layers=layers)
         assert isinstance(target_model, GPTModel), "EagleRun refuses encoders"
-        fill_model(model_state(target_model, self.groups), weights)
+        fill_model(model_state(target_model, self.groups), self.weights)
         return target_model
 
     def _vocabulary(self) -> DraftVocabulary | None:
@@ -251,7 +255,7 @@ def extract_rank(config: EagleRun, kind: str) -> int:
     shop = Workshop(dataclasses.replace(config, store=""), kind)
     run, model = config.run, config.target.model
     settings = FeatureStoreConfig(
-        target=config.identity,
+        target=weights_identity(shop.weights),
         ends=shop.ends.digest(),
         seq_len=run.train.seq_len,
         hidden_size=model.hidden_size,
@@ -301,6 +305,17 @@ def _measure(shop: Workshop, head: EagleHead, step: int) -> Drafted:
     return Drafted(loss=report.mean.item(), accepted_tokens=accepted, step=step)
 
 
+def eagle_run(recipe_name: str, target: str) -> EagleRun:
+    """A head by a recipe, in the dtype of its target: of a recipe, or what lies in a Hugging Face folder, a checkpoint or a run.
+
+    Raises:
+        RecipeError: a name that is no recipe, nor that of a folder.
+        ValueError, CheckpointingException: of ``find_origin``.
+    """
+    run, taught = recipe(recipe_name), trained_run(target)
+    return EagleRun(run=dataclasses.replace(run, train=dataclasses.replace(run.train, dtype=taught.train.dtype)), target=taught)
+
+
 def run_command(verb: str, config: EagleRun) -> int:
     """A command on this rank of the world that torchrun, Slurm or nobody started; the exit code.
 
@@ -309,9 +324,9 @@ def run_command(verb: str, config: EagleRun) -> int:
     if verb == "export" and not config.published:
         raise ValueError("published is empty; pass --set published=FOLDER to export into")
     with place(config.run, "run") as (kind, watchdog):
-        check_trained(config.target.output, "target.output", "train the target with `mcore train`, or give the folder of its run")
+        check_trained(config.target, "target.output", "train the target with `mcore train`, or give the folder of its run")
         if verb in ("evaluate", "export"):
-            check_trained(config.run.output, "run.output", "train the head with `mcore eagle train`, or give the folder of its run")
+            check_trained(config.run, "run.output", "train the head with `mcore eagle train`, or give the folder of its run")
         if verb == "extract":
             tell(f"the target ran over {extract_rank(config, kind)} batches a replica; {config.store} holds its features")
             return 0
@@ -335,12 +350,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = Parser("mcore eagle", __doc__)
     parser.add_argument("verb", choices=("extract", "train", "evaluate", "export"), help="what to do, as above")
-    parser.add_argument("--recipe", required=True, help=f"the target was trained by, one of: {', '.join(RECIPES)}")
+    parser.add_argument("--recipe", required=True, help=f"of the head's run, one of: {', '.join(RECIPES)}")
+    parser.add_argument("--target", help="a Hugging Face folder, a run or a checkpoint; or the recipe of target.output (default: --recipe)")
     return command(
         parser,
         "run",
         EagleRun,
-        lambda options: EagleRun(run=recipe(options.recipe), target=recipe(options.recipe)),
+        lambda options: eagle_run(options.recipe, options.target or options.recipe),
         lambda options, config: run_command(options.verb, config),
         arguments,
     )

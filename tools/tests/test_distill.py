@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from mcore_parallel.training import STOPPED_EXIT_CODE
-from mcore_tools.distill import DistillConfig, distill, distill_rank, main, record_rank, teacher_run
+from mcore_ckpt import CheckpointingException
+from mcore_parallel import ProcessGroups
+from mcore_parallel.training import STOPPED_EXIT_CODE, model_state
+from mcore_tools.assembly import build_stage
+from mcore_tools.distill import DistillConfig, distill, distill_rank, main, record_rank
 from mcore_tools.recipes import DataConfig, RunConfig, override, recipe
-from mcore_tools.training import Trained, train_rank, trained_weights
+from mcore_tools.training import Trained, fill_model, train_rank, trained_run, trained_weights
 from tests.support.corpora import write_corpus
 from tests.support.published import write_published
 
@@ -73,17 +77,58 @@ def test_a_teacher_of_other_fields_than_its_step_is_refused_by_them(teacher: Run
 
 
 def test_a_published_model_teaches(teacher: RunConfig, tmp_path: Path) -> None:
-    published = teacher_run(str(write_published(tmp_path / "llama", initializer_range=0.2)))
+    published = trained_run(str(write_published(tmp_path / "llama", initializer_range=0.2)))
     assert published.model.hidden_size == 64 and published.load.path == str(tmp_path / "llama")
     runs = override(student(teacher, tmp_path / "runs"), ["train.steps=8"])
     distill_rank(DistillConfig(student=runs, teacher=published), "cpu")
     curve = [row["logits_distillation_loss"] for row in rows(runs)]
     assert len(curve) == 8 and curve[-1] < 0.9 * curve[0]
     # Its own run, by its folder, is the run that its recipe builds.
-    own = teacher_run(teacher.output)
+    own = trained_run(teacher.output)
     assert own.model == teacher.model and str(trained_weights("teacher", own)) == str(trained_weights("teacher", teacher))
     with pytest.raises(ValueError, match=r"^teacher: .*holds the weights of another model: model.rotary_base"):
         trained_weights("teacher", override(published, ["model.rotary_base=77"]))
+
+
+def test_a_teacher_is_read_in_a_wider_dtype(teacher: RunConfig, tmp_path: Path) -> None:
+    """Its weights are widened, as those that a run begins with."""
+    narrow = override(teacher, ["train.dtype=bfloat16", "train.steps=3", f"output={tmp_path / 'narrow'}"])
+    train_rank(narrow, "cpu")
+    runs = override(student(teacher, tmp_path / "runs"), ["train.steps=3"])
+    wide = dataclasses.replace(narrow, train=dataclasses.replace(narrow.train, dtype="float32"))
+    trained = distill_rank(DistillConfig(student=runs, teacher=wide), "cpu")
+    assert trained.validation_loss > 0 and len(rows(runs)) == 3
+
+
+def test_weights_that_are_missing_are_named_unless_they_are_yet_to_be_trained(teacher: RunConfig) -> None:
+    groups, device = ProcessGroups.single(), torch.device("cpu")
+    weights = trained_weights("teacher", teacher)
+    model = build_stage(override(teacher, ["model.mtp_num_layers=1", "train.seed=9"]), groups, device)
+    before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    with pytest.raises(
+        CheckpointingException, match=r"has no weights for mtp\..*; name the weights of a whole model, or make model theirs"
+    ):
+        fill_model(model_state(model, groups), weights)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.named_parameters())
+    fill_model(model_state(model, groups), weights, untrained=("mtp.",))
+    kept = {name for name, tensor in model.named_parameters() if torch.equal(tensor, before[name]) and tensor.unique().numel() > 1}
+    assert kept and all(name.startswith("mtp.") for name in kept), kept
+
+
+def test_the_manifest_of_a_teacher_is_asked_for_once(teacher: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+
+    def opening(name: str, run: RunConfig) -> Any:
+        opened.append(name)
+        return trained_weights(name, run)
+
+    monkeypatch.setattr("mcore_tools.distill.trained_weights", opening)
+    runs = override(student(teacher, tmp_path / "runs"), ["train.steps=1", "train.warmup_steps=0"])
+    config = DistillConfig(student=runs, teacher=teacher, store=str(tmp_path / "store"), top_k=320)
+    record_rank(config, "cpu")
+    assert opened == ["teacher"]
+    distill_rank(config, "cpu")
+    assert opened == ["teacher"]
 
 
 def test_a_recorded_teacher_teaches_as_the_one_that_runs(teacher: RunConfig, tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ import torch
 from mcore_parallel import ProcessGroups
 from mcore_parallel.models.eagle import EagleConfig, EagleHead, load_published, published_vocabulary, read_published
 from mcore_parallel.training.eagle import FeatureStoreError
-from mcore_tools.eagle import EagleRun, evaluate_rank, extract_rank, main, train_head
+from mcore_tools.eagle import EagleRun, eagle_run, evaluate_rank, extract_rank, main, train_head
 from mcore_tools.recipes import DataConfig, override, recipe
 from mcore_tools.training import train_rank
 from tests.support.corpora import write_corpus
+from tests.support.published import write_published
 
 pytestmark = pytest.mark.journey
 TEXT = "a draft is short, a target is slow, and what the target would have said the draft has said before. "
@@ -87,8 +88,29 @@ def test_features_on_disk_teach_as_well(base: EagleRun, tmp_path: Path) -> None:
         config, ["target.train.seed=7", "target.train.steps=1", "target.train.lr_schedule=constant", f"target.output={tmp_path / 'other'}"]
     )
     train_rank(other.target, "cpu")
-    with pytest.raises(FeatureStoreError, match="holds features of .*target step 30"):
+    with pytest.raises(FeatureStoreError, match=r"holds features of \S*target/checkpoints/\S*30 [0-9a-f]{64}, "):
         train_head(other, "cpu")
+
+
+def test_a_published_model_is_a_target(base: EagleRun, tmp_path: Path) -> None:
+    published = eagle_run("gpt_tiny", str(write_published(tmp_path / "llama", initializer_range=0.2, dtype=torch.bfloat16)))
+    assert published.target.load.path == str(tmp_path / "llama") and published.run.train.dtype == "bfloat16"
+    few = ("run.train.steps=8", "run.train.warmup_steps=2", "run.optimizer.lr=2e-2", f"store={tmp_path / 'features'}")
+    run = override(base.run, ["train.dtype=bfloat16"])
+    config = at(dataclasses.replace(base, run=run, target=published.target), tmp_path / "head", *few)
+    assert extract_rank(config, "cpu") > 8
+    trained = train_head(config, "cpu")
+    assert trained.step == 8 and losses(config)[-1] < losses(config)[0]
+    running = evaluate_rank(dataclasses.replace(config, store=""), "cpu")
+    assert running.loss == pytest.approx(trained.loss, rel=0.1)
+    wrong = at(config, tmp_path / "wrong", "target.model.rotary_base=77")
+    with pytest.raises(ValueError, match=r"^target: .*holds the weights of another model: model.rotary_base=10000.* there, 77.* here"):
+        train_head(wrong, "cpu")
+    # Not even the vocabulary of its drafts was counted.
+    assert not (tmp_path / "wrong").exists()
+    # The folder of a run is the run that its recipe builds.
+    own = eagle_run("gpt_tiny", base.target.output).target
+    assert (own.model, own.train.dtype) == (base.target.model, base.target.train.dtype)
 
 
 def test_the_command(base: EagleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt import CheckpointingException, find_mismatches, load
 from mcore_ckpt.storage import Folder
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import Tokenizer
@@ -17,7 +16,7 @@ from mcore_parallel.training import model_state
 from mcore_parallel.training.distill import Teacher
 from mcore_tools.assembly import build_stage, open_tokenizer
 from mcore_tools.recipes import RunConfig
-from mcore_tools.training import HuggingFaceFolder, open_weights, stored_dtypes, stored_model
+from mcore_tools.training import HuggingFaceFolder, fill_model, open_weights, stored_model
 
 
 def teacher_run(config: RunConfig) -> tuple[RunConfig, Folder | HuggingFaceFolder]:
@@ -55,16 +54,7 @@ def open_teacher(
     run, folder = teacher_run(config)
     _check_tokenizer(config.rl.teacher, tokenizer)
     model = build_stage(run, groups, device)
-    state = model_state(model, groups)
-    if isinstance(folder, HuggingFaceFolder):
-        folder.fill(state)
-    else:
-        if missing := find_mismatches(state, folder, group=group).missing:
-            raise CheckpointingException(
-                f"{folder} has no weights for {', '.join(sorted(missing)[:8])}; name the checkpoint of a whole model"
-            )
-        with stored_dtypes(state, folder) as stored:
-            load(stored, folder, strict=False, group=group)
+    fill_model(model_state(model, groups), folder, group=group)
     for module in model.modules():
         if isinstance(module, OutputLayer):
             # Rows of padding are in neither distribution.

@@ -10,10 +10,19 @@ from mcore_tools.training._folder import check_log, open_folder, run_assets, run
 from mcore_tools.training._instruments import Instruments
 from mcore_tools.training._local import may_be_local
 from mcore_tools.training._optimizer_description import describe_optimizer
-from mcore_tools.training._origin import Origin, find_origin
+from mcore_tools.training._origin import Origin, find_origin, trained_run
 from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
 from mcore_tools.training._start import RunCheckpoints, find_base, find_source, first_folder
-from mcore_tools.training._stored import RUN_FILE, check_stored, fill_model, open_weights, read_run, stored_model, trained_weights
+from mcore_tools.training._stored import (
+    RUN_FILE,
+    check_stored,
+    fill_model,
+    open_weights,
+    read_run,
+    stored_model,
+    trained_weights,
+    weights_identity,
+)
 from mcore_tools.training._successor import build_trainer, command, place, tell
 from mcore_tools.training._train import Trained, train_rank, validate_rank
 from mcore_tools.training._upcycling import check_origin
@@ -61,6 +70,8 @@ __all__ = [
     "take_device",
     "tell",
     "train_rank",
+    "trained_run",
     "trained_weights",
     "validate_rank",
+    "weights_identity",
 ]

@@ -51,10 +51,10 @@ def check_output(folder: str | Path, field: str) -> None:
         raise ValueError(f"{field}={str(folder)!r} cannot be written: {there} is read-only here; name another")
 
 
-def check_trained(folder: str, field: str, remedy: str) -> None:
-    """Refuse the folder of a run that holds no checkpoint; ``field`` named it."""
-    if CheckpointManager(Path(folder) / "checkpoints").latest() is None:
-        raise ValueError(f"{field}={folder!r} holds no checkpoint; {remedy}")
+def check_trained(config: RunConfig, field: str, remedy: str) -> None:
+    """Refuse a run whose weights are to be those of its newest step where it has none; ``field`` named its folder."""
+    if not config.load.path and CheckpointManager(Path(config.output) / "checkpoints").latest() is None:
+        raise ValueError(f"{field}={config.output!r} holds no checkpoint; {remedy}")
 
 
 def check_world(config: RunConfig, owner: str = "") -> None:

@@ -9,6 +9,7 @@ from mcore_ckpt.inspect import resolve_folder
 from mcore_ckpt.manifest import read_manifest
 from mcore_moe import MoEConfig
 from mcore_parallel.models import TransformerConfig
+from mcore_tools.recipes import RECIPES, LoadConfig, RunConfig, TrainConfig, recipe
 from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
 from mcore_tools.training._start import check_names, steps_folder
 from mcore_tools.training._stored import stored_dtype, stored_encoder, stored_model
@@ -54,3 +55,17 @@ def find_origin(model: str) -> Origin:
     if stored is None:
         raise ValueError(f"{source} does not say what model it holds; save it with `mcore train`, or import it from a Hugging Face folder")
     return Origin(path=path, model=stored[0], moe=stored[1], tokenizer=tokenizer, keeps_tokenizer=keeps, dtype=dtype, longest=longest)
+
+
+def trained_run(name: str) -> RunConfig:
+    """A run whose model another one learns from: that of a recipe, or with the model, experts, dtype and weights of what lies at ``name``,
+    a Hugging Face folder, a checkpoint or the folder of a run.
+
+    Raises:
+        RecipeError: neither a recipe nor a folder.
+        ValueError, CheckpointingException: of ``find_origin``.
+    """
+    if name in RECIPES or not Path(name).exists():
+        return recipe(name)
+    origin = find_origin(name)
+    return RunConfig(model=origin.model, moe=origin.moe, train=TrainConfig(dtype=origin.dtype), load=LoadConfig(path=origin.path))

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """A Hugging Face folder that a run begins with."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from mcore_ckpt.hf import import_hf
 
 # Entries of config.json that say nothing about the weights, and that an export of the tuned model has again.
 KEPT = ("bos_token_id", "eos_token_id", "max_position_embeddings", "pad_token_id")
+_LONGEST_HEADER = 100_000_000
 
 
 def is_huggingface(path: str | Path) -> bool:
@@ -52,14 +54,28 @@ class HuggingFaceFolder:
         config = self._config()
         return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
 
-    def fill(self, wanted: Mapping[str, Any]) -> None:
-        """Copy into the parts of this rank.
+    def digest(self) -> str:
+        """SHA-256 of config.json, and of the name, header and length of each file of weights; the weights themselves are not read.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        digest = hashlib.sha256((self.directory / "config.json").read_bytes())
+        for path in sorted(self.directory.glob("*.safetensors")):
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = file.read(min(length, _LONGEST_HEADER))
+            digest.update(f"{path.name} {path.stat().st_size} ".encode() + header)
+        return digest.hexdigest()
+
+    def fill(self, wanted: Mapping[str, Any]) -> frozenset[str]:
+        """Copy into the parts of this rank, but for those that it has no weights for, whose names it returns.
 
         Args:
             wanted: name -> `TensorShard`, or several of them, as of ``model_state``.
 
         Raises:
-            CheckpointingException: a weight is missing or has another shape.
+            CheckpointingException: a weight has another shape.
         """
         left = dict(wanted)
         for name, tensor in import_hf(self.directory).tensors:
@@ -69,8 +85,7 @@ class HuggingFaceFolder:
                     raise CheckpointingException(f"{self}: {name} has shape {list(tensor.shape)}, this model's {list(part.global_shape)}")
                 box = tuple(slice(begin, begin + size) for begin, size in zip(part.offset, part.data.shape, strict=True))
                 part.data.copy_(tensor[box])
-        if left:
-            raise CheckpointingException(f"{self} has no weights for {', '.join(sorted(left)[:8])}; make model that of its config.json")
+        return frozenset(left)
 
     def _config(self) -> dict[str, Any]:
         path = self.directory / "config.json"

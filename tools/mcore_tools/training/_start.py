@@ -17,6 +17,7 @@ from mcore_parallel.optim import MegatronOptimizer
 from mcore_tools.recipes import LoadConfig
 from mcore_tools.training._conversion import stored_dtypes
 from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
+from mcore_tools.training._stored import fill_model
 from mcore_tools.training._upcycling import Upcycling
 
 _OPTIMIZER = "optimizer."
@@ -194,7 +195,7 @@ class RunCheckpoints:
     def _fill(self, source: Source, wanted: Mapping[str, Any]) -> tuple[Folder | HuggingFaceFolder, dict[str, Any]]:
         """All that is wanted; what is there beside weights is left only where none of it is wanted."""
         if isinstance(source, HuggingFaceFolder):
-            source.fill(wanted)
+            fill_model(wanted, source)
             self.loaded = f"weights of {source}"
             return source, {}
         strict = self._config.take == "all"

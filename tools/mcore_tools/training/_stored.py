@@ -3,6 +3,7 @@
 """What a checkpoint says of its model, compared with the run that takes its weights."""
 
 import dataclasses
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import yaml
 
-from mcore_ckpt import CheckpointingException, load
+from mcore_ckpt import CheckpointingException, find_mismatches, load
 from mcore_ckpt.assets import read_asset
 from mcore_ckpt.inspect import resolve_folder
 from mcore_ckpt.manifest import Manifest, read_manifest
@@ -22,6 +24,7 @@ from mcore_parallel.models import TransformerConfig
 from mcore_parallel.nn import is_layer_window_attention
 from mcore_tools.assembly import DTYPES
 from mcore_tools.recipes import RunConfig
+from mcore_tools.training._conversion import stored_dtypes
 from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
 
 RUN_FILE = "run.yaml"
@@ -90,6 +93,17 @@ def trained_weights(name: str, run: RunConfig) -> Folder | HuggingFaceFolder:
     return taken
 
 
+def weights_identity(weights: Folder | HuggingFaceFolder) -> str:
+    """Which weights they are, in one line: their place, and the SHA-256 of a checkpoint's manifest or of what a folder's files begin with.
+
+    Raises:
+        CheckpointingException: they cannot be read.
+    """
+    if isinstance(weights, HuggingFaceFolder):
+        return f"{weights} {weights.digest()}"
+    return f"{weights} {json.loads(read_manifest(weights).encode())['sha256']}"
+
+
 def open_weights(place: str | Path) -> Folder | HuggingFaceFolder:
     """A Hugging Face folder, or the checkpoint or newest step of another.
 
@@ -99,16 +113,34 @@ def open_weights(place: str | Path) -> Folder | HuggingFaceFolder:
     return HuggingFaceFolder(directory=Path(place)) if is_huggingface(place) else resolve_folder(place)
 
 
-def fill_model(state: dict[str, Any], weights: Folder | HuggingFaceFolder) -> None:
-    """Load such weights into the state of a model.
+def fill_model(
+    state: Mapping[str, Any],
+    weights: Folder | HuggingFaceFolder,
+    *,
+    untrained: tuple[str, ...] = (),
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Load such weights into the state of a model, which holds their values in its own dtypes; what else they hold is left.
+
+    Args:
+        state: name -> `TensorShard`, or several of them, as of ``model_state``.
+        weights: of ``open_weights``.
+        untrained: beginnings of names that the weights may lack, as those of heads which are yet to be trained; they keep their values.
+        group: ranks that load together; None for all.
 
     Raises:
-        CheckpointingException: they cannot be read.
+        CheckpointingException: names what is missing, and what has another shape; or they cannot be read.
     """
     if isinstance(weights, HuggingFaceFolder):
-        weights.fill(state)
+        missing = weights.fill(state)
     else:
-        load(state, weights, strict=False)
+        missing = frozenset(find_mismatches(state, weights, group=group).missing)
+    if lacking := sorted(name for name in missing if not name.startswith(untrained)):
+        named = ", ".join(lacking[:8]) + (f" and {len(lacking) - 8} more" if len(lacking) > 8 else "")
+        raise CheckpointingException(f"{weights} has no weights for {named}; name the weights of a whole model, or make model theirs")
+    if isinstance(weights, Folder):
+        with stored_dtypes({name: value for name, value in state.items() if name not in missing}, weights) as parts:
+            load(parts, weights, strict=False, group=group)
 
 
 def check_model(config: RunConfig, model: TransformerConfig, moe: MoEConfig | None, place: str) -> None:
