@@ -11,7 +11,6 @@ The script is static: completing starts no Python. Print it again after an upgra
 
 import argparse
 import importlib.util
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,7 +18,9 @@ from typing import Any, NoReturn
 from mcore_tools._quiet_pipe import quiet_pipe
 from mcore_tools.arguments import Parser, file, folder, new_file, secret
 from mcore_tools.cli import VERBS, Verb
+from mcore_tools.exit_code import exit_code
 from mcore_tools.recipes import RECIPES, config_of, list_fields
+from mcore_tools.torchrun import report_error
 
 SHELLS = ("bash", "zsh", "fish")
 _PATHS = (None, str, Path, file, new_file, secret)
@@ -115,8 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         print(completion_script(options.shell))
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        report_error(str(error))
+        return exit_code(error)
     return 0
 
 

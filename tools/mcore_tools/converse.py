@@ -18,6 +18,7 @@ import torch
 from mcore_ckpt import CheckpointingException
 from mcore_tools._quiet_pipe import quiet_pipe
 from mcore_tools.arguments import Parser, integer, number, secret
+from mcore_tools.exit_code import exit_code
 from mcore_tools.generate import add_model_arguments
 from mcore_tools.serving import open_engine
 from mcore_tools.terminal import Answers, AnswerSettings, Conversation, EngineAnswers, ServerAnswers, StandardTerminal, Terminal
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None, terminal: Terminal | None = Non
         answers = _answers(options)
     except (ValueError, OSError, CheckpointingException) as error:
         report_error(str(error))
-        return 1
+        return exit_code(error)
     shown = StandardTerminal() if terminal is None else terminal
     shown.write("/help lists commands\n")
     Conversation(answers, shown, options.system).run()

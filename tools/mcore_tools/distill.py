@@ -49,6 +49,7 @@ from mcore_parallel.training.distill import (
 from mcore_tools._quiet_pipe import quiet_pipe
 from mcore_tools.arguments import Parser
 from mcore_tools.assembly import DTYPES, Samples, build_stage, datasets, open_tokenizer, step_batches, validation_batches
+from mcore_tools.exit_code import under_way
 from mcore_tools.recipes import RECIPES, RunConfig, recipe
 from mcore_tools.reports import History
 from mcore_tools.torchrun import tell_launcher
@@ -113,7 +114,8 @@ class DistillConfig:
             raise ValueError(f"quantize={self.quantize} begins with the teacher's weights; make student.model equal to teacher.model")
         if student.model.vocab_size != teacher.model.vocab_size:
             raise ValueError(
-                f"student.model.vocab_size={student.model.vocab_size} and teacher.model.vocab_size={teacher.model.vocab_size} must be equal"
+                f"student.model.vocab_size={student.model.vocab_size} and teacher.model.vocab_size={teacher.model.vocab_size} differ; "
+                f"set student.model.vocab_size={teacher.model.vocab_size}, and the teacher's tokenizer"
             )
         if student.data_parallel != "ddp":
             raise ValueError(f"student.data_parallel={student.data_parallel!r} has no distillation; set it to ddp")
@@ -211,8 +213,9 @@ def distill_rank(config: DistillConfig, kind: str, watchdog: Watchdog | None = N
         options = {"writers": [history], "pipeline": pipeline, "watchdog": watchdog, "stop": stop}
         trainer = build_trainer(run, model, groups, objective, data, validation, **options)
         trainer.resume()
-        trainer.run()
-        loss = float("nan") if trainer.stopped else evaluate(model, validation(), objective, groups=groups).mean.item()
+        with under_way():
+            trainer.run()
+            loss = float("nan") if trainer.stopped else evaluate(model, validation(), objective, groups=groups).mean.item()
     return Trained.of(trainer, run, history, loss=loss, begin=begin)
 
 

@@ -48,6 +48,7 @@ from mcore_parallel.training.eagle import (
 from mcore_tools._quiet_pipe import quiet_pipe
 from mcore_tools.arguments import Parser
 from mcore_tools.assembly import DTYPES, Samples, build_model, datasets, open_tokenizer, step_batches
+from mcore_tools.exit_code import under_way
 from mcore_tools.recipes import RECIPES, RunConfig, recipe
 from mcore_tools.torchrun import tell_launcher
 from mcore_tools.training import (
@@ -129,7 +130,7 @@ class EagleRun:
         for name in ("hidden_size", "vocab_size"):
             theirs, mine = getattr(self.target.model, name), getattr(config.transformer, name)
             if theirs != mine:
-                raise ValueError(f"{self.head}: transformer.{name}={mine} must be the target's, {theirs}")
+                raise ValueError(f"{self.head}: transformer.{name}={mine} must be the target's, {theirs}; change it there, or set head=")
         return config
 
 
@@ -283,10 +284,11 @@ def train_head(config: EagleRun, kind: str, watchdog: Watchdog | None = None, st
     head, data = shop.head(), functools.partial(shop.steps, "train")
     trainer = build_trainer(run, head, shop.groups, shop.objective(), data, shop.validation, watchdog=watchdog, stop=stop)
     trainer.resume()
-    trainer.run()
-    if trainer.stopped:
-        return Drafted(loss=float("nan"), accepted_tokens=float("nan"), step=trainer.state.step, stopped=True)
-    return _measure(shop, head, trainer.state.step)
+    with under_way():
+        trainer.run()
+        if trainer.stopped:
+            return Drafted(loss=float("nan"), accepted_tokens=float("nan"), step=trainer.state.step, stopped=True)
+        return _measure(shop, head, trainer.state.step)
 
 
 def evaluate_rank(config: EagleRun, kind: str) -> Drafted:

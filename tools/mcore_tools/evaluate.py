@@ -23,6 +23,7 @@ from mcore_ckpt import CheckpointingException
 from mcore_tools._quiet_pipe import quiet_pipe
 from mcore_tools.arguments import Parser, file, folder, integer, new_file
 from mcore_tools.evaluation import Scorer, read_choices, read_texts, score_choices, score_texts
+from mcore_tools.exit_code import exit_code
 from mcore_tools.generate import add_model_arguments
 from mcore_tools.serving import open_engine, served_length
 from mcore_tools.torchrun import report_error
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.output.write_text(text + "\n", encoding="utf-8")
     except (ValueError, OSError, CheckpointingException) as error:
         report_error(str(error))
-        return 1
+        return exit_code(error)
     print(text)
     return 0
 

@@ -37,6 +37,7 @@ from mcore_inference.coordinator import CoordinatedRunner
 from mcore_parallel.guard import STALLED_EXIT_CODE
 from mcore_tools._quiet_pipe import quiet_pipe
 from mcore_tools.arguments import Parser, file, integer, number
+from mcore_tools.exit_code import exit_code, under_way
 from mcore_tools.serving import (
     PROGRAM,
     EngineLayout,
@@ -255,13 +256,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code if ranks is None else end_process(code)
     except (ValueError, OSError, CheckpointingException, CoordinatorError, EngineLostError) as error:
         report_error(str(error))
-        return 1
+        return exit_code(error)
 
 
 def _continue_file(engine: DynamicInferenceEngine, options: argparse.Namespace, prompts: PromptFile) -> int:
     params = _params(options.max_tokens, options.temperature, engine.context.max_sequence_length)
     try:
-        with EngineRunner(engine) as runner:
+        with under_way(), EngineRunner(engine) as runner:
             prompts.run(runner, params)
     except EngineDeadError as error:
         print(f"error: {error}; the same command goes on where this one ended", file=sys.stderr)
@@ -271,7 +272,7 @@ def _continue_file(engine: DynamicInferenceEngine, options: argparse.Namespace, 
 
 def _continue_file_coordinated(options: argparse.Namespace, prompts: PromptFile) -> int:
     check_length(options)
-    with _coordinated_runner(options) as runner:
+    with _coordinated_runner(options) as runner, under_way():
         prompts.run(runner, _params(options.max_tokens, options.temperature, runner.max_sequence_length))
     return 1 if prompts.num_refused else 0
 

@@ -27,6 +27,7 @@ from mcore_parallel.pipeline import ChainLink, PipelineConfig, StageLayout, plan
 from mcore_parallel.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 from mcore_tools._quiet_pipe import quiet_pipe
 from mcore_tools.arguments import Parser
+from mcore_tools.exit_code import exit_code
 from mcore_tools.launch import launch
 from mcore_tools.recipes import add_fields_option, override
 from mcore_tools.torchrun import report_error
@@ -266,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = override(JointConfig(), parser.parse_args(arguments).set)
     except ValueError as error:
         report_error(str(error))
-        return 1
+        return exit_code(error)
     kind = "cuda" if torch.cuda.device_count() >= config.num_ranks else "cpu"
     print(f"encoder on {config.encoder.world_size} ranks, decoder on {config.decoder.world_size}; a guess costs", end=" ")
     print(f"{math.log(config.decoder_model.vocab_size):.4f}", flush=True)

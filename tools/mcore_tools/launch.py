@@ -135,7 +135,7 @@ def _collect(pending: dict[Any, int], processes: list[Any], deadline: float) -> 
     if failures:
         raise _error(failures)
     if pending:
-        raise RankError(f"ranks {sorted(pending.values())} gave no answer in time")
+        raise RankError(f"ranks {sorted(pending.values())} gave no answer in time; read what they printed, and start again")
     return [results[rank] for rank in sorted(results)]
 
 

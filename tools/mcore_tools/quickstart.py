@@ -29,6 +29,7 @@ from mcore_parallel.tensor_parallel import pad_vocab_size
 from mcore_tools._quiet_pipe import quiet_pipe
 from mcore_tools.arguments import Parser, integer
 from mcore_tools.corpus import check_text, default_text, prepare
+from mcore_tools.exit_code import exit_code
 from mcore_tools.launch import RankError, launch
 from mcore_tools.recipes import RecipeError, RunConfig, override, recipe
 from mcore_tools.reports import Plot, Section, write_report
@@ -239,10 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         quickstart([options.text] if options.text else default_text(), options.output, options.set, options.iterations, console)
     except (ValueError, OSError, RankError, JourneyError) as error:
         report_error(str(getattr(error, "summary", None) or error))
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; the next run begins anew", file=sys.stderr)
-        return 130
+        return exit_code(error)
     return 0
 
 

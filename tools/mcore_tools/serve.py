@@ -33,6 +33,7 @@ from mcore_inference.server import InferenceServer, ServerLimits, StopSignals, W
 from mcore_parallel.guard import STALLED_EXIT_CODE
 from mcore_tools._quiet_pipe import quiet_pipe
 from mcore_tools.arguments import Parser, integer, number, secret
+from mcore_tools.exit_code import FAILED, exit_code, under_way
 from mcore_tools.generate import (
     add_model_arguments,
     add_sampling_arguments,
@@ -161,10 +162,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except torch.OutOfMemoryError as error:
         reason = str(error).partition(". ")[0]
         report_error(f"{reason}; lower --cache-gb or --max-requests, or split the model by --tp")
-        return 1
+        return FAILED
     except (ValueError, OSError, CheckpointingException) as error:
         report_error(str(error))
-        return 1
+        return exit_code(error)
 
 
 def _is_coordinated(options: argparse.Namespace) -> bool:
@@ -278,7 +279,7 @@ def _serve_replicas(options: argparse.Namespace, token: str | None, weights: Wei
 def _wait(server: InferenceServer, signals: StopSignals, options: argparse.Namespace) -> int:
     print(f"serving {options.checkpoint} on {server.url}/v1; Ctrl-C ends it", flush=True)
     try:
-        with frozen_heap():
+        with under_way(), frozen_heap():
             server.wait(signals, drain_s=options.drain_seconds)
     except (EngineDeadError, TimeoutError) as error:
         print(f"error: {error}", file=sys.stderr)

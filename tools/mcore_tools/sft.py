@@ -33,6 +33,7 @@ from mcore_tools._quiet_pipe import quiet_pipe
 from mcore_tools.arguments import Parser
 from mcore_tools.assembly import has_files, removed_if_refused
 from mcore_tools.corpus import ChatCorpus, prepare_chat
+from mcore_tools.exit_code import under_way
 from mcore_tools.recipes import DataConfig, LoadConfig, RecipeError, RunConfig, SFTConfig, TrainConfig, add_fields_option, layout, override
 from mcore_tools.train import refused, run_to_end
 from mcore_tools.training import (
@@ -210,7 +211,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_run(config)
         code = run_to_end(config, entry)
         if options.export and code == 0 and rank == 0:
-            (export_adapter if as_adapter else export_run)(Path(config.output) / "checkpoints", export)
+            with under_way():
+                (export_adapter if as_adapter else export_run)(Path(config.output) / "checkpoints", export)
             print(f"exported to {export}; " + ("PEFT loads it onto its base model" if as_adapter else f"`mcore serve {export}` serves it"))
         return code
     except (ValueError, OSError, CheckpointingException) as error:

@@ -30,9 +30,7 @@ from mcore_parallel.guard import (
 )
 from mcore_parallel.optim import OptimizerConfig
 from mcore_parallel.training import (
-    INVALID_EXIT_CODE,
     STOPPED_EXIT_CODE,
-    SUSPECT_EXIT_CODE,
     InvalidResultError,
     NonFiniteLossError,
     StartupStamps,
@@ -43,6 +41,7 @@ from mcore_tools import STARTED_AT
 from mcore_tools._quiet_pipe import quiet_pipe
 from mcore_tools.arguments import Parser, file
 from mcore_tools.assembly import check_data
+from mcore_tools.exit_code import FAILED, exit_code
 from mcore_tools.launch import leave_world
 from mcore_tools.recipes import (
     RECIPES,
@@ -169,13 +168,13 @@ def run_to_end(config: RunConfig, main_entry: float | None = None) -> int:
         if not gone:
             raise
         report_error(f"{'; '.join(gone)}; start the run again to go on from its newest checkpoint", waits=False)
-        return 1
+        return FAILED
 
 
 def refused(error: Exception) -> int:
     """Print the error as one line; the exit code."""
     report_error(str(error), waits=not isinstance(error, RankFailedError | RanksLostError))
-    return {SuspectResultError: SUSPECT_EXIT_CODE, InvalidResultError: INVALID_EXIT_CODE}.get(type(error), 1)
+    return exit_code(error)
 
 
 def continued(assignments: Sequence[str]) -> RunConfig:

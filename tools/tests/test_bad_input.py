@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""What a user can get wrong at the command line: one line that says so, exit status 1, nothing written, nothing lost."""
+"""What a user can get wrong at the command line: one line that says so, exit code 2, nothing written, nothing lost."""
 
 import socket
 import sys
@@ -29,7 +29,7 @@ def corpus(tmp_path: Path) -> Path:
 def fails(main: Callable[[], int], arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     """The one line that ``main`` prints about its ``arguments``."""
     monkeypatch.setattr(sys, "argv", ["program", *arguments])
-    assert main() == 1
+    assert main() == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1, message
     return message
@@ -111,7 +111,7 @@ REFUSED = [
     ("serve x --data-parallel 0", "--data-parallel: 0 must be at least 1"),
     ("serve x --token-file nothing", "--token-file: 'nothing' is no file; give the path of a file"),
     ("serve x --token-file {tmp}/empty", "/empty' is empty; write the secret into it"),
-    ("serve x --join 127.0.0.1:1", "--join: '127.0.0.1:1' is neither tcp://host:port nor a file that can be read"),
+    ("serve x --join 127.0.0.1:1", "--join: '127.0.0.1:1' is neither tcp://host:port nor a file that can be read (No such"),
     ("serve x --join tcp://127.0.0.1", "--join: 'tcp://127.0.0.1' is no address; it looks like tcp://"),
     (f"serve x --join {__file__}", "test_bad_input.py' is no file of `mcore serve --job-file`"),
     ("serve x --tool-call-parser none", "--tool-call-parser: invalid choice: 'none'"),
@@ -169,17 +169,17 @@ def test_a_value_that_cannot_be_is_one_line_before_anything_is_opened(
 
 def test_a_server_that_others_reach_wants_a_secret_before_it_loads(capsys: pytest.CaptureFixture[str]) -> None:
     for host in ("0.0.0.0", "::", "node7"):
-        assert main(["serve", "x", "--host", host]) == 1
+        assert main(["serve", "x", "--host", host]) == 2
         assert capsys.readouterr().err == f"error: --host {host} is reachable from other machines; give --token-file, or --host 127.0.0.1\n"
     for host in ("127.0.0.1", "localhost"):
-        assert main(["serve", "x", "--host", host, "--port", "0"]) == 1
+        assert main(["serve", "x", "--host", host, "--port", "0"]) == 2
         assert "x is not a checkpoint" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_is_refused_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main(["serve", "x", "--port", str(port)]) == 1
+        assert main(["serve", "x", "--port", str(port)]) == 2
     message = capsys.readouterr().err
     assert message.startswith(f"error: --host 127.0.0.1 --port {port} cannot be opened: ") and message.count("\n") == 1
     assert message.endswith("choose others, --port 0 takes a free one\n")

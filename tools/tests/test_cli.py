@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """The command: it starts fast, names its verbs, and ends with one set of exit codes."""
 
+import errno
 import importlib
 import io
 import subprocess
@@ -14,9 +15,11 @@ from typing import Any
 import pytest
 
 import mcore_tools
+from mcore_ckpt import CheckpointingException
 from mcore_tools.cli import VERBS, Verb, main
 from mcore_tools.distill import DistillConfig
 from mcore_tools.eagle import EagleRun
+from mcore_tools.exit_code import exit_code, under_way
 from mcore_tools.joint import JointConfig
 from mcore_tools.recipes import RunConfig, list_fields, override, recipe
 
@@ -152,7 +155,7 @@ def test_a_library_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyP
         raise ModuleNotFoundError('uvicorn is not installed: pip install "mcore-inference[server]"', name="uvicorn")
 
     monkeypatch.setattr("mcore_tools.serve.main", start)
-    assert main(["serve", "there"]) == 1
+    assert main(["serve", "there"]) == 2
     assert capsys.readouterr().err == 'error: uvicorn is not installed: pip install "mcore-inference[server]"\n'
 
 
@@ -184,6 +187,76 @@ def test_each_program_that_is_started_alone_ends_without_a_word_when_nobody_read
         monkeypatch.setattr("sys.stdout", Unread(file))
         assert program(["--version"]) == 141
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", [*MODULES, *SCRIPTS])
+@pytest.mark.parametrize("words", [["--no-such-option"], ["--versoin", "nothing"]], ids=["option", "more"])
+def test_each_program_refuses_what_it_cannot_use_in_one_line_with_two(
+    name: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, _, function = name.partition(":")
+    program = getattr(importlib.import_module(module), function or "main")
+    try:
+        code = program(words)
+    except SystemExit as end:
+        code = end.code
+    out = capsys.readouterr()
+    assert (code, out.out) == (2, "") and out.err.startswith("error: ") and out.err.count("\n") == 1, out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["compare", "nowhere", "nowhere"],
+        ["convert", "inspect", "nowhere"],
+        ["convert", "verify", "nowhere"],
+        ["convert", "export-hf", "nowhere", "out"],
+        ["plan", "--model", "nowhere", "--gpus", "8", "--sequence", "64", "--global-batch", "8"],
+        ["preprocess", "--input", "nowhere", "--output-prefix", "out", "--tokenizer", "byte"],
+    ],
+    ids=" ".join,
+)
+def test_an_input_that_is_not_there_is_two_for_each_command_of_a_wheel(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1 and "nowhere" in message and not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", [*MODULES, *SCRIPTS])
+def test_each_program_that_is_interrupted_says_so_with_its_own_code(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    module, _, function = name.partition(":")
+    program = getattr(importlib.import_module(module), function or "main")
+    monkeypatch.setattr("argparse.ArgumentParser.parse_args", stop)
+    monkeypatch.setattr(Verb, "load", lambda self: stop)
+    assert program(["train"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError("steps=0"), 2),
+        (FileNotFoundError("nowhere"), 2),
+        (CheckpointingException("damaged"), 2),
+        (ModuleNotFoundError("uvicorn"), 2),
+        (OSError(errno.ENOSPC, "no space left"), 1),
+        (RuntimeError("a rank is gone"), 1),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_exit_code_says_whether_work_had_begun(error: Exception, code: int) -> None:
+    assert exit_code(error) == code
+    with pytest.raises(type(error)) as caught, under_way():
+        raise error
+    assert exit_code(caught.value) == 1
 
 
 def test_a_printing_program_ends_without_a_word_when_nobody_reads() -> None:

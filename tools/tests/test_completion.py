@@ -76,5 +76,5 @@ def test_a_parser_is_looked_at_and_left_as_it_was() -> None:
 
 def test_without_its_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main(["completion", "bash"]) == 1
+    assert main(["completion", "bash"]) == 2
     assert 'pip install "mcore-tools[completion]"' in capsys.readouterr().err

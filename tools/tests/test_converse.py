@@ -228,6 +228,6 @@ def test_a_server_refuses_in_one_line(server: InferenceServer) -> None:
     ],
 )
 def test_what_cannot_answer_is_one_line(words: list[str], reason: str, published: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert converse.main([word.format(published=published) for word in words], FakeTerminal()) == 1
+    assert converse.main([word.format(published=published) for word in words], FakeTerminal()) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1 and reason in message

@@ -127,7 +127,7 @@ def test_the_command(base: EagleRun, tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(sys, "argv", ["eagle", verb, "--recipe", "gpt_tiny", *words])
         return main()
 
-    assert command("train", {}) == 1
+    assert command("train", {}) == 2
     assert "run.data.prefix is empty" in capsys.readouterr().err
     for verb, message in (("train", "step 2: loss"), ("evaluate", "acceptance length"), ("export", "acceptance length")):
         assert command(verb, changes) == 0
@@ -139,5 +139,5 @@ def test_the_command(base: EagleRun, tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"head": tmp_path / "none.json"}, "none.json"),
         ({"target.output": tmp_path / "nothing", "store": tmp_path / "store"}, "holds no checkpoint"),
     ):
-        assert command("extract" if "store" in change else "train", {**changes, **change}) == 1
+        assert command("extract" if "store" in change else "train", {**changes, **change}) == 2
         assert message in capsys.readouterr().err

@@ -115,7 +115,7 @@ def test_bad_input_is_one_line(
     content: str, words: list[str], message: str, run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file.jsonl").write_text(content, encoding="utf-8")
-    assert main(["eval", run.output, *(word.replace("FILE", f"{tmp_path}/file.jsonl") for word in words)]) == 1
+    assert main(["eval", run.output, *(word.replace("FILE", f"{tmp_path}/file.jsonl") for word in words)]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
@@ -129,7 +129,7 @@ def test_a_stride_is_refused_before_the_model_is_loaded(
     monkeypatch.setattr("mcore_tools.evaluate.open_engine", loads)
     (tmp_path / "file.txt").write_text("a", encoding="utf-8")
     words = ["--text", f"{tmp_path}/file.txt", "--max-length", "16", "--stride", "16"]
-    assert main(["eval", run.output, *words]) == 1
+    assert main(["eval", run.output, *words]) == 2
     assert "--stride 16 must be below the length of 16 tokens; lower it" in capsys.readouterr().err
 
 
@@ -177,5 +177,5 @@ def test_tasks_of_the_harness_take_the_engine(run: RunConfig, tmp_path: Path, ca
 @pytest.mark.slow
 def test_a_task_that_the_harness_lacks_is_named(run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lm_eval")
-    assert main(["eval", run.output, "--tasks", "no_such_task"]) == 1
+    assert main(["eval", run.output, "--tasks", "no_such_task"]) == 2
     assert "has no task 'no_such_task'" in capsys.readouterr().err

@@ -55,7 +55,7 @@ def test_the_command_trains_and_names_what_is_wrong(capfd: pytest.CaptureFixture
     assert lines[0] == "encoder on 1 ranks, decoder on 1; a guess costs 2.7726"
     first, last = (float(word) for word in lines[-1].removeprefix("loss ").split(" -> "))
     assert last < first
-    assert main(["--set", "encoder.cp=2"]) == 1
+    assert main(["--set", "encoder.cp=2"]) == 2
     assert "encoder=ParallelPlan(" in (message := capfd.readouterr().err) and "must have tp and dp only; set pp, cp and vpp to 1" in message
-    assert main(["--set", "encoder.dp=7"]) == 1
+    assert main(["--set", "encoder.dp=7"]) == 2
     assert "micro_batch_size=6 must give each of encoder.dp=7 replicas a sequence" in capfd.readouterr().err

@@ -38,7 +38,7 @@ def test_a_missing_library_is_one_line_that_names_its_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     words = [word for change in [*changes(tmp_path), f"log.{name}_project=p"] for word in ("--set", change)]
-    assert train.main(["--recipe", "gpt_tiny", *words]) == 1
+    assert train.main(["--recipe", "gpt_tiny", *words]) == 2
     message = capsys.readouterr().err
     assert message.startswith(f"error: log.{name}_project='p' needs {name}, which is not installed: pip install \"mcore-parallel[{name}]\"")
     assert message.count("\n") == 1 and not (tmp_path / "run").exists()

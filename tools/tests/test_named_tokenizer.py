@@ -53,9 +53,9 @@ def test_conversations_need_a_tokenizer_with_files(run: Path, tmp_path: Path, ca
     chats = tmp_path / "chats.jsonl"
     chats.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 2)
     words = ["--data", str(chats), "--output", str(tmp_path / "tuned")]
-    assert main(["sft", str(run), *words]) == 1
+    assert main(["sft", str(run), *words]) == 2
     assert "holds no tokenizer.json" in capsys.readouterr().err
     assert main(["convert", "export-hf", str(run / "checkpoints"), str(tmp_path / "export")]) == 0
     for name, reason in (("byte", "has no tokenizer.json, which conversations are written with"), ("nothing", "holds no tokenizer.json")):
-        assert main(["sft", str(tmp_path / "export"), *words, "--set", f"data.tokenizer={name}"]) == 1
+        assert main(["sft", str(tmp_path / "export"), *words, "--set", f"data.tokenizer={name}"]) == 2
         assert f"data.tokenizer='{name}' {reason}" in capsys.readouterr().err

@@ -106,7 +106,7 @@ def test_the_command_writes_and_reads_a_run(tmp_path: Path, monkeypatch: pytest.
     assert run("--recipe", "gpt_tiny", "--set", "train.steps=7", "--write-config", str(path)) == 0
     assert run("--config", str(path), "--set", "train.seq_len=32", "--write-config", "-") == 0
     assert capsys.readouterr().out == config_text(override(recipe("gpt_tiny"), ["train.steps=7", "train.seq_len=32"]))
-    assert run() == 1
+    assert run() == 2
     assert "neither --recipe nor --config" in capsys.readouterr().err
 
 

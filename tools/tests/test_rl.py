@@ -250,7 +250,7 @@ def test_what_cannot_run_is_one_line_before_anything_is_written(
     change: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sets = [word for one in (*FAST, f"output={tmp_path / 'run'}", *change.split()) for word in ("--set", one)]
-    assert reinforce.main(["--recipe", "countdown_tiny", *(sets if change != "rl=none" else ["--set", change])]) == 1
+    assert reinforce.main(["--recipe", "countdown_tiny", *(sets if change != "rl=none" else ["--set", change])]) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1 and words in message
     assert not (tmp_path / "run").exists()
@@ -272,12 +272,12 @@ def test_ppo_trains_its_critic_first_and_goes_on_with_it(tmp_path: Path, capsys:
     assert [row["step"] for row in rows(output)] == [1, 2, 3]
     assert read_manifest(critics.folder(3)).extra["optimizer_step"] == 6
     shutil.rmtree(output / CRITIC)
-    assert run(output, *changes, "train.steps=4") == 1
+    assert run(output, *changes, "train.steps=4") == 2
     assert "the run began without rl.gae" in capsys.readouterr().err
 
 
 def test_a_problem_that_leaves_no_room_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path / "run", "train.seq_len=16", "rl.countdown.num_numbers=6") == 1
+    assert run(tmp_path / "run", "train.seq_len=16", "rl.countdown.num_numbers=6") == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1 and "train.seq_len=16 must hold a problem, the first of which has" in message
     assert not (tmp_path / "run" / "checkpoints").exists()
@@ -286,11 +286,11 @@ def test_a_problem_that_leaves_no_room_is_one_line(tmp_path: Path, capsys: pytes
 def test_other_verbs_name_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from mcore_tools import train
 
-    assert train.main(["--recipe", "countdown_tiny", "--set", f"output={tmp_path / 'run'}"]) == 1
+    assert train.main(["--recipe", "countdown_tiny", "--set", f"output={tmp_path / 'run'}"]) == 2
     assert "start the run with `mcore rl`" in capsys.readouterr().err
-    assert reinforce.main([]) == 1
+    assert reinforce.main([]) == 2
     assert "Recipes that learn from rewards: arithmetic_100m, arithmetic_tiny, countdown_tiny" in capsys.readouterr().err
-    assert reinforce.main(["--recipe", "gpt_tiny"]) == 1
+    assert reinforce.main(["--recipe", "gpt_tiny"]) == 2
     assert "this recipe learns from texts" in capsys.readouterr().err
 
 
@@ -309,7 +309,7 @@ def test_torchrun_is_told_why_a_run_ended(tmp_path: Path, monkeypatch: pytest.Mo
     def reason(exit_code: int) -> str:
         return ProcessFailure(local_rank=0, pid=1, exitcode=exit_code, error_file=str(tmp_path / "error.json")).message["message"]
 
-    assert run(tmp_path / "run", "rl.group_size=1") == 1
+    assert run(tmp_path / "run", "rl.group_size=1") == 2
     assert "group_size=1 must be at least 2" in reason(1)
     assert run(tmp_path / "run", "rl.imitation_steps=0", "train.stop_after_minutes=1e-9") == STOPPED_EXIT_CODE
     assert reason(STOPPED_EXIT_CODE) == "no failure: stopped and saved after step 1; start it again to go on"

@@ -45,7 +45,7 @@ def test_step_0_is_the_evaluation_before_the_first_iteration(tmp_path: Path) -> 
     ],
 )
 def test_what_cannot_run_is_refused_by_name(change: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert reinforce.main(words(*FAST, f"output={tmp_path}/run", change)) == 1
+    assert reinforce.main(words(*FAST, f"output={tmp_path}/run", change)) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 

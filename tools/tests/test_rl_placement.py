@@ -115,7 +115,7 @@ def test_fully_sharded_trainers_learn_from_an_engine_elsewhere(kind: str, tmp_pa
     ],
 )
 def test_what_halves_cannot_do_is_one_line(change: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert reinforce.main(words(tmp_path / "run", *change.split())) == 1
+    assert reinforce.main(words(tmp_path / "run", *change.split())) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1 and reason in message
     assert not (tmp_path / "run").exists()

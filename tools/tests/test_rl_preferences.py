@@ -147,7 +147,7 @@ def test_what_cannot_run_is_one_line_before_anything_is_written(
     changes: str, words: str, base: Path, pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     named = [change.format(base=base, pairs=pairs) for change in changes.split()]
-    assert run(tmp_path / "run", "rl.imitation_steps=0", *named) == 1
+    assert run(tmp_path / "run", "rl.imitation_steps=0", *named) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1 and words in message, message
     assert not (tmp_path / "run" / "checkpoints").exists()

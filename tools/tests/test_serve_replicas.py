@@ -109,12 +109,14 @@ def test_an_engine_of_another_host_keeps_the_server_alone(tmp_path: Path) -> Non
     assert len(ends) == 1 and ends[0].startswith("all engines are given up")
 
 
-def test_what_is_refused_at_the_first_start_is_not_asked_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    words = [sys.executable, "-c", f"import pathlib; pathlib.Path({str(tmp_path)!r}, 'starts').open('a').write('x'); raise SystemExit(1)"]
+@pytest.mark.parametrize("code", [1, 2])
+def test_what_is_refused_at_the_first_start_is_not_asked_again(tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int) -> None:
+    starts = f"pathlib.Path({str(tmp_path)!r}, 'starts').open('a').write('x')"
+    words = [sys.executable, "-c", f"import pathlib; {starts}; raise SystemExit({code})"]
     with pytest.raises(ValueError, match="an engine ended at its start"), coordinated(words, count=1, layout=ONE):
         raise AssertionError("it has no engine")
     assert (tmp_path / "starts").read_text() == "x"
-    assert "dp-0 ended with exit code 1 at its first start, and is given up" in caplog.text
+    assert f"dp-0 ended with exit code {code} at its first start, and is given up" in caplog.text
 
 
 def test_what_ends_while_it_loads_is_given_up_however_long_that_took(

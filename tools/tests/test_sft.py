@@ -87,7 +87,7 @@ def test_transformers_answers_from_the_export_too(tuned: Path) -> None:
 def test_the_model_is_that_of_the_weights_and_another_is_refused(
     published: Path, chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert tune(published, chat, tmp_path / "run", "model.norm_epsilon=1e-3") == 1
+    assert tune(published, chat, tmp_path / "run", "model.norm_epsilon=1e-3") == 2
     message = capsys.readouterr().err
     assert "model.norm_epsilon=1e-06 there, 0.001 here" in message and "load.override=[model.norm_epsilon]" in message
     assert not (tmp_path / "run").exists()
@@ -138,7 +138,7 @@ def test_conversations_that_cannot_be_learnt_are_one_line(
     published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, words: str
 ) -> None:
     (tmp_path / "chat.jsonl").write_text(line + "\n")
-    assert tune(published, tmp_path / "chat.jsonl", tmp_path / "run") == 1
+    assert tune(published, tmp_path / "chat.jsonl", tmp_path / "run") == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1 and words in message
     assert not (tmp_path / "run" / "checkpoints").exists()

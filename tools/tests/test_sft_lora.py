@@ -107,13 +107,13 @@ def test_a_stopped_run_goes_on_with_its_bits(published: Path, chat: Path, tmp_pa
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     whole, again = (dict(import_hf(tmp_path / name / "hf").tensors) for name in ("whole", "run"))
     assert all(torch.equal(whole[name], again[name]) for name in whole)
-    assert tune(published, chat, tmp_path / "run", *changes, "train.steps=6", "lora.rank=4", f"output={tmp_path}/run", "lora.alpha=8") == 1
+    assert tune(published, chat, tmp_path / "run", *changes, "train.steps=6", "lora.rank=4", f"output={tmp_path}/run", "lora.alpha=8") == 2
     assert "hf is there" in capsys.readouterr().err
     (tmp_path / "run" / "hf").rename(tmp_path / "second")
-    assert tune(published, chat, tmp_path / "run", *changes, "train.steps=6", "lora.rank=4") == 1
+    assert tune(published, chat, tmp_path / "run", *changes, "train.steps=6", "lora.rank=4") == 2
     assert "lora.rank=4, and the adapters in" in capsys.readouterr().err
     # Adapters alone are no base, merged they are.
-    assert tune(tmp_path / "run", chat, tmp_path / "more", "train.steps=1") == 1
+    assert tune(tmp_path / "run", chat, tmp_path / "more", "train.steps=1") == 2
     assert "holds adapters alone; begin with an export" in capsys.readouterr().err
     assert tune(tmp_path / "second", chat, tmp_path / "more", "train.steps=1") == 0
 
@@ -141,7 +141,7 @@ def test_adapters_beside_eight_bit_weights_learn_go_on_and_merge_onto_the_origin
     assert losses(tmp_path / "twice") == losses(tmp_path / "once")
     (tmp_path / "twice" / "hf").rename(tmp_path / "second")
     capsys.readouterr()
-    assert tune(published, chat, tmp_path / "twice", *steps, "train.steps=6", "lora.base_dtype=fp8") == 1
+    assert tune(published, chat, tmp_path / "twice", *steps, "train.steps=6", "lora.base_dtype=fp8") == 2
     assert "lora.base_dtype='fp8', and the adapters in" in capsys.readouterr().err
 
 
@@ -218,14 +218,14 @@ def test_what_adapters_cannot_do_is_one_line_before_anything_is_written(
 ) -> None:
     given = [word for change in changes for word in ("--set", change)]
     kept = [] if "lora=none" in changes else ["--set", "lora.alpha=8"]
-    assert sft.main([str(published), "--data", str(chat), "--output", str(tmp_path / "run"), *kept, *given]) == 1
+    assert sft.main([str(published), "--data", str(chat), "--output", str(tmp_path / "run"), *kept, *given]) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1 and words in message
     assert not (tmp_path / "run").exists()
 
 
 def test_training_takes_no_adapters_without_a_base_and_none_of_a_router(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main(["--recipe", "gpt_tiny", "--set", "lora.rank=8", "--set", f"output={tmp_path}/run"]) == 1
+    assert train.main(["--recipe", "gpt_tiny", "--set", "lora.rank=8", "--set", f"output={tmp_path}/run"]) == 2
     assert "name a Hugging Face folder or a checkpoint with load.path" in capsys.readouterr().err
     changes = ["lora.targets=[router]", "load.path=base", f"output={tmp_path}/run"]
     with pytest.raises(ValueError, match=r"lora\.targets='router' names layers\.0\.mlp\.router, and \w+ takes no adapter"):

@@ -62,11 +62,11 @@ def test_a_run_goes_on_and_says_what_it_is(corpus: RunConfig, tmp_path: Path, ca
     # No family of Hugging Face is that of its sizes.
     assert "family" not in read_manifest(CheckpointManager(tmp_path / "whole" / "checkpoints").path(3)).extra
     capsys.readouterr()
-    assert main(["generate", str(tmp_path / "whole"), "--prompt", "a shard"]) == 1
+    assert main(["generate", str(tmp_path / "whole"), "--prompt", "a shard"]) == 2
     assert "holds an encoder, with which nothing is generated; name a run with spans=none" in capsys.readouterr().err
     for verb in (["rl"], ["train", "--set", f"output={tmp_path}/out", "--set"]):
         place = f"load.path={tmp_path}/whole" if verb[0] == "train" else str(tmp_path / "whole")
-        assert main([*verb, place]) == 1
+        assert main([*verb, place]) == 2
         assert "holds an encoder, which predicts no next token; name a run with spans=none" in capsys.readouterr().err
     # Going on as, or beginning with, the other kind of model is refused before anything is written.
     decoder = dataclasses.replace(whole, spans=None)

@@ -187,7 +187,7 @@ def test_what_is_not_there_is_named_before_anything_is_written(
     filled = [change.format(checkpoints=steps_of(source).directory) for change in changes]
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(sys, "argv", ["pretrain", "--config", str(tmp_path / "run.yaml"), *(f"--set={change}" for change in filled)])
-    assert train.main() == 1
+    assert train.main() == 2
     message = capsys.readouterr().err
     assert all(word in message for word in words), message
     assert not (tmp_path / "run").exists()

@@ -81,7 +81,7 @@ def test_a_signal_ends_a_run_that_the_next_start_completes(
 
 def test_a_refusal_is_told_to_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    assert train.main(["--recipe", "gpt_tinny"]) == 1
+    assert train.main(["--recipe", "gpt_tinny"]) == 2
     message = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json")).message["message"]
     assert "gpt_tinny" in message and capsys.readouterr().err == f"error: {message}\n"
 
@@ -91,6 +91,7 @@ def test_a_refusal_is_told_to_torchrun(tmp_path: Path, monkeypatch: pytest.Monke
 def test_torchrun_shows_why_a_run_was_refused(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "mcore_tools.train"]
     done = subprocess.run([*launcher, "--recipe", "gpt_tinny"], cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    # That of torchrun.
     assert done.returncode == 1
     (refusal,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "gpt_tinny" in refusal and f"traceback : {refusal.removeprefix('error: ')}" in done.stderr

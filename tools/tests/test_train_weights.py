@@ -51,11 +51,11 @@ def test_a_checkpoint_of_megatron_trains_without_a_rename(place: Path, capsys: p
     assert main(["convert", "export-megatron", "ours", "theirs"]) == 0
     begin = ["data.prefix=corpus", "data.tokenizer=published", "output=run", *STEPS, *SHOWN]
     capsys.readouterr()
-    assert main(["train", *sets("load.path=theirs", *begin)]) == 1
+    assert main(["train", *sets("load.path=theirs", *begin)]) == 2
     message = capsys.readouterr().err
     assert "theirs is a checkpoint of Megatron-LM; `mcore convert import-megatron theirs OUT`" in message and message.count("\n") == 1
     assert main(["convert", "import-megatron", "theirs", "named", "--prefix", "model."]) == 0
-    assert main(["train", *sets("load.path=named", *begin)]) == 1
+    assert main(["train", *sets("load.path=named", *begin)]) == 2
     assert r"`mcore convert edit named OUT --rename 'model\.(.*)' '\1'`" in capsys.readouterr().err
     assert not (place / "run").exists()
     assert main(["convert", "edit", "named", "renamed", "--rename", r"model\.(.*)", r"\1"]) == 0
@@ -68,7 +68,7 @@ def test_a_checkpoint_of_megatron_trains_without_a_rename(place: Path, capsys: p
     write_chat(place / "chat.jsonl")
     tune = ["sft", "start", "--data", "chat.jsonl", "--output", "tuned", "--no-export", *sets("train.steps=1", "train.seq_len=64", *SHOWN)]
     capsys.readouterr()
-    assert main(tune) == 1
+    assert main(tune) == 2
     assert (
         "error: start holds no tokenizer.json; set data.tokenizer to the folder of this model's tokenizer.json" in capsys.readouterr().err
     )
@@ -78,6 +78,6 @@ def test_a_checkpoint_of_megatron_trains_without_a_rename(place: Path, capsys: p
 
 def test_a_split_without_validation_leaves_no_folder(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fields = ["load.path=published", "data.prefix=corpus", "output=deep/run", *STEPS, "data.split=100,0,0", *SHOWN]
-    assert main(["train", *sets(*fields)]) == 1
+    assert main(["train", *sets(*fields)]) == 2
     assert "data.split='100,0,0' leaves no document of corpus for validation" in capsys.readouterr().err
     assert not (place / "deep").exists()

@@ -57,7 +57,7 @@ def test_verify_names_every_damaged_file_and_exits_1(run_folder, capsys):
 def test_what_cannot_be_done_exits_2_with_one_line(tmp_path, capsys):
     assert main(["inspect", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("mcore-ckpt: ") and "is not a checkpoint" in error and error.count("\n") == 1
+    assert error.startswith("error: ") and "is not a checkpoint" in error and error.count("\n") == 1
     with pytest.raises(SystemExit) as caught:
         main(["no-such-command"])
     assert caught.value.code == 2

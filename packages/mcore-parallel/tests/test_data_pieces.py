@@ -252,7 +252,7 @@ def test_indices_that_cannot_be_written_fail_the_command(tmp_path, capsys):
     options = ("--tokenizer", "byte", "--build-cache", "--sequence-length", 32, "--samples", 9, 9, 0, "--split", "9,1,0")
     assert command("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "c", *options, "--cache", tmp_path / "file" / "x") == 1
     assert "cannot be written" in capsys.readouterr().err
-    assert command("--output-prefix", tmp_path / "missing", *options) == 1
+    assert command("--output-prefix", tmp_path / "missing", *options) == 2
     assert "missing.idx" in capsys.readouterr().err
 
 

@@ -131,9 +131,9 @@ def test_progress_can_be_forced(tmp_path, capsys):
 def test_command_fails_with_one_line_and_writes_nothing(tmp_path, capsys, texts, extra, message):
     source = write_lines(tmp_path / "in.jsonl", texts)
     code, out, err = run(capsys, "--input", source, "--output-prefix", tmp_path / "c", "--tokenizer", "byte", *extra)
-    assert code == 1
+    assert code == 2
     assert out == ""
-    assert err.startswith("mcore-preprocess: error: ")
+    assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert re.search(message, err)
     assert os.listdir(tmp_path) == ["in.jsonl"]
@@ -143,4 +143,4 @@ def test_wrong_usage_exits_with_two(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["--input", "x", "--tokenizer", "byte"])
     assert stopped.value.code == 2
-    assert capsys.readouterr().err == "mcore-preprocess: error: --output-prefix is required; mcore-preprocess --help lists what there is\n"
+    assert capsys.readouterr().err == "error: --output-prefix is required; mcore-preprocess --help lists what there is\n"

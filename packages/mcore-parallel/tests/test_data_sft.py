@@ -87,7 +87,7 @@ def test_the_command_writes_the_same(tmp_path, capsys):
     for end in ("bin", "idx"):
         assert (tmp_path / f"c.{end}").read_bytes() == (tmp_path / f"d.{end}").read_bytes()
     for more, message in ((["--tokenizer", "null:9"], "knows no turns"), (["--append-eod"], "leave out --append-eod")):
-        assert main(["--conversations", "--input", source, "--output-prefix", str(tmp_path / "e"), "--tokenizer", "byte", *more]) == 1
+        assert main(["--conversations", "--input", source, "--output-prefix", str(tmp_path / "e"), "--tokenizer", "byte", *more]) == 2
         assert message in capsys.readouterr().err
 
 

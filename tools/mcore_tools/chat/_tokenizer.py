@@ -206,4 +206,6 @@ def _load(file: Path) -> Any:
             return AutoTokenizer.from_pretrained(str(file.parent), local_files_only=True, trust_remote_code=False)
         return PreTrainedTokenizerFast(tokenizer_file=str(file))
     except Exception as error:
-        raise TemplateError(f"{file.parent} cannot be opened by transformers: {type(error).__name__}: {error}") from None
+        raise TemplateError(
+            f"{file.parent} cannot be opened by transformers: {type(error).__name__}: {error}; fetch its files again"
+        ) from None

@@ -11,15 +11,14 @@ from mcore_tools.cli._verbs import VERBS
 _USAGE = "usage: mcore VERB [ARGUMENT ...]      mcore VERB --help      mcore --version"
 _EXIT_CODES = """exit codes:
   0    done
-  1    refused or failed, and says why; or what was looked at is not as it must be
-  2    the command line, or an input, cannot be used
+  1    failed while it worked, and says why; or what was looked at is not as it must be
+  2    the command line, or an input, cannot be used: nothing was done
   16   a result that these machines cannot judge: start it again on others
   17   a result that others confirm, and that is no number
   75   a rank or an engine was stuck: start it again
   130  interrupted (Ctrl-C)
   141  nobody reads the output any more
   143  asked to stop (SIGTERM, SIGINT, time limit), and saved: start it again to go on"""
-_INTERRUPTED = 130
 
 
 @quiet_pipe
@@ -28,12 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return _run(words)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return _INTERRUPTED
     except ModuleNotFoundError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
 
 
 def _run(words: list[str]) -> int:

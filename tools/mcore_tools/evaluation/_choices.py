@@ -64,9 +64,9 @@ def read_choices(path: Path) -> list[Choice]:
         except KeyError as error:
             raise ValueError(f"{path}:{number} has no {error}; give question, choices and answer") from None
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}:{number}: {error}") from None
+            raise ValueError(f"{path}:{number}: {error}; correct the line") from None
     if not questions:
-        raise ValueError(f"{path} holds no question")
+        raise ValueError(f"{path} holds no question; give each a line with question, choices and answer")
     return questions
 
 

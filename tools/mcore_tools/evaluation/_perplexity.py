@@ -53,7 +53,7 @@ def read_texts(paths: Sequence[Path]) -> list[str]:
             raise ValueError(f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}; convert it") from None
         texts += _lines(path, whole) if path.suffix == ".jsonl" else [whole]
     if not any(texts):
-        raise ValueError(f"{', '.join(map(str, paths))} holds no text")
+        raise ValueError(f"{', '.join(map(str, paths))} holds no text; name a file that does")
     return [text for text in texts if text]
 
 
@@ -64,9 +64,9 @@ def _lines(path: Path, whole: str) -> Iterator[str]:
         try:
             value = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{path}:{number} is no JSON: {error}") from None
+            raise ValueError(f"{path}:{number} is no JSON: {error}; correct the line") from None
         if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-            raise ValueError(f'{path}:{number} must be an object with a string "text"')
+            raise ValueError(f'{path}:{number} must be an object with a string "text"; correct the line, or name a file of plain text')
         yield value["text"]
 
 

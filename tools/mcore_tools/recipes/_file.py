@@ -31,11 +31,11 @@ def read_config(path: str | Path, base: RunConfig | None = None) -> RunConfig:
     try:
         values: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+        raise RecipeError(f"{path} is no YAML: {' '.join(str(error).split())}; correct it there") from None
     except RecursionError:
         raise RecipeError(f"{path} is nested too deeply to be a run; a run has mappings in mappings at most") from None
     if not isinstance(values, dict):
-        raise RecipeError(f"{path} must map fields to values, found {type(values).__name__}")
+        raise RecipeError(f"{path} must map fields to values, found {type(values).__name__}; --write-config writes such a file")
     name = values.pop(BASE, None)
     if base is None and name is not None:
         base = recipe(str(name))

@@ -33,6 +33,7 @@ from mcore_rl import (
     refit,
 )
 from mcore_tools.assembly import Parts, open_tokenizer, schedule
+from mcore_tools.exit_code import under_way
 from mcore_tools.recipes import RunConfig
 from mcore_tools.reports import History
 from mcore_tools.rl._attempts import attempt_seed, begin_attempt
@@ -93,7 +94,8 @@ def reinforce_rank(config: RunConfig, kind: str, watchdog: Watchdog | None = Non
         writers = open_folder(config, history)
     try:
         run.start()
-        reward = run.iterate(writers, watchdog, stop)
+        with under_way():
+            reward = run.iterate(writers, watchdog, stop)
     finally:
         for writer in writers:
             writer.close()

@@ -57,4 +57,6 @@ def _api_key(served: ServedConfig) -> str | None:
     try:
         return Path(served.api_key_file).read_text().strip()
     except OSError as error:
-        raise ValueError(f"rl.served.api_key_file={served.api_key_file!r} cannot be read: {error.strerror}") from error
+        raise ValueError(
+            f"rl.served.api_key_file={served.api_key_file!r} cannot be read: {error.strerror}; name a file that holds the key"
+        ) from error

@@ -144,5 +144,7 @@ def _prompt(source: Path, number: int, line: str) -> str:
         return line
     prompt = _object(line).get("prompt")
     if not isinstance(prompt, str):
-        raise ValueError(f'line {number + 1} of {source} is no object with a "prompt"')
+        raise ValueError(
+            f'line {number + 1} of {source} is no object with a "prompt"; correct it, or give prompts as plain lines of a .txt'
+        )
     return prompt

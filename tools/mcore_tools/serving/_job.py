@@ -38,9 +38,13 @@ class Job:
             security = CoordinatorSecurity(secret=read["secret"], public_key=read["public_key"])
             return cls(address=endpoint(read["address"]), security=security)
         except OSError as error:
-            raise argparse.ArgumentTypeError(f"{text!r} is neither tcp://host:port nor a file that can be read: {error.strerror}") from None
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is neither tcp://host:port nor a file that can be read ({error.strerror}); give that of the server's --job-file"
+            ) from None
         except (ValueError, TypeError, KeyError, AttributeError, argparse.ArgumentTypeError):
-            raise argparse.ArgumentTypeError(f"{text!r} is no file of `mcore serve --job-file`") from None
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is no file of `mcore serve --job-file`; give the one that the server wrote"
+            ) from None
 
     def environment(self) -> Mapping[str, str]:
         """For processes of this host that are told the address."""

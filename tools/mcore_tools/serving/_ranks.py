@@ -110,7 +110,9 @@ class EngineRanks:
                         f"rank {rank} of the engine ended at its start with exit code {child.returncode}; the reason stands above"
                     )
             if time.monotonic() > deadline:
-                raise ValueError(f"ranks {missing} of the engine did not come within {_MEET_S:g} s (stage {stage!r})")
+                raise TimeoutError(
+                    f"ranks {missing} of the engine did not come within {_MEET_S:g} s (stage {stage!r}); read what they print"
+                )
             time.sleep(_POLL_S)
 
     def follow(self, engine: DynamicInferenceEngine) -> int:

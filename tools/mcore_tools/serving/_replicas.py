@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 from mcore_inference import DynamicInferenceEngine, EngineRunner
 from mcore_inference.coordinator import DataParallelInferenceCoordinator, EngineWorker
 from mcore_parallel.guard import STALLED_EXIT_CODE
+from mcore_tools.exit_code import FAILED, REFUSED
 from mcore_tools.serving._job import Job
 from mcore_tools.serving._layout import EngineLayout
 from mcore_tools.serving._ranks import start_rank
@@ -32,7 +33,7 @@ _TERMINATE_S = 5.0
 """From SIGTERM to SIGKILL of such a process."""
 _MAX_EARLY_ENDS = 3
 _EARLY_S = 60.0
-_REFUSED_CODE = 1
+_REFUSED_CODES = (FAILED, REFUSED)
 """Of a process that was asked for what cannot be; it has said why."""
 # Rank 0 would open a store of its own, unless torch takes the one here for that of an agent.
 _AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
@@ -87,7 +88,7 @@ class Replicas:
     When a process ends, those of its engine do, and of all engines that share experts with it. One that lives and whose engine the
     coordinator has lost, by silence or because it makes no progress, gets ten seconds to come back; then it is ended, by SIGTERM and
     five seconds later by SIGKILL. They are started again together, unless that happened ``3`` times, each before they took requests for
-    a minute, or the first start was refused (exit code 1). The coordinator hears of it at once, and gives the requests to other
+    a minute, or the first start was refused or failed (exit code 2 or 1). The coordinator hears of it at once, and gives the requests to other
     engines. When all are given up, and no engine of another host is left, ``on_end`` hears of it.
 
     Args:
@@ -217,7 +218,7 @@ class Replicas:
         early = world.up_since is None or time.monotonic() - world.up_since < _EARLY_S
         world.early_ends = world.early_ends + 1 if early else 0
         # Nothing changes when it is asked again.
-        world.was_refused = world.up_since is None and code == _REFUSED_CODE and world.num_starts == 1
+        world.was_refused = world.up_since is None and code in _REFUSED_CODES and world.num_starts == 1
         others = ", ".join(engine for engine in engines if engine != name)
         beside = others and f", and with it {others} of the same experts"
         if world.was_refused:

@@ -65,7 +65,7 @@ class ServerAnswers:
                     yield from _pieces(event)
                     self._is_cut |= any(choice.get("finish_reason") == "length" for choice in event.get("choices", []))
             except (OSError, HTTPException) as error:
-                raise AnswerError(f"{self._url} broke off: {error}") from None
+                raise AnswerError(f"{self._url} broke off: {error}; ask again, or look at the server's log") from None
 
     def _open(self, path: str, body: dict[str, Any] | None = None) -> HTTPResponse:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._token}"} if self._token else {})

@@ -33,7 +33,9 @@ def check_run(config: RunConfig, owner: str = "", *, paced: bool = True) -> None
         try:
             load_communicator_options(config.communicators)
         except (OSError, ValueError) as error:
-            raise ValueError(f"{owner}communicators={config.communicators!r} cannot be read: {error}") from None
+            raise ValueError(
+                f"{owner}communicators={config.communicators!r} cannot be read: {error}; name a file with options of NCCL's groups"
+            ) from None
     if config.backend != "torch":
         try:
             choose_backend(config.backend, fp8=config.fp8)

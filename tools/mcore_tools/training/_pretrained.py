@@ -82,7 +82,10 @@ class HuggingFaceFolder:
             value = left.pop(name, ())
             for part in value if isinstance(value, list | tuple) else [value]:
                 if tuple(tensor.shape) != tuple(part.global_shape):
-                    raise CheckpointingException(f"{self}: {name} has shape {list(tensor.shape)}, this model's {list(part.global_shape)}")
+                    raise CheckpointingException(
+                        f"{self}: {name} has shape {list(tensor.shape)}, this model's {list(part.global_shape)}; make model "
+                        "that of its config.json"
+                    )
                 box = tuple(slice(begin, begin + size) for begin, size in zip(part.offset, part.data.shape, strict=True))
                 part.data.copy_(tensor[box])
         return frozenset(left)

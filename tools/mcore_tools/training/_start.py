@@ -78,7 +78,7 @@ def find_base(config: LoadConfig, group: dist.ProcessGroup | None = None) -> Sou
     manager = CheckpointManager(path, group=group)
     steps = [] if is_checkpoint(path) else manager.steps()
     if config.step is not None and config.step not in steps:
-        contents = f"has {steps}" if steps else "is one checkpoint; set load.step=none"
+        contents = f"has {steps}; name one of them" if steps else "is one checkpoint; set load.step=none"
         raise ValueError(f"load.step={config.step} is not in load.path={config.path!r}, which {contents}")
     return manager if steps else newest
 

@@ -64,10 +64,12 @@ def check_stored(config: RunConfig, folder: Folder | HuggingFaceFolder | None, *
     except CheckpointingException:
         raise
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{folder} keeps a configuration that cannot be compared with this run: {error}") from None
+        raise ValueError(
+            f"{folder} keeps a configuration that cannot be compared with this run: {error}; name another checkpoint"
+        ) from None
     if encoder is not None and encoder != config.encoder:
         there, here = (f"{name} is set" if name else "masked=none and spans=none" for name in (encoder, config.encoder))
-        raise ValueError(f"{folder} holds the weights of another kind of model: {there} there, {here} here. Set them alike")
+        raise ValueError(f"{folder} holds the weights of another kind of model: {there} there, {here} here; set them alike")
     if stored is not None:
         if config.moe is not None and stored[1] is None:
             raise ValueError(

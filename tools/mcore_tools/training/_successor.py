@@ -26,6 +26,7 @@ from mcore_parallel.training import (
     Writer,
 )
 from mcore_tools.assembly import check_data, schedule
+from mcore_tools.exit_code import exit_code
 from mcore_tools.recipes import LoadConfig, RunConfig, add_fields_option, override
 from mcore_tools.torchrun import report_error
 from mcore_tools.training._check import check_run
@@ -138,4 +139,4 @@ def command(
         return work(options, override(config(options), options.set))
     except (ValueError, OSError, ImportError, CheckpointingException, NonFiniteLossError) as error:
         report_error(str(error))
-        return 1
+        return exit_code(error)

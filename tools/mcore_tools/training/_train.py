@@ -28,6 +28,7 @@ from mcore_parallel.training import (
     model_state,
 )
 from mcore_tools.assembly import assemble_run, build_model, build_stage, datasets, objective, open_tokenizer, validation_batches
+from mcore_tools.exit_code import under_way
 from mcore_tools.recipes import RunConfig
 from mcore_tools.reports import History
 from mcore_tools.training._adapters import AdapterCheckpoints, check_lora, describe_adapters
@@ -173,19 +174,20 @@ def _train_rank(
             print(f"goes on from {loaded}")
         if instruments.timers is not None and stamps is not None:
             instruments.timers.startup(stamps)
-        try:
-            trainer.run()
-        except SuspectResultError:
-            # The state before the step was saved.
+        with under_way():
+            try:
+                trainer.run()
+            except SuspectResultError:
+                # The state before the step was saved.
+                own.wait()
+                raise
             own.wait()
-            raise
-        own.wait()
-        if local is not None:
-            local.clear()
-        loss = float("nan")
-        if not trainer.stopped:
-            loss = evaluate(parts.model, run.validation(), parts.objective, groups=parts.groups).mean.item()
-        remarks = instruments.remarks()
+            if local is not None:
+                local.clear()
+            loss = float("nan")
+            if not trainer.stopped:
+                loss = evaluate(parts.model, run.validation(), parts.objective, groups=parts.groups).mean.item()
+            remarks = instruments.remarks()
     finally:
         parts.close()
     return Trained.of(trainer, config, history, loss=loss, begin=begin, remarks=remarks)

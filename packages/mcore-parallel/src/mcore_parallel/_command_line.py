@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The commands' parser."""
+"""The commands' parser, and their exit codes."""
 
 import argparse
 import sys
@@ -17,7 +17,7 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument("--version", action=_ShowVersion, help="show the version of mcore-parallel and end")
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: error: {message.removeprefix('argument ')}; {self.prog} --help lists what there is", file=sys.stderr)
+        print(f"error: {message.removeprefix('argument ')}; {self.prog} --help lists what there is", file=sys.stderr)
         raise SystemExit(2)
 
 
@@ -33,3 +33,10 @@ class _ShowVersion(argparse.Action):
         # Where it is asked for alone: a clone that is not installed has none.
         print(f"mcore-parallel {version('mcore-parallel')}")
         parser.exit()
+
+
+def exit_code(error: Exception) -> int:
+    """Of a command that ``error`` ends: 1 where the system failed while it worked, 2 where an input cannot be used."""
+    # Of those that the system raises, what a path that was given can mean.
+    paths = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+    return 1 if isinstance(error, OSError) and not isinstance(error, paths) else 2

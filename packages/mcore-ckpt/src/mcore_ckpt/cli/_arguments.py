@@ -29,6 +29,7 @@ __all__ = [
     "check_new",
     "choose",
     "chosen_dtype",
+    "exit_code",
     "progress",
     "read_settings",
 ]
@@ -38,7 +39,7 @@ class CommandParser(argparse.ArgumentParser):
     """A parser that refuses in one line, with exit code 2; those of its verbs do so too."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {message.removeprefix('argument ')}; {self.prog} --help lists what there is", file=sys.stderr)
+        print(f"error: {message.removeprefix('argument ')}; {self.prog} --help lists what there is", file=sys.stderr)
         raise SystemExit(2)
 
 
@@ -54,6 +55,13 @@ class ShowVersion(argparse.Action):
         # Where it is asked for alone: a clone that is not installed has none.
         print(f"mcore-ckpt {version('mcore-ckpt')}")
         parser.exit()
+
+
+def exit_code(error: Exception) -> int:
+    """Of a command that ``error`` ends: 1 where the system failed while it worked, 2 where an input cannot be used."""
+    # Of those that the system raises, what a path that was given can mean.
+    paths = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+    return 1 if isinstance(error, OSError) and not isinstance(error, paths) else 2
 
 
 Commands = Any

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt.cli import _exchange, _inspect, _rewrite
-from mcore_ckpt.cli._arguments import CommandParser, ShowVersion
+from mcore_ckpt.cli._arguments import CommandParser, ShowVersion, exit_code
 from mcore_ckpt.cli._quiet_pipe import quiet_pipe
 
 __all__ = ["main"]
@@ -30,5 +30,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise
     except (CheckpointingException, ValueError, OSError) as error:
         reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
-        print(f"mcore-ckpt: {reason}", file=sys.stderr)
-        return 2
+        print(f"error: {reason}", file=sys.stderr)
+        return exit_code(error)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""How a command ends when nobody reads what it prints. Each wheel with commands has this file, so that it can stand alone."""
+"""How a command ends that is interrupted, or that nobody reads. Each wheel with commands has this file, so that it can stand alone."""
 
 import functools
 import os
@@ -12,13 +12,16 @@ P = ParamSpec("P")
 
 
 def quiet_pipe(main: Callable[P, int]) -> Callable[P, int]:
-    """A command whose reader may leave, as ``head`` does: it ends without a word, with exit code 141."""
+    """A command that ends with a word and 130 when it is interrupted, without one and 141 when its reader leaves, as ``head`` does."""
 
     @functools.wraps(main)
     def run(*args: P.args, **options: P.kwargs) -> int:
         try:
             try:
                 return main(*args, **options)
+            except KeyboardInterrupt:
+                print("interrupted", file=sys.stderr)
+                return 130
             finally:
                 sys.stdout.flush()
         except BrokenPipeError:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mcore_parallel._command_line import CommandParser
+from mcore_parallel._command_line import CommandParser, exit_code
 from mcore_parallel._quiet_pipe import quiet_pipe
 from mcore_parallel.numerics._first_difference import DumpReport, compare_dumps
 
@@ -27,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.test, arguments.reference, exact=arguments.exact, dtype=dtype, growth=arguments.growth, factor=arguments.factor
         )
     except (ValueError, OSError, ImportError) as error:
-        print(f"mcore-compare: error: {error}", file=sys.stderr)
-        return 2
+        print(f"error: {error}", file=sys.stderr)
+        return exit_code(error)
     print(json.dumps(_as_json(report), indent=1) if arguments.json else report.table(everything=arguments.all))
     return 0 if report.ok else 1
 

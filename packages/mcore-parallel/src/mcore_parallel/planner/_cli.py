@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _scale(scale(workload, [arguments.gpus, *arguments.scale], cluster, limits=limits), arguments.json)
         proposals = propose(workload, arguments.gpus, cluster, limits=limits, top=arguments.top)
     except PlannerError as error:
-        print(f"mcore-plan: error: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     fits = proposals[0].fits
     if arguments.json:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if fits:
             print("the first as fields of a run: " + " ".join(f"--set {change}" for change in _fields(proposals[0], workload)))
     if not fits:
-        print(f"mcore-plan: {advice(proposals[0], workload, limits)}", file=sys.stderr)
+        print(f"error: {advice(proposals[0], workload, limits)}", file=sys.stderr)
     return 0 if fits else 1
 
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from mcore_parallel._command_line import CommandParser
+from mcore_parallel._command_line import CommandParser, exit_code
 from mcore_parallel._quiet_pipe import quiet_pipe
 from mcore_parallel.data._errors import DataError
 from mcore_parallel.data.datasets import BlendedMegatronDatasetBuilder, GPTDataset, GPTDatasetConfig, Split, parse_blend
@@ -75,20 +75,22 @@ class _Lines:
 
 @quiet_pipe
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 0 when all was written, 1 when not, 2 for wrong usage."""
+    """Run the command; 0 when all was written, 1 when that failed, 2 for inputs that cannot be used."""
     arguments = _parsed(argv)
+    wrote = False
     try:
         if arguments.input:
             _write(arguments)
+            wrote = True
         if arguments.build_cache:
             _build_cache(arguments)
     except BrokenPipeError:
         raise
     except (DataError, OSError) as error:
-        print(f"mcore-preprocess: error: {error}", file=sys.stderr)
-        return 1
+        print(f"error: {error}", file=sys.stderr)
+        return 1 if wrote else exit_code(error)
     except KeyboardInterrupt:
-        print("mcore-preprocess: interrupted; finished pieces stay, the same command goes on with the others", file=sys.stderr)
+        print("interrupted; finished pieces stay, the same command goes on with the others", file=sys.stderr)
         return 130
     return 0
 
