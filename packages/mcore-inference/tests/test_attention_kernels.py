@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """The kernels of paged attention against plain attention over each request's tokens."""
 
+import dataclasses
 import random
 from dataclasses import dataclass
 
@@ -225,6 +226,19 @@ def check_packed(case: Case, device: str, dtype: torch.dtype, tolerance: float, 
     assert cached.read(torch.arange(num_slots - size, num_slots, device=device), dtype)[0].isnan().all()
 
 
+def check_not_finite(device: str, dtype: torch.dtype) -> None:
+    """Heads in fp8 with a value that is not finite are NaN as a whole, as those of torch's cast."""
+    from mcore_inference.attention._triton import append
+
+    case = dataclasses.replace(CASES[0], kv_heads=2, width=16)
+    cached = moved(make_slots(4, case, dtype, fp8=True), device)
+    k, v = (torch.randn(3, 2, 16, device=device).to(dtype) for _ in range(2))
+    k[0, 1, 3], v[1, 0, 15] = float("inf"), float("nan")
+    append(k, v, cached, torch.tensor([2, 0, 1], device=device))
+    keys, values = (x.isnan() for x in cached.read(torch.tensor([2, 0, 1], device=device), torch.float32))
+    assert keys.sum() == keys[0, 1].sum() == 16 and values.sum() == values[1, 0].sum() == 16
+
+
 def test_kernels_equal_plain_attention_in_the_interpreter() -> None:
     run_interpreted(__file__)
 
@@ -245,6 +259,11 @@ def test_kernels_equal_plain_attention_on_a_gpu(case: Case, dtype: torch.dtype, 
         check(case, "cuda", dtype, tolerance, fp8=fp8)
 
 
+@pytest.mark.gpu
+def test_what_is_not_finite_stays_so_on_a_gpu() -> None:
+    check_not_finite("cuda", torch.bfloat16)
+
+
 def test_tiles_cover_every_token_once() -> None:
     lengths = np.array([1, 31, 32, 33, 200])
     for group in (1, 3, 4, 128, 200):
@@ -263,4 +282,5 @@ if __name__ == "__main__":
     for each in DECODE_CASES:
         for stored in (False, True):
             check_packed(each, "cpu", torch.float32, 2e-5, fp8=stored)
+    check_not_finite("cpu", torch.float32)
     print("same")

@@ -35,10 +35,62 @@ def close(result: Tensor, wanted: Tensor, tolerance: float) -> None:
 def check_linear(device: str, dtype: torch.dtype, tolerance: float) -> None:
     from mcore_inference.decoder._linear import streamed_linear
 
-    for tokens, depth, width in ((1, 96, 40), (3, 256, 64), (16, 130, 33)):
+    for tokens, depth, width in ((1, 96, 40), (3, 256, 64), (16, 130, 33), (45, 130, 40)):
         x = torch.randn(tokens, depth, device=device, dtype=dtype)
         weight = torch.randn(width, depth, device=device, dtype=dtype)
         close(streamed_linear(x, weight), x.double() @ weight.double().T, tolerance)
+
+
+def check_parts(device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Sums over D in parts, each in a program of its own, that are added up; twice, for counters that are zero again."""
+    from mcore_inference.decoder._linear import embed, num_counters, streamed_linear, streamed_residual
+
+    finished = torch.zeros(num_counters(70), dtype=torch.int32, device=device)
+    for tokens, depth, narrow in ((3, 512, True), (20, 512, False), (40, 512, True), (64, 256, False)):
+        table = torch.randn(50, depth).to(device, dtype)
+        weight = torch.randn(70, depth, device=device, dtype=dtype)
+        scaled = quantize_rows(weight, torch.float8_e4m3fn, powers_of_two=True) if narrow else None
+        read, wide = (weight, weight) if scaled is None else (scaled, scaled.value(dtype))
+        norms = [StreamNorm(weight=torch.randn(n).to(device, dtype), epsilon=1e-3, shift=1.0) for n in (depth, 70)]
+        x = embed(torch.randint(50, (tokens,), device=device), table, norms[0])
+        whole = streamed_linear(x, wide)
+        for _ in range(2):
+            close(streamed_linear(x, read, finished=finished), whole, tolerance)
+            assert not finished.any()
+        residual = torch.randn(tokens, 70, device=device, dtype=dtype)
+        stream = streamed_residual(x.x, read, residual, norms[1], finished=finished)
+        alone = streamed_residual(x.x, wide, residual, norms[1])
+        for name in ("x", "scaled"):
+            close(getattr(stream, name), getattr(alone, name), tolerance)
+        close(stream.squares.sum(0), alone.squares.sum(0), tolerance)
+
+
+def check_narrow(device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Kernels that leave e4m3, as norm and gate by themselves and a cast behind them."""
+    from mcore_inference.decoder._narrow import add_and_norm, swiglu
+
+    for tokens, depth in ((1, 96), (5, 130)):
+        x, y, gates = (torch.randn(tokens, width, device=device).to(dtype) for width in (depth, depth, 2 * depth))
+        norm = StreamNorm(weight=torch.randn(depth).to(device, dtype), epsilon=1e-3, shift=1.0)
+        total = x + y
+        for update in (y, None):
+            rows = add_and_norm(x, update, norm)
+            assert torch.equal(x, total)
+            close_rows(rows, normed(total, norm.weight, norm.epsilon, norm.shift).to(dtype), tolerance)
+        gate, value = gates.float().chunk(2, dim=-1)
+        close_rows(swiglu(gates), (torch.nn.functional.silu(gate) * value).to(dtype), tolerance)
+    if device == "cuda":
+        x[0, 0] = float("nan")
+        assert add_and_norm(x, None, norm).value()[0].isnan().all()
+
+
+def close_rows(rows: Scaled, wanted: Tensor, tolerance: float) -> None:
+    """Scales as of a cast of what was wanted, and elements off by one step of e4m3 at most."""
+    cast = quantize_rows(wanted, torch.float8_e4m3fn)
+    close(rows.inverse, cast.inverse, tolerance)
+    # A value beside the middle of a step may fall to either side.
+    step = 0.13 if tolerance > 1e-3 else tolerance
+    torch.testing.assert_close(rows.value(), cast.value(), rtol=step, atol=step * 0.1 * float(wanted.abs().max()))
 
 
 def normed(x: Tensor, weight: Tensor, epsilon: float, shift: float) -> Tensor:
@@ -127,7 +179,7 @@ def check_rotation(device: str, dtype: torch.dtype, tolerance: float) -> None:
         assert not scales[[0, 1]][:, [1, 3, 5]].any()
 
 
-CHECKS = (check_linear, check_stream, check_fp8, check_rotation)
+CHECKS = (check_linear, check_stream, check_fp8, check_parts, check_narrow, check_rotation)
 
 
 def test_kernels_equal_torch_in_the_interpreter() -> None:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mcore_inference.attention._fp8 import absorb_scaled, bounded, inverse_of, rounded, shrunk
+from mcore_inference.attention._fp8 import absorb_pairs, bounded, inverse_of, rounded, shrunk
 from mcore_inference.attention._packed import PackedHeads
 from mcore_inference.cache import LayerSlots
 
@@ -72,15 +72,18 @@ def attend_packed(
         parts = torch.empty((rows, kv_heads * group, splits, width), dtype=torch.float32, device=device)
         sums = torch.empty((rows, kv_heads * group, splits), dtype=torch.float32, device=device)
     keys_NKd, values_NKd = cached.keys, cached.values
+    # Values in fp8 are read by pairs of channels.
+    pairs_NKd = None if cached.scales is None else values_NKd.view(torch.int16)
+    pairs_slot, pairs_head = (0, 0) if pairs_NKd is None else pairs_NKd.stride()[:2]
     key_scales, value_scales = (None, None) if cached.scales is None else cached.scales
     cos, sin = (None, None) if heads.tables is None else heads.tables
     query_norm, key_norm, epsilon, shift = (None, None, 0.0, 0.0) if heads.norms is None else heads.norms.parts
     if rows:
         _decode_kernel[(rows, kv_heads, splits)](
-            heads.qkv, keys_NKd, values_NKd, key_scales, value_scales, slots_R, out, parts, sums, finished, tables_RB,
+            heads.qkv, keys_NKd, values_NKd, pairs_NKd, key_scales, value_scales, slots_R, out, parts, sums, finished, tables_RB,
             contexts_R, cos, sin, query_norm, key_norm,
             sink_A, epsilon, shift, scale * _LOG2_E, window, keys_NKd.stride(0), keys_NKd.stride(1), values_NKd.stride(0),
-            values_NKd.stride(1), 0 if key_scales is None else key_scales.stride(1), tables_RB.stride(0),
+            values_NKd.stride(1), pairs_slot, pairs_head, 0 if key_scales is None else key_scales.stride(1), tables_RB.stride(0),
             0 if cos is None else cos.stride(0), kv_heads, block_size, width,
             GROUP=group, LINES=max(16, triton.next_power_of_2(group)), KEYS=min(_KEYS, block_size & -block_size),
             WIDTH=triton.next_power_of_2(max(16, width)), SPLITS=splits, SPLIT_BLOCK=triton.next_power_of_2(splits),
@@ -93,11 +96,10 @@ def attend_packed(
 # As of prompts: one kernel for the numbers of all steps.
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["slots_ptr", "tables_ptr", "contexts_ptr"])
 def _decode_kernel(
-    qkv_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slots_ptr, out_ptr, parts_ptr, sums_ptr, finished_ptr,
+    qkv_ptr, keys_ptr, values_ptr, pairs_ptr, key_scales_ptr, value_scales_ptr, slots_ptr, out_ptr, parts_ptr, sums_ptr, finished_ptr,
     tables_ptr, contexts_ptr, cos_ptr, sin_ptr,
     query_norm_ptr, key_norm_ptr, sink_ptr, epsilon, shift, scale, window, keys_slot, keys_head, values_slot, values_head,
-    scales_head, table_stride,
-    angle_stride, kv_heads, block_size, width,
+    pairs_slot, pairs_head, scales_head, table_stride, angle_stride, kv_heads, block_size, width,
     GROUP: tl.constexpr, LINES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -139,7 +141,8 @@ def _decode_kernel(
     key_inverse, value_inverse = 1.0, 1.0
     if key_scales_ptr is not None:
         k_rounded, v_wide = k_wide.to(kind).to(tl.float32), v_new.to(tl.float32)
-        key_inverse, value_inverse = inverse_of(tl.max(tl.abs(k_rounded), 0)), inverse_of(tl.max(tl.abs(v_wide), 0))
+        key_inverse = inverse_of(tl.max(tl.abs(k_rounded), 0), tl.sum(k_rounded, 0))
+        value_inverse = inverse_of(tl.max(tl.abs(v_wide), 0), tl.sum(v_wide, 0))
         k_rounded, v_wide = rounded(shrunk(k_rounded, key_inverse)), rounded(shrunk(v_wide, value_inverse))
         k_new, v_cached = k_rounded.to(keys_ptr.dtype.element_ty), v_wide.to(values_ptr.dtype.element_ty)
         k_read, v_read = k_rounded * key_inverse, v_wide * value_inverse
@@ -168,19 +171,23 @@ def _decode_kernel(
     best = tl.full((LINES,), -1e30, dtype=tl.float32)
     total = tl.zeros((LINES,), dtype=tl.float32)
     result = tl.zeros((LINES, WIDTH), dtype=tl.float32)
+    pair = tl.arange(0, WIDTH // 2)
+    even, odd = tl.zeros((LINES, WIDTH // 2), dtype=tl.float32), tl.zeros((LINES, WIDTH // 2), dtype=tl.float32)
     following = tl.load(table + tl.minimum(low, tl.maximum(high - 1, 0)) * KEYS // block_size)
     for tile in range(low, whole):
         # A tile of keys lies in one block, whose number was read a tile earlier.
         slot = following.to(tl.int64) * block_size + tile * KEYS % block_size + tl.arange(0, KEYS)
         following = tl.load(table + tl.minimum(tile + 1, high - 1) * KEYS // block_size)
         k = tl.load(keys_ptr + slot[None, :] * keys_slot + kv_head * keys_head + lane[:, None], mask=inside[:, None], other=0.0)
-        v = tl.load(values_ptr + slot[:, None] * values_slot + kv_head * values_head + lane[None, :], mask=inside[None, :], other=0.0)
         scores = tl.dot(q, k.to(kind), input_precision=PRECISION) * line_scale
         if key_scales_ptr is not None:
             at = kv_head * scales_head + slot
             scores = scores * tl.load(key_scales_ptr + at)[None, :]
-            best, total, result = absorb_scaled(scores, v.to(kind), tl.load(value_scales_ptr + at), best, total, result, PRECISION)
+            within = slot[:, None] * pairs_slot + kv_head * pairs_head + pair[None, :]
+            v = tl.load(pairs_ptr + within, mask=pair[None, :] < width // 2, other=0)
+            best, total, even, odd = absorb_pairs(scores, v, tl.load(value_scales_ptr + at), best, total, even, odd, kind, PRECISION)
         else:
+            v = tl.load(values_ptr + slot[:, None] * values_slot + kv_head * values_head + lane[None, :], mask=inside[None, :], other=0.0)
             best, total, result = absorb(scores, v.to(kind), best, total, result, PRECISION)
     for tile in range(whole, high):
         key = tile * KEYS + tl.arange(0, KEYS)
@@ -189,22 +196,26 @@ def _decode_kernel(
         k = tl.load(
             keys_ptr + slot[None, :] * keys_slot + kv_head * keys_head + lane[:, None], mask=seen[None, :] & inside[:, None], other=0.0
         )
-        v = tl.load(
-            values_ptr + slot[:, None] * values_slot + kv_head * values_head + lane[None, :],
-            mask=seen[:, None] & inside[None, :],
-            other=0.0,
-        )
         scores = tl.dot(q, k.to(kind), input_precision=PRECISION) * line_scale
         if key_scales_ptr is not None:
             at = kv_head * scales_head + slot
             scores = scores * tl.load(key_scales_ptr + at, mask=seen, other=0.0)[None, :]
             scores = tl.where(seen[None, :], scores, -float("inf"))
             value_scales = tl.load(value_scales_ptr + at, mask=seen, other=0.0)
-            best, total, result = absorb_scaled(scores, v.to(kind), value_scales, best, total, result, PRECISION)
+            within = slot[:, None] * pairs_slot + kv_head * pairs_head + pair[None, :]
+            v = tl.load(pairs_ptr + within, mask=seen[:, None] & (pair[None, :] < width // 2), other=0)
+            best, total, even, odd = absorb_pairs(scores, v, value_scales, best, total, even, odd, kind, PRECISION)
         else:
             scores = tl.where(seen[None, :], scores, -float("inf"))
+            v = tl.load(
+                values_ptr + slot[:, None] * values_slot + kv_head * values_head + lane[None, :],
+                mask=seen[:, None] & inside[None, :],
+                other=0.0,
+            )
             best, total, result = absorb(scores, v.to(kind), best, total, result, PRECISION)
 
+    if key_scales_ptr is not None:
+        result = tl.interleave(even, odd)
     # The first split adds the new token, and writes it into the cache.
     adds = (split == 0) & (context > 0)
     # Not inside & adds, which is no mask of booleans in every Triton.

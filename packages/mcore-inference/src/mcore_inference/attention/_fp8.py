@@ -9,9 +9,14 @@ import triton.language as tl
 
 
 @triton.jit
-def inverse_of(amax):
-    """What a head in fp8 (e4m3) is multiplied by; that of zeros is not zero."""
-    return tl.div_rn(tl.maximum(amax, 1e-30), 448.0)
+def inverse_of(amax, sums):
+    """What a head in fp8 (e4m3) is multiplied by; that of zeros is not zero.
+
+    Args:
+        amax: its largest magnitude.
+        sums: of its values: of what is not finite, which a maximum passes over, the scale is NaN.
+    """
+    return tl.div_rn(tl.maximum(amax, 1e-30), 448.0) + sums * 0.0
 
 
 @triton.jit
@@ -36,6 +41,18 @@ def rounded(x):
 
 
 @triton.jit
+def unpacked(pairs):
+    """Pairs of e4m3 in int16 as two tiles of float16, the first and the second of each over 2^8, which the caller's scales take in.
+
+    Their bits under the exponent of float16 are that number, also of those below the smallest normal one. NaN becomes 480: whoever stores
+    keeps it in the scales.
+    """
+    first = ((pairs & 0x80) << 8) | ((pairs & 0x7F) << 7)
+    second = (pairs & -0x8000) | ((pairs & 0x7F00) >> 1)
+    return first.to(tl.float16, bitcast=True), second.to(tl.float16, bitcast=True)
+
+
+@triton.jit
 def bounded(x):
     """Lines [L, d] over their largest magnitude, in float16, and that: fp8 becomes float16 in one instruction."""
     wide = x.to(tl.float32)
@@ -54,3 +71,22 @@ def absorb_scaled(scores, v, scales, best, total, result, PRECISION: tl.constexp
     shares = (weights * (scales / most)[None, :]).to(v.dtype)
     result = result * shrink[:, None] + tl.dot(shares, v, input_precision=PRECISION) * most
     return highest, total * shrink + tl.sum(weights, 1), result
+
+
+@triton.jit
+def absorb_pairs(scores, pairs, scales, best, total, even, odd, KIND: tl.constexpr, PRECISION: tl.constexpr):
+    """The same for values [keys, d / 2] in pairs of channels, of which the sums of even and odd ones are kept apart.
+
+    A tile of 8 bits cannot be turned on its way from shared memory to the tensor cores, one of 16 can.
+    """
+    highest = tl.maximum(best, tl.max(scores, 1))
+    weights = tl.exp2(scores - highest[:, None])
+    shrink = tl.exp2(best - highest)
+    most = tl.maximum(tl.max(scales, 0), 1e-35)
+    shares = (weights * (scales / most)[None, :]).to(KIND)
+    first, second = unpacked(pairs)
+    # Of 2^8 that the values are too small.
+    most = most * 256.0
+    even = even * shrink[:, None] + tl.dot(shares, first.to(KIND), input_precision=PRECISION) * most
+    odd = odd * shrink[:, None] + tl.dot(shares, second.to(KIND), input_precision=PRECISION) * most
+    return highest, total * shrink + tl.sum(weights, 1), even, odd

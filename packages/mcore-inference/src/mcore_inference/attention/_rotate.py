@@ -83,7 +83,9 @@ def _rotate_kernel(
     first_cached, second_cached = a.to(cached), b.to(cached)
     if key_scales_ptr is not None:
         wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
-        inverse = inverse_of(tl.maximum(tl.max(tl.abs(wide_a), 1), tl.max(tl.abs(wide_b), 1)))[:, None]
+        inverse = inverse_of(tl.maximum(tl.max(tl.abs(wide_a), 1), tl.max(tl.abs(wide_b), 1)), tl.sum(wide_a, 1) + tl.sum(wide_b, 1))[
+            :, None
+        ]
         wide_a, wide_b = rounded(shrunk(wide_a, inverse)), rounded(shrunk(wide_b, inverse))
         first_cached, second_cached = wide_a.to(cached), wide_b.to(cached)
         a, b = (wide_a * inverse).to(kind), (wide_b * inverse).to(kind)

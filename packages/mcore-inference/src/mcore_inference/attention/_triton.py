@@ -169,7 +169,7 @@ def _append_scaled_kernel(
     slot = tl.load(slots_ptr + token).to(tl.int64)
     place = x_ptr + token * x_token + head * x_head + lane
     x = tl.load(place, mask=lane < width, other=0.0).to(tl.float32)
-    inverse = inverse_of(tl.max(tl.abs(x), 0))
+    inverse = inverse_of(tl.max(tl.abs(x), 0), tl.sum(x, 0))
     x = rounded(shrunk(x, inverse))
     tl.store(data_ptr + slot * data_slot + head * data_head + lane, x.to(data_ptr.dtype.element_ty), mask=lane < width)
     tl.store(scales_ptr + head * scales_head + slot, inverse)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from mcore_inference._stability import experimental_api
 from mcore_inference.attention import HeadNorms, PackedHeads, PagedAttention, PagedStep, TableRows
-from mcore_inference.decoder._fp8 import Fp8Weight, has_stream_kernel
+from mcore_inference.decoder._fp8 import FEW_ROWS, Fp8Weight, has_stream_kernel
 from mcore_inference.decoder._partial_sums import PartialSums
-from mcore_parallel.backends import Scaled
+from mcore_parallel.backends import Scaled, quantize_rows
 from mcore_parallel.comm import all_gather
 from mcore_parallel.models import GPTModel, OutputLayer, TransformerLayer
 from mcore_parallel.nn import MLP, NormedStream, RMSNorm, SelfAttention, Step, StreamedFeedForward, StreamNorm, StreamsFeedForward
@@ -21,6 +21,8 @@ from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLine
 _DTYPES = (torch.bfloat16, torch.float16)
 # Sums before the norm's root need the range of bfloat16.
 _STREAM_DTYPES = (torch.bfloat16,)
+_FEW_TOKENS = 16
+"""Of ``StreamedFeedForward.stream_few``."""
 
 
 # T tokens, D model, V vocabulary, R tokens whose logits are read.
@@ -29,8 +31,9 @@ class FusedDecoder:
     """Computes what the model's forward does for the tokens of a step, from the weights where the model has them.
 
     A decode step of few requests takes five kernels a layer, which stream the weights: the residual sum, the norm, the gate and the
-    cache's write are parts of them. Other steps take torch's matmuls, and nine. A feed-forward that is no ``MLP``, such as a mixture,
-    brings kernels of its own (``StreamsFeedForward``), or is called as it is.
+    cache's write are parts of them. Other steps take torch's matmuls, and nine; where these multiply in fp8, norm and gate leave their
+    result so. A feed-forward that is no ``MLP``, such as a mixture, brings kernels of its own (``StreamsFeedForward``), or is called as
+    it is.
 
     Over tensor-parallel ranks the sums of partial results are kernels of their own, and logits are gathered. All ranks make it, and call
     it, at the same points.
@@ -54,8 +57,13 @@ class FusedDecoder:
             if tp.size == 1
             else PartialSums(tp, max_requests, model.config.hidden_size, dtype=self._weight.dtype, device=parameter.device)
         )
+        self._narrows = all(map(_narrows, self._layers))
         kv_heads = max(cast(SelfAttention, layer.mixer).local_kv_heads for layer in self._layers)
-        self._finished = torch.zeros(max_requests * kv_heads, dtype=torch.int32, device=parameter.device)
+        widths = [cast(SelfAttention, layer.mixer).qkv.weight.flatten(0, -2).shape[0] for layer in self._layers]
+        # Of attention and of linear layers, one after the other.
+        counters = max(max_requests * kv_heads, *widths, model.config.hidden_size)
+        self._finished = torch.zeros(counters, dtype=torch.int32, device=parameter.device)
+        self._max_streamed = self._streamed_rows()
 
     @staticmethod
     def fits(model: GPTModel) -> bool:
@@ -74,16 +82,16 @@ class FusedDecoder:
 
     def logits(self, tokens_T: Tensor, step: Step, rows_R: Tensor | None = None) -> Tensor:
         """[T, V] of a step, or [R, V] of those of its tokens."""
-        from mcore_inference.decoder._linear import MAX_ROWS
-
         model = self._model
         tables = model.rotary(step.positions), model.rotary(step.positions, window=True)
         rows = cast(PagedStep, step.attention).rows
         decodes = isinstance(rows, TableRows) and rows.tiles is None and rows_R is None
         plain = model.config.embedding_multiplier == 1.0 and model.position_embedding is None
-        if decodes and plain and self._streams and len(tokens_T) <= MAX_ROWS and self._weight.dtype in _STREAM_DTYPES:
+        if decodes and plain and len(tokens_T) <= self._max_streamed:
             return self._streamed(tokens_T, step, tables)
         x = model.embed(tokens_T, step)
+        if self._narrows and len(tokens_T) > FEW_ROWS:
+            return self._logits(self._narrowed(x, step, tables), rows_R)
         y = self._norms[0](x)
         for layer, feed_forward, norm in zip(self._layers, self._feed_forwards, self._norms[1:], strict=True):
             attention = cast(SelfAttention, layer.mixer)
@@ -99,7 +107,25 @@ class FusedDecoder:
             else:
                 x = x.add_(cast(nn.Module, layer.mlp)(y, step)[0])
             y = norm(x)
-        return all_gather(F.linear(y if rows_R is None else y[rows_R], self._weight), model.groups.tp, dim=1)
+        return self._logits(y, rows_R)
+
+    def _logits(self, y: Tensor, rows_R: Tensor | None) -> Tensor:
+        return all_gather(F.linear(y if rows_R is None else y[rows_R], self._weight), self._model.groups.tp, dim=1)
+
+    def _narrowed(self, x: Tensor, step: Step, tables: tuple[Any, Any]) -> Tensor:
+        """The final norm's result [T, D], by fp8 GEMMs between kernels that round; x [T, D] is overwritten."""
+        from mcore_inference.decoder import _narrow as kernels
+
+        *norms, final = self._norms
+        update: Tensor | None = None
+        for layer, norm in zip(self._layers, norms, strict=True):
+            attention, mlp = cast(SelfAttention, layer.mixer), cast(MLP, layer.mlp)
+            qkv = _narrow_product(kernels.add_and_norm(x, update, _parts(norm)), attention.qkv, x.dtype)
+            y = quantize_rows(self._attend(qkv, attention, tables, step).flatten(1), torch.float8_e4m3fn)
+            update = self._summed(_narrow_product(y, attention.out, x.dtype))
+            up = _narrow_product(kernels.add_and_norm(x, update, _parts(_norm(layer.ffn_norm))), mlp.up, x.dtype)
+            update = self._summed(_narrow_product(kernels.swiglu(up), mlp.down, x.dtype))
+        return final(x if update is None else x.add_(update))
 
     def _streamed(self, tokens_T: Tensor, step: Step, tables: tuple[Any, Any]) -> Tensor:
         from mcore_inference.decoder import _linear as kernels
@@ -111,7 +137,8 @@ class FusedDecoder:
             x = kernels.enter_stream(self._model.embed(tokens_T, step).contiguous(), first)
         for layer, feed_forward, norm in zip(self._layers, self._feed_forwards, self._norms[1:], strict=True):
             attention = cast(SelfAttention, layer.mixer)
-            y = self._attend(kernels.streamed_linear(x, _matrix(attention.qkv)), attention, tables, step)
+            qkv = kernels.streamed_linear(x, _matrix(attention.qkv), finished=self._finished)
+            y = self._attend(qkv, attention, tables, step)
             x = self._add_few(y.flatten(1), attention.out, x.x, _parts(_norm(layer.ffn_norm)))
             if feed_forward is not None:
                 x = feed_forward.stream_few(x, _parts(norm))
@@ -125,20 +152,34 @@ class FusedDecoder:
         from mcore_inference.decoder import _linear as kernels
 
         if self._sums is None:
-            return kernels.streamed_residual(y, _matrix(linear), residual, norm)
-        partial = kernels.streamed_linear(y, _matrix(linear), out=self._sums.rows(len(y)))
+            return kernels.streamed_residual(y, _matrix(linear), residual, norm, finished=self._finished)
+        partial = kernels.streamed_linear(y, _matrix(linear), out=self._sums.rows(len(y)), finished=self._finished)
         return kernels.enter_stream(self._sums.sum(partial), norm, residual_TD=residual)
 
     def _add_product(self, x: Tensor, y: Tensor, linear: nn.Module) -> Tensor:
         """x [T, N] plus the product of y [T, D], in place."""
         layer = cast(RowParallelLinear, linear)
         if isinstance(layer.products, Fp8Weight):
-            product = layer.products.product(y, layer.weight)
-            return x.add_(product if self._sums is None else self._sums.sum(product))
+            return x.add_(self._summed(layer.products.product(y, layer.weight)))
         if self._sums is None:
             return x.addmm_(y, layer.weight.t())
         # Without rows of its own the product makes some.
         return x.add_(self._sums.sum(torch.mm(y, layer.weight.t(), out=self._sums.rows(len(y)))))
+
+    def _summed(self, partial: Tensor) -> Tensor:
+        """Of all tensor-parallel ranks."""
+        return partial if self._sums is None else self._sums.sum(partial)
+
+    def _streamed_rows(self) -> int:
+        """Tokens of the largest decode step whose weights are streamed."""
+        if not self._streams or self._weight.dtype not in _STREAM_DTYPES:
+            return 0
+        from mcore_inference.decoder._linear import MAX_FP8_ROWS, MAX_ROWS
+
+        if any(self._feed_forwards):
+            return _FEW_TOKENS
+        in_fp8 = any(isinstance(products, Fp8Weight) for layer in self._layers for products in _products(layer))
+        return MAX_FP8_ROWS if in_fp8 else MAX_ROWS
 
     @property
     def _weight(self) -> Tensor:
@@ -162,6 +203,28 @@ def _matrix(linear: nn.Module) -> Tensor | Scaled:
     layer = cast(ColumnParallelLinear, linear)
     weight = layer.weight.flatten(0, -2)
     return layer.products.scaled(weight) if isinstance(layer.products, Fp8Weight) else weight
+
+
+def _products(layer: TransformerLayer) -> list[object]:
+    """Of its linear layers, those of a plain feed-forward included."""
+    linears = [cast(SelfAttention, layer.mixer).qkv, cast(SelfAttention, layer.mixer).out]
+    linears += [layer.mlp.up, layer.mlp.down] if type(layer.mlp) is MLP else []
+    return [getattr(linear, "products", None) for linear in linears]
+
+
+def _narrows(layer: TransformerLayer) -> bool:
+    """Whether all its GEMMs of many tokens are in fp8, behind rows that one program holds."""
+    if type(layer.mlp) is not MLP or not all(isinstance(products, Fp8Weight) and products.multiplies for products in _products(layer)):
+        return False
+    from mcore_inference.decoder._narrow import MAX_WIDTH
+
+    return max(layer.mlp.up.weight.shape[-1], layer.mlp.down.weight.shape[-1]) <= MAX_WIDTH
+
+
+def _narrow_product(x: Scaled, linear: nn.Module, dtype: torch.dtype) -> Tensor:
+    """[T, D] -> [T, N]."""
+    layer = cast(ColumnParallelLinear, linear)
+    return cast(Fp8Weight, layer.products).narrow_product(x, layer.weight.flatten(0, -2), dtype)
 
 
 def _product(x: Tensor, linear: nn.Module) -> Tensor:

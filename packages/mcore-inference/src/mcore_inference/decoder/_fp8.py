@@ -20,7 +20,7 @@ from mcore_parallel.tensor_parallel import BatchInvariantProducts, ColumnParalle
 
 WeightDtype = Literal["fp8", "fp8_weight_only"]
 """As ``InferenceConfig.weight_dtype``."""
-FEW_ROWS = 16
+FEW_ROWS = 32
 """Tokens up to which activations keep their dtype: such a GEMM is bound by reading its weight."""
 _E4M3 = torch.float8_e4m3fn
 _MULTIPLE = 16
@@ -55,6 +55,8 @@ class Fp8Weight:
         """Of the weight before."""
         scaled = quantize_rows(weight.detach().flatten(0, -2), _E4M3, powers_of_two=True)
         self.inverse_O1 = scaled.inverse
+        self.multiplies = multiply and not any(size % _MULTIPLE for size in scaled.data.shape)
+        """Whether more than ``FEW_ROWS`` tokens are multiplied in fp8."""
         # Whoever knows the parameter goes on knowing it.
         weight.requires_grad_(False).data = scaled.data.view(weight.shape)
 
@@ -91,9 +93,13 @@ class Fp8Weight:
 
             # Each row side by side, as the kernel reads it.
             return streamed_linear(x_TI if x_TI.stride(-1) == 1 else x_TI.contiguous(), self.scaled(weight_OI))
-        if self.multiply and len(x_TI) > FEW_ROWS and not any(size % _MULTIPLE for size in weight_OI.shape):
-            return scaled_product(quantize_rows(x_TI, _E4M3), self.scaled(weight_OI), x_TI.dtype)
+        if self.multiplies and len(x_TI) > FEW_ROWS:
+            return self.narrow_product(quantize_rows(x_TI, _E4M3), weight_OI, x_TI.dtype)
         return F.linear(x_TI, self.widened(weight_OI, x_TI.dtype))
+
+    def narrow_product(self, x: Scaled, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
+        """The same of activations in e4m3 with a scale a token, summed in the unit's own accumulators: [T, O] in ``dtype``."""
+        return scaled_product(x, self.scaled(weight_OI), dtype, fast=True)
 
     def scaled(self, weight_OI: Tensor) -> Scaled:
         """The weight as a matrix, with its scales."""

@@ -19,22 +19,30 @@ from mcore_parallel.nn import NormedStream, StreamNorm
 
 # T tokens (one a request), D input and N output width of a linear layer, R lines of a tile (T and padding), P parts of a sum.
 
-MAX_ROWS = 16
-"""Tokens up to which a linear layer is bound by reading its weight: one side of a matrix instruction."""
+MAX_ROWS = 64
+"""Tokens up to which a linear layer is bound by reading its weight, and this kernel reads it as fast as any."""
+MAX_FP8_ROWS = 32
+"""The same of a weight in e4m3; with more tokens it is faster to multiply in fp8."""
+_LEAST_COLUMNS = 16
+"""Of a program."""
 
 
-def streamed_linear(x: Tensor | NormedStream, weight_ND: Tensor | Scaled, *, out: Tensor | None = None) -> Tensor:
+def streamed_linear(
+    x: Tensor | NormedStream, weight_ND: Tensor | Scaled, *, out: Tensor | None = None, finished: Tensor | None = None
+) -> Tensor:
     """``norm(x) @ weight.T`` of at most ``MAX_ROWS`` tokens, at the speed at which the weight can be read.
 
     Args:
         x: [T, D], last stride 1; or what stands in front of a norm.
         weight_ND: [N, D], contiguous; or in e4m3 with a scale for each row.
         out: contiguous [T, N] in the dtype of x, which is written; None for a new one.
+        finished: int32 zeros, ``num_counters(N)`` or more, which the launch counts in and leaves zero: with them parts of the sums over D
+            have programs of their own where there are few columns. The parts are added up in one order.
 
     Returns:
         [T, N] in the dtype of x.
     """
-    return _launch(x, weight_ND, out=out)[0]
+    return _launch(x, weight_ND, out=out, finished=finished)[0]
 
 
 def streamed_swiglu(x: NormedStream, weight_2FD: Tensor | Scaled) -> Tensor:
@@ -42,7 +50,9 @@ def streamed_swiglu(x: NormedStream, weight_2FD: Tensor | Scaled) -> Tensor:
     return _launch(x, weight_2FD, gated=True)[0]
 
 
-def streamed_residual(x: Tensor, weight_ND: Tensor | Scaled, residual_TN: Tensor, norm: StreamNorm) -> NormedStream:
+def streamed_residual(
+    x: Tensor, weight_ND: Tensor | Scaled, residual_TN: Tensor, norm: StreamNorm, *, finished: Tensor | None = None
+) -> NormedStream:
     """``residual + x @ weight.T``, ready for the norm behind it.
 
     Args:
@@ -50,8 +60,9 @@ def streamed_residual(x: Tensor, weight_ND: Tensor | Scaled, residual_TN: Tensor
         weight_ND: as of ``streamed_linear``.
         residual_TN: contiguous.
         norm: the next one.
+        finished: as of ``streamed_linear``.
     """
-    y_TN, scaled_TN, squares = _launch(x, weight_ND, residual_TN=residual_TN, norm=norm)
+    y_TN, scaled_TN, squares = _launch(x, weight_ND, residual_TN=residual_TN, norm=norm, finished=finished)
     assert scaled_TN is not None and squares is not None
     return NormedStream(x=y_TN, scaled=scaled_TN, squares=squares, epsilon=norm.epsilon)
 
@@ -92,24 +103,29 @@ def _launch(
     residual_TN: Tensor | None = None,
     norm: StreamNorm | None = None,
     out: Tensor | None = None,
+    finished: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     x_TD, squares, epsilon = (source, None, 0.0) if isinstance(source, Tensor) else (source.scaled, source.squares, source.epsilon)
     weight_ND, inverse_N = (weight, None) if isinstance(weight, Tensor) else (weight.data, weight.inverse)
     (tokens, depth), device = x_TD.shape, x_TD.device
     width, lines = weight_ND.shape[0] // (2 if gated else 1), _lines(tokens)
-    columns, block, stages = _tile(width, gated=gated, fp8=inverse_N is not None)
+    columns, block, stages, splits = _tile(width, depth, lines, gated=gated, fp8=inverse_N is not None)
     block = max(16, min(block, 1 << (depth - 1).bit_length()))
+    if finished is None or depth % (splits * block):
+        splits = 1
     programs = triton.cdiv(width, columns)
     y_TN = torch.empty((tokens, width), dtype=x_TD.dtype, device=device) if out is None else out
     scaled_TN = None if norm is None else torch.empty_like(y_TN)
     new_squares = None if norm is None else torch.empty((programs, lines), dtype=torch.float32, device=device)
+    partial = None if splits == 1 else torch.empty((splits, lines, width), dtype=torch.float32, device=device)
     parts = 0 if squares is None else squares.shape[0]
     even = depth % block == 0 and width % columns == 0
-    _linear_kernel[(programs,)](
+    _linear_kernel[(programs, splits)](
         x_TD, squares, weight_ND, inverse_N, residual_TN, None if norm is None else norm.weight, y_TN, scaled_TN, new_squares,
-        tokens, width, depth, x_TD.stride(0), parts, epsilon, 0.0 if norm is None else norm.shift,
+        partial, finished if splits > 1 else None,
+        tokens, width, depth, depth // splits, x_TD.stride(0), parts, epsilon, 0.0 if norm is None else norm.shift,
         LINES=lines, COLUMNS=columns, DEPTH=block, PARTS=triton.next_power_of_2(max(parts, 128)), EVEN=even, GATED=gated,
-        BY_BITS=widens_by_bits(x_TD), num_warps=4, num_stages=stages,
+        SPLITS=splits, BY_BITS=widens_by_bits(x_TD), num_warps=4, num_stages=stages,
     )  # fmt: skip
     return y_TN, scaled_TN, new_squares
 
@@ -118,27 +134,37 @@ def _lines(tokens: int) -> int:
     return max(16, triton.next_power_of_2(tokens))
 
 
-def _tile(width: int, *, gated: bool, fp8: bool) -> tuple[int, int, int]:
-    """Columns, depth and stages, those that were fastest on an H200: all programs run at once, as far as the width allows."""
+def num_counters(width: int) -> int:
+    """Counters that a launch for so many columns may need."""
+    return triton.cdiv(width, _LEAST_COLUMNS)
+
+
+def _tile(width: int, depth: int, lines: int, *, gated: bool, fp8: bool) -> tuple[int, int, int, int]:
+    """Columns, depth and stages of a program and parts of the sum, those that were fastest on an H200, or (fp8, more lines) on an H100."""
     if fp8:
         if gated:
-            return (64, 256, 5) if width <= 64 * 132 else (32, 256, 3)
-        return (16, 256, 5) if width <= 2048 else (32, 512, 3)
+            return (64, 128, 3, 1) if lines > 16 else (64, 256, 5, 1) if width <= 64 * 132 else (32, 256, 3, 1)
+        return (64, 128, 3, 4) if lines > 16 else (32, 256, 3, 4 if depth > 4096 else 2)
+    if lines == 16:
+        if gated:
+            return (64, 64, 5, 1) if width <= 64 * 132 else (32, 128, 4, 1)
+        return (16, 512, 4, 1) if width <= 2048 else (32, 256, 4, 1) if width <= 65536 else (64, 128, 4, 1)
     if gated:
-        return (64, 64, 5) if width <= 64 * 132 else (32, 128, 4)
-    if width <= 2048:
-        return 16, 512, 4
-    return (32, 256, 4) if width <= 65536 else (64, 128, 4)
+        return (64, 128, 3, 1) if lines == 32 else (32, 128, 3, 1)
+    if width > 65536:
+        return 64, 128, 4, 1
+    return 32, 128, 5, 1 if width > 2048 else 4 if depth > 4096 and lines == 32 else 2
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _linear_kernel(
     x_ptr, squares_ptr, weight_ptr, inverse_ptr, residual_ptr, norm_ptr, y_ptr, scaled_ptr, new_squares_ptr,
-    tokens, width, depth, x_stride, parts, epsilon, shift,
+    partial_ptr, finished_ptr, tokens, width, depth, depth_each, x_stride, parts, epsilon, shift,
     LINES: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
-    BY_BITS: tl.constexpr,
+    SPLITS: tl.constexpr, BY_BITS: tl.constexpr,
 ):  # fmt: skip
     row, lane = tl.arange(0, LINES), tl.arange(0, DEPTH)
+    begin = tl.program_id(1) * depth_each
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     weight_rows = weight_ptr + column[None, :].to(tl.int64) * depth
     value_rows = weight_rows + tl.cast(width, tl.int64) * depth
@@ -148,8 +174,8 @@ def _linear_kernel(
         squares = tl.load(squares_ptr + part[:, None] * LINES + row[None, :], mask=part[:, None] < parts, other=0.0)
     total = tl.zeros((LINES, COLUMNS), dtype=tl.float32)
     value = tl.zeros((LINES, COLUMNS), dtype=tl.float32)
-    for first in range(0, depth, DEPTH):
-        at = first + lane
+    for first in range(0, depth_each, DEPTH):
+        at = begin + first + lane
         if EVEN:
             weight = tl.load(weight_rows + at[:, None])
             x = tl.load(x_ptr + row[:, None] * x_stride + at[None, :], mask=row[:, None] < tokens, other=0.0)
@@ -165,27 +191,42 @@ def _linear_kernel(
             else:
                 second = tl.load(value_rows + at[:, None], mask=(at[:, None] < depth) & (column[None, :] < width), other=0.0)
             value = tl.dot(x, widened(second, x.dtype, BY_BITS), value)
-    if inverse_ptr is not None:
-        total = total * tl.load(inverse_ptr + column, mask=column < width, other=0.0)[None, :]
+    if SPLITS > 1:
+        spot = row[:, None] * width + column[None, :]
+        exists = column[None, :] < width
+        tl.store(partial_ptr + tl.program_id(1) * LINES * width + spot, total, mask=exists)
+        tl.debug_barrier()
+        last = tl.atomic_add(finished_ptr + tl.program_id(0), 1, sem="acq_rel") == SPLITS - 1
+        if last:
+            total = tl.zeros((LINES, COLUMNS), dtype=tl.float32)
+            for number in tl.static_range(SPLITS):
+                # Past the first-level cache, which may hold what stood there before.
+                total += tl.load(partial_ptr + number * LINES * width + spot, mask=exists, other=0.0, cache_modifier=".cg")
+            tl.store(finished_ptr + tl.program_id(0), 0)
+    else:
+        last = True
+    if last:
+        if inverse_ptr is not None:
+            total = total * tl.load(inverse_ptr + column, mask=column < width, other=0.0)[None, :]
+            if GATED:
+                value = value * tl.load(inverse_ptr + width + column, mask=column < width, other=0.0)[None, :]
+        if squares_ptr is not None:
+            scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / depth + epsilon)
+            total = total * scale[:, None]
+            value = value * scale[:, None]
         if GATED:
-            value = value * tl.load(inverse_ptr + width + column, mask=column < width, other=0.0)[None, :]
-    if squares_ptr is not None:
-        scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / depth + epsilon)
-        total = total * scale[:, None]
-        value = value * scale[:, None]
-    if GATED:
-        total = total / (1.0 + tl.exp(-total)) * value
-    places = row[:, None] * width + column[None, :]
-    real = (row[:, None] < tokens) & (column[None, :] < width)
-    if residual_ptr is not None:
-        total += tl.load(residual_ptr + places, mask=real, other=0.0).to(tl.float32)
-    result = total.to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + places, result, mask=real)
-    if norm_ptr is not None:
-        seen = tl.where(real, result.to(tl.float32), 0.0)
-        factor = tl.load(norm_ptr + column, mask=column < width, other=0.0).to(tl.float32) + shift
-        tl.store(scaled_ptr + places, (seen * factor[None, :]).to(scaled_ptr.dtype.element_ty), mask=real)
-        tl.store(new_squares_ptr + tl.program_id(0) * LINES + row, tl.sum(seen * seen, 1))
+            total = total / (1.0 + tl.exp(-total)) * value
+        places = row[:, None] * width + column[None, :]
+        real = (row[:, None] < tokens) & (column[None, :] < width)
+        if residual_ptr is not None:
+            total += tl.load(residual_ptr + places, mask=real, other=0.0).to(tl.float32)
+        result = total.to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + places, result, mask=real)
+        if norm_ptr is not None:
+            seen = tl.where(real, result.to(tl.float32), 0.0)
+            factor = tl.load(norm_ptr + column, mask=column < width, other=0.0).to(tl.float32) + shift
+            tl.store(scaled_ptr + places, (seen * factor[None, :]).to(scaled_ptr.dtype.element_ty), mask=real)
+            tl.store(new_squares_ptr + tl.program_id(0) * LINES + row, tl.sum(seen * seen, 1))
 
 
 @triton.jit(do_not_specialize=["tokens"])
