@@ -24,11 +24,11 @@ from mcore_inference import (
     SamplingParams,
 )
 from mcore_inference._capability import graph_obstacle, head_rotation
-from mcore_inference.attention import PackedHeads, PageFormat, TableRows, _backends, load_rotation
+from mcore_inference.attention import PageFormat, TableRows, _backends, load_rotation
 from mcore_parallel import ProcessGroups
 from mcore_parallel.backends import choose_backend
 from mcore_parallel.models import GPTModel, TransformerConfig
-from mcore_parallel.nn import AttentionSpec, LatentAttentionConfig, Step, apply_rotary, reference_attention
+from mcore_parallel.nn import AttentionSpec, LatentAttentionConfig, PackedHeads, Step, apply_rotary, reference_attention
 
 LIBRARIES = ("flash_attn_3", "flashinfer")
 ADAPTERS = {"flash_attn_3": "mcore_inference.attention._flash_attn_3", "flashinfer": "mcore_inference.attention._flashinfer"}
@@ -416,7 +416,7 @@ def test_heads_turned_by_flashinfer_are_those_that_the_trunk_turns(lengths: tupl
     core = model.layers["0"].mixer.core
     q, k = (apply_rotary(x, tables) for x in (qkv[:, :, :-2].flatten(1, 2), qkv[:, :, -2]))
     wanted = core(q, k, qkv[:, :, -1], 0, steps[1])
-    got = core.attend_packed(PackedHeads(qkv=qkv, tables=tables, norms=None), 0, steps[0].attention, torch.zeros(4, dtype=torch.int32))
+    got = core.attend_packed(PackedHeads(qkv=qkv, tables=tables), 0, steps[0])
     # The library's tables are in float32.
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(contexts[0].cache.pages, contexts[1].cache.pages, rtol=1e-5, atol=1e-5)

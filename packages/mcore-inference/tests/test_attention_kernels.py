@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_inference.attention import HeadNorms, PackedHeads, prefill_tiles
+from mcore_inference.attention import prefill_tiles
 from mcore_inference.cache import LayerSlots
-from mcore_parallel.nn import RMSNorm, apply_rotary, rotary_frequencies, rotary_tables
+from mcore_parallel.nn import HeadNorms, PackedHeads, RMSNorm, apply_rotary, rotary_frequencies, rotary_tables
 from tests.support.interpreter import run_interpreted
 
 

@@ -8,13 +8,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_inference.attention import HeadNorms, PackedHeads, PagedAttention
+from mcore_inference.attention import PagedAttention
 from mcore_inference.cache import LayerSlots
-from mcore_inference.decoder._decoder import _layer_fits
+from mcore_inference.decoder._decoder import _layer_fits, _turns_by_halves
 from mcore_parallel import ProcessGroups
 from mcore_parallel.backends import Scaled, quantize_rows
 from mcore_parallel.models import GPTModel, TransformerConfig
-from mcore_parallel.nn import NormedStream, RMSNorm, StreamNorm, apply_rotary, rotary_frequencies, rotary_tables
+from mcore_parallel.nn import (
+    HeadNorms,
+    NormedStream,
+    PackedHeads,
+    RMSNorm,
+    StreamNorm,
+    YarnScaling,
+    apply_rotary,
+    rotary_frequencies,
+    rotary_tables,
+)
 from mcore_parallel.tensor_parallel import LoraConfig, add_lora
 from tests.support.interpreter import run_interpreted
 
@@ -26,6 +36,16 @@ def test_layers_with_adapters_are_left_to_the_model() -> None:
     for number, target in enumerate(("0.*.qkv", "1.*.down")):
         add_lora(model, LoraConfig(rank=2, targets=(f"layers.{target}",)), model.groups)
         assert not _layer_fits(model.layers[str(number)])
+
+
+@pytest.mark.parametrize("kind", ["rope", "yarn"])
+def test_heads_that_turn_in_part_or_by_pairs_are_left_to_the_model(kind: str) -> None:
+    shared = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64, "position_embedding_type": kind}
+    yarn = YarnScaling(factor=4.0, original_max_position_embeddings=32) if kind == "yarn" else None
+    assert _turns_by_halves(TransformerConfig(**shared, yarn=yarn))
+    assert not _turns_by_halves(TransformerConfig(**shared, yarn=yarn, rotary_percent=0.5))
+    assert not _turns_by_halves(TransformerConfig(**shared, yarn=yarn, rotary_interleaved=True))
+    assert _turns_by_halves(TransformerConfig(**shared | {"position_embedding_type": "none"}, rotary_percent=0.5))
 
 
 def close(result: Tensor, wanted: Tensor, tolerance: float) -> None:

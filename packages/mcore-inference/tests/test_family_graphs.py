@@ -5,10 +5,14 @@
 In the interpreter a step is computed from the tensors that a graph would replay; on a GPU it is a graph.
 """
 
+import sys
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from mcore_inference import (
     DynamicInferenceContext,
@@ -35,6 +39,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "both": {"num_layers": 3, "hybrid_layer_pattern": "M+-", "mamba": MAMBA, "latent_attention": LATENT},
 }
 ATTENTION: dict[str, Any] = {"num_layers": 2, "num_query_groups": 2, "window_size": (20, 0), "window_attn_skip_freq": 2}
+# Models that the fused decoder leaves to their own forward, whose attention takes the projection's result.
+PACKED: dict[str, dict[str, Any]] = {
+    "qwen2": {"num_layers": 2, "num_query_groups": 2, "add_qkv_bias": True, "share_embeddings_and_output_weights": True},
+    "gpt-oss": {**ATTENTION, "add_bias_linear": True, "softmax_type": "learnable", "activation": "quick_geglu"},
+    "gates and norms": {**ATTENTION, "qk_layernorm": True, "layernorm_zero_centered_gamma": True, "attention_output_gate": True},
+}
 REAL: dict[str, dict[str, Any]] = {
     "latent": {
         "num_layers": 2,
@@ -60,6 +70,10 @@ def check(fields: dict[str, Any], device: str, dtype: torch.dtype, gap: float, *
     shared = {"num_attention_heads": 4, "vocab_size": 64, "init_method_std": 0.4}
     config = TransformerConfig(hidden_size=hidden_size, **{**shared, **fields})
     model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), device=device, dtype=dtype).eval()
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
     plain = GPTModel(config, ProcessGroups.single(), dtype=torch.float64).eval()
     plain.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
     # Slots are given out from the end and come back in the order of the requests' ends.
@@ -94,6 +108,39 @@ def test_graphs_give_the_tokens_of_whole_sequences_on_a_gpu(kind: str, use_graph
     check(KINDS[kind], "cuda", torch.float32, 1e-3, use_graphs=use_graphs)
 
 
+def check_packed(kind: str, device: str, dtype: torch.dtype, gap: float, **execution: Any) -> None:
+    """As ``check``, of a model whose own forward hands attention the projection's result in every step of every layer."""
+    forwards: Counter[str] = Counter()
+
+    def counted(name: str) -> Callable[..., Tensor]:
+        method = getattr(PagedAttention, name)
+
+        def call(*inputs: Any, **options: Any) -> Tensor:
+            forwards[name] += 1
+            return method(*inputs, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("forward", "attend_packed"):
+            patch.setattr(PagedAttention, name, counted(name))
+        check(PACKED[kind], device, dtype, gap, **execution)
+    assert forwards["attend_packed"] > 0 and not forwards["forward"]
+
+
+def test_packed_heads_of_a_models_own_forward_give_the_tokens_of_whole_sequences_in_the_interpreter() -> None:
+    # One that has biases, sinks and windows, and one with norms of heads.
+    run_interpreted(__file__, "gpt-oss", "gates and norms")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_graphs", [False, True])
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed_heads_of_a_models_own_forward_give_the_tokens_of_whole_sequences_on_a_gpu(kind: str, use_graphs: bool) -> None:
+    execution = {"use_graphs": use_graphs, "use_cuda_graphs_for_non_decode_steps": use_graphs or None}
+    check_packed(kind, "cuda", torch.float32, 1e-3, **execution)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("softmax_type", ["vanilla", "learnable"])
 def test_recorded_steps_with_prompts_give_the_tokens_of_whole_sequences_on_a_gpu(softmax_type: str) -> None:
@@ -113,14 +160,17 @@ def test_graphs_give_the_tokens_of_whole_sequences_at_real_sizes(kind: str, use_
 
 
 if __name__ == "__main__":
-    from mcore_inference.attention import _backends
+    from mcore_inference.attention import _backends, _core
     from mcore_parallel.nn.mixers import _linear_mixer
 
     # The kernels of this test in the interpreter; all else stays with torch.
-    _backends.has_kernels = lambda *_: True
+    _backends.has_kernels = _core.has_kernels = lambda *_: True
     _linear_mixer.has_kernel = lambda _: True
     record_eagerly()
-    for each in ("delta net", "both"):
-        check(KINDS[each], "cpu", torch.float32, 1e-3, use_graphs=None)
-    check(ATTENTION, "cpu", torch.float32, 1e-3, use_graphs=None, use_cuda_graphs_for_non_decode_steps=True)
+    for each in sys.argv[1:]:
+        check_packed(each, "cpu", torch.float32, 1e-3, use_graphs=None, use_cuda_graphs_for_non_decode_steps=True)
+    if not sys.argv[1:]:
+        for each in ("delta net", "both"):
+            check(KINDS[each], "cpu", torch.float32, 1e-3, use_graphs=None)
+        check(ATTENTION, "cpu", torch.float32, 1e-3, use_graphs=None, use_cuda_graphs_for_non_decode_steps=True)
     print("same")

@@ -4,8 +4,8 @@
 
 from mcore_inference.attention._backends import AttentionLibrary, has_attention_kernel, load_rotation, reads_tables
 from mcore_inference.attention._core import PagedAttention
-from mcore_inference.attention._packed import HeadNorms, HeadRotation, PackedHeads
 from mcore_inference.attention._page_format import PageFormat
+from mcore_inference.attention._rotation import HeadRotation
 from mcore_inference.attention._step import DecodeRows, GatheredRows, HostRows, PagedStep, PrefillRows, TableRows
 from mcore_inference.attention._tiles import prefill_tiles
 
@@ -13,10 +13,8 @@ __all__ = [
     "AttentionLibrary",
     "DecodeRows",
     "GatheredRows",
-    "HeadNorms",
     "HeadRotation",
     "HostRows",
-    "PackedHeads",
     "PageFormat",
     "PagedAttention",
     "PagedStep",

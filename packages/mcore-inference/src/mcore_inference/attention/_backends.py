@@ -10,8 +10,8 @@ from torch import Tensor
 from mcore_inference._extras import brought_by
 from mcore_inference._kernels import has_kernels
 from mcore_inference._stability import experimental_api
-from mcore_inference.attention._packed import HeadRotation
 from mcore_inference.attention._page_format import PageFormat
+from mcore_inference.attention._rotation import HeadRotation
 from mcore_inference.attention._step import TableRows
 from mcore_inference.attention._tiles import fits_latents
 from mcore_inference.cache import LayerSlots

@@ -11,13 +11,12 @@ from mcore_inference._kernels import has_kernels
 from mcore_inference._stability import experimental_api
 from mcore_inference.attention._backends import LIBRARIES, backend_obstacle, load_library
 from mcore_inference.attention._gathered import attend_gathered
-from mcore_inference.attention._packed import PackedHeads
 from mcore_inference.attention._page_format import PageFormat
 from mcore_inference.attention._step import GatheredRows, PagedStep, TableRows
 from mcore_inference.attention._tiles import tile_tokens
 from mcore_inference.cache import LayerSlots
 from mcore_parallel import ProcessGroups
-from mcore_parallel.nn import AttentionCore, AttentionSpec, SinkAttentionCore, Step, causal_attention, choose_attention
+from mcore_parallel.nn import AttentionCore, AttentionSpec, PackedHeads, SinkAttentionCore, Step, causal_attention, choose_attention
 
 
 # T tokens of a step, A heads, K key-value heads (of this tp rank), d width of a head, W width of a latent with its rotary key.
@@ -27,7 +26,8 @@ class PagedAttention(nn.Module):
 
     It holds no state of requests; the cache travels in ``step.attention``. Without one (``None``) it is mcore_parallel's own attention over
     the step's sequences, so the same model can be scored or trained. Given to a model, it makes a core for each layer, with that
-    layer's window, sink and scale; for latent attention it is the ``LatentCore`` of all layers.
+    layer's window, sink and scale; for latent attention it is the ``LatentCore`` of all layers. In steps of the kernels it is a
+    ``PackedAttentionCore``.
 
     Args:
         spec: what a layer asks for; None for plain causal attention.
@@ -149,16 +149,34 @@ class PagedAttention(nn.Module):
         cached.write(paged.slots_T, entries[:, None], entries[:, None])
         return attend_gathered(queries, cached, paged.rows, scale=scale, window=-1, sink=None)
 
-    def attend_packed(self, heads: PackedHeads, layer: int, paged: PagedStep, finished: Tensor, *, sink: Tensor | None = None) -> Tensor:
-        """The same from the projection's result, by the kernels or a library: [T, K, G + 2, d] -> [T, A, d].
+    def takes_packed(self, heads: PackedHeads, layer: int, step: Step) -> bool:
+        """Whether it is a step of the kernels, whose heads turn whole, by halves or not at all, and need no gradient.
+
+        Raises:
+            TypeError: ``step.attention`` is data for another core, or another backend.
+        """
+        paged: Any = step.attention
+        if paged is None:
+            return False
+        self._check_step(paged)
+        rows, qkv = paged.rows, heads.qkv
+        # A trainer's bits are those of its own norms and rotation.
+        if not isinstance(rows, TableRows) or self._invariant is not None or (torch.is_grad_enabled() and qkv.requires_grad):
+            return False
+        turns = heads.tables is None or (not heads.interleaved and _fit(heads.tables, qkv.shape[-1]))
+        counts = paged.finished is not None or rows.has_prefill or self._library is not None
+        return turns and counts and qkv.shape[-1] % 2 == 0 and qkv.is_contiguous() and has_kernels(qkv.device, qkv.dtype)
+
+    def attend_packed(self, heads: PackedHeads, layer: int, step: Step, *, sink: Tensor | None = None) -> Tensor:
+        """As ``forward`` from the projection's result, by the kernels or a library: [T, K, A / K + 2, d] -> [T, A, d].
 
         Args:
-            heads: of the step.
+            heads: of the step, which ``takes_packed``.
             layer: whose cache is read.
-            paged: of the kernels.
-            finished: int32 zeros, one a token and key-value head, which a launch counts in and leaves zero.
+            step: of the kernels.
             sink: [A].
         """
+        paged: PagedStep = step.attention
         rows = paged.rows
         assert isinstance(rows, TableRows), "only steps of the kernels come here"
         cached, rotation = paged.cache.layer(layer), paged.rotation
@@ -176,6 +194,7 @@ class PagedAttention(nn.Module):
         from mcore_inference.attention._decode import attend_packed
 
         qkv = heads.qkv
+        assert paged.finished is not None, "decode steps of the kernels have counters"
         return attend_packed(
             heads,
             cached,
@@ -187,7 +206,7 @@ class PagedAttention(nn.Module):
             window=self._window,
             sink_A=qkv.new_zeros(qkv.shape[1] * (qkv.shape[2] - 2)) if self._off_by_one else sink,
             splits=self._splits(rows, qkv.shape[1]),
-            finished=finished,
+            finished=paged.finished,
         )
 
     def _one_by_one(self, q: Tensor, cached: LayerSlots, rows: GatheredRows, sink: Tensor | None) -> Tensor:
@@ -275,3 +294,9 @@ class PagedAttention(nn.Module):
         from mcore_inference.attention._decode import num_splits
 
         return num_splits(rows.num_decode, kv_heads, rows.longest if self._window < 0 else min(rows.longest, self._window + 1))
+
+
+def _fit(tables: tuple[Tensor, Tensor], width: int) -> bool:
+    """Whether the kernels read them: [T, width], one line as the other."""
+    cos, sin = tables
+    return cos.shape[-1] == width and cos.stride(-1) == 1 and cos.stride() == sin.stride()

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mcore_inference.attention._fp8 import absorb_pairs, bounded, inverse_of, rounded, shrunk
-from mcore_inference.attention._packed import PackedHeads
 from mcore_inference.cache import LayerSlots
+from mcore_parallel.nn import PackedHeads
 
 # R rows (requests) of one token each, K key-value heads, G query heads of each, d width of a head, S splits of a row's context.
 

@@ -18,11 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_inference.attention._packed import PackedHeads
 from mcore_inference.attention._page_format import PageFormat
 from mcore_inference.attention._step import HostRows, TableRows
 from mcore_inference.cache import LayerSlots
-from mcore_parallel.nn import AttentionSpec
+from mcore_parallel.nn import AttentionSpec, PackedHeads
 
 _HEAD_WIDTHS = (64, 128, 256)
 _WORKSPACE_BYTES = 128 * 1024 * 1024

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from mcore_inference._stability import experimental_api
-from mcore_inference.attention._packed import HeadRotation
+from mcore_inference.attention._rotation import HeadRotation
 from mcore_inference.cache import PagedKVCache
 
 
@@ -111,3 +111,6 @@ class PagedStep:
     rows: TableRows | GatheredRows
     rotation: HeadRotation | None = None
     """In place of this package's kernel; None for that."""
+    finished: Tensor | None = None
+    """int32 zeros, one for each decode row and key-value head, which launches count in and leave zero; it stays at its address. Without it
+    decode steps take no packed heads."""

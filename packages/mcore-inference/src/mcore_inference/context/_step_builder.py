@@ -94,6 +94,10 @@ class StepBuilder:
         # Decode steps that a graph replays read from here.
         self._decode_words = torch.zeros(max_requests * (5 + max_blocks), dtype=torch.int32, device=self.device)
         self._finished = None
+        # Counters that launches leave zero, at one address for recordings: of attention, and of recurrent layers.
+        self._finished_heads = None
+        if self.has_kernel and not cache.holds_latents:
+            self._finished_heads = torch.zeros(max_requests * pages.shape[-2], dtype=torch.int32, device=self.device)
         if states is not None:
             groups = states.config.mamba_conv_states_shape[1]
             self._finished = torch.zeros(max_requests * groups, dtype=torch.int32, device=self.device)
@@ -249,7 +253,7 @@ class StepBuilder:
         """Of [3 T] tokens, positions and slots on the device."""
         tokens_T, positions_T, slots_T = words.view(3, -1).long()
         tokens_T = torch.where(tokens_T < 0, self.last_tokens[(-1 - tokens_T).clamp(min=0)], tokens_T)
-        paged = PagedStep(cache=self.cache, slots_T=slots_T, rows=rows, rotation=self._rotation)
+        paged = PagedStep(cache=self.cache, slots_T=slots_T, rows=rows, rotation=self._rotation, finished=self._finished_heads)
         step = Step(batch_size=1, seq_len=len(positions_T), positions=positions_T, attention=paged, states=recurrent)
         return StepInputs(tokens_T=tokens_T, step=step)
 

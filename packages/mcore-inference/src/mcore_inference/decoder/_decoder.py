@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """A model's forward over a paged cache in few kernels."""
 
+import dataclasses
 from typing import Any, cast
 
 import torch
@@ -9,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mcore_inference._stability import experimental_api
-from mcore_inference.attention import HeadNorms, PackedHeads, PagedAttention, PagedStep, TableRows
+from mcore_inference.attention import PagedAttention, PagedStep, TableRows
 from mcore_inference.decoder._fp8 import FEW_ROWS, Fp8Weight, has_stream_kernel
 from mcore_inference.decoder._partial_sums import PartialSums
 from mcore_parallel.backends import Scaled, quantize_rows
 from mcore_parallel.comm import all_gather
-from mcore_parallel.models import GPTModel, OutputLayer, TransformerLayer
+from mcore_parallel.models import GPTModel, OutputLayer, TransformerConfig, TransformerLayer
 from mcore_parallel.nn import MLP, NormedStream, RMSNorm, SelfAttention, Step, StreamedFeedForward, StreamNorm, StreamsFeedForward
 from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -58,10 +59,9 @@ class FusedDecoder:
             else PartialSums(tp, max_requests, model.config.hidden_size, dtype=self._weight.dtype, device=parameter.device)
         )
         self._narrows = all(map(_narrows, self._layers))
-        kv_heads = max(cast(SelfAttention, layer.mixer).local_kv_heads for layer in self._layers)
+        # Of linear layers; a launch leaves them zero.
         widths = [cast(SelfAttention, layer.mixer).qkv.weight.flatten(0, -2).shape[0] for layer in self._layers]
-        # Of attention and of linear layers, one after the other.
-        counters = max(max_requests * kv_heads, *widths, model.config.hidden_size)
+        counters = max(*widths, model.config.hidden_size)
         self._finished = torch.zeros(counters, dtype=torch.int32, device=parameter.device)
         self._max_streamed = self._streamed_rows()
 
@@ -69,11 +69,10 @@ class FusedDecoder:
     def fits(model: GPTModel) -> bool:
         """Whether every part of the model is one that the kernels compute; the model's own forward serves the others."""
         config = model.config
-        turns = config.position_embedding_type != "rope" or (config.rotary_percent == 1.0 and not config.rotary_interleaved)
         parameter = next(model.parameters())
         sound = parameter.is_cuda and parameter.dtype in _DTYPES and model.is_first and model.is_last
         sound = sound and not model.groups.sequence_parallel
-        whole = turns and config.mrope_section is None and config.output_multiplier == 1.0
+        whole = _turns_by_halves(config) and config.mrope_section is None and config.output_multiplier == 1.0
         whole = whole and isinstance(model.output, OutputLayer) and model.output.products is None and type(model.final_norm) is RMSNorm
         layers = list(model.layers.values())
         # Experts of split layers exchange tokens in the model's own forward.
@@ -83,19 +82,19 @@ class FusedDecoder:
     def logits(self, tokens_T: Tensor, step: Step, rows_R: Tensor | None = None) -> Tensor:
         """[T, V] of a step, or [R, V] of those of its tokens."""
         model = self._model
-        tables = model.rotary(step.positions), model.rotary(step.positions, window=True)
+        step = dataclasses.replace(step, rotary=model.rotary(step.positions), rotary_window=model.rotary(step.positions, window=True))
         rows = cast(PagedStep, step.attention).rows
         decodes = isinstance(rows, TableRows) and rows.tiles is None and rows_R is None
         plain = model.config.embedding_multiplier == 1.0 and model.position_embedding is None
         if decodes and plain and len(tokens_T) <= self._max_streamed:
-            return self._streamed(tokens_T, step, tables)
+            return self._streamed(tokens_T, step)
         x = model.embed(tokens_T, step)
         if self._narrows and len(tokens_T) > FEW_ROWS:
-            return self._logits(self._narrowed(x, step, tables), rows_R)
+            return self._logits(self._narrowed(x, step), rows_R)
         y = self._norms[0](x)
         for layer, feed_forward, norm in zip(self._layers, self._feed_forwards, self._norms[1:], strict=True):
             attention = cast(SelfAttention, layer.mixer)
-            y = self._attend(_product(y, attention.qkv), attention, tables, step)
+            y = self._attend(_product(y, attention.qkv), attention, step)
             # In place: nobody reads the residual stream as it was.
             x = self._add_product(x, y.flatten(1), attention.out)
             y = _norm(layer.ffn_norm)(x)
@@ -112,7 +111,7 @@ class FusedDecoder:
     def _logits(self, y: Tensor, rows_R: Tensor | None) -> Tensor:
         return all_gather(F.linear(y if rows_R is None else y[rows_R], self._weight), self._model.groups.tp, dim=1)
 
-    def _narrowed(self, x: Tensor, step: Step, tables: tuple[Any, Any]) -> Tensor:
+    def _narrowed(self, x: Tensor, step: Step) -> Tensor:
         """The final norm's result [T, D], by fp8 GEMMs between kernels that round; x [T, D] is overwritten."""
         from mcore_inference.decoder import _narrow as kernels
 
@@ -121,13 +120,13 @@ class FusedDecoder:
         for layer, norm in zip(self._layers, norms, strict=True):
             attention, mlp = cast(SelfAttention, layer.mixer), cast(MLP, layer.mlp)
             qkv = _narrow_product(kernels.add_and_norm(x, update, _parts(norm)), attention.qkv, x.dtype)
-            y = quantize_rows(self._attend(qkv, attention, tables, step).flatten(1), torch.float8_e4m3fn)
+            y = quantize_rows(self._attend(qkv, attention, step).flatten(1), torch.float8_e4m3fn)
             update = self._summed(_narrow_product(y, attention.out, x.dtype))
             up = _narrow_product(kernels.add_and_norm(x, update, _parts(_norm(layer.ffn_norm))), mlp.up, x.dtype)
             update = self._summed(_narrow_product(kernels.swiglu(up), mlp.down, x.dtype))
         return final(x if update is None else x.add_(update))
 
-    def _streamed(self, tokens_T: Tensor, step: Step, tables: tuple[Any, Any]) -> Tensor:
+    def _streamed(self, tokens_T: Tensor, step: Step) -> Tensor:
         from mcore_inference.decoder import _linear as kernels
 
         first = _parts(self._norms[0])
@@ -138,7 +137,7 @@ class FusedDecoder:
         for layer, feed_forward, norm in zip(self._layers, self._feed_forwards, self._norms[1:], strict=True):
             attention = cast(SelfAttention, layer.mixer)
             qkv = kernels.streamed_linear(x, _matrix(attention.qkv), finished=self._finished)
-            y = self._attend(qkv, attention, tables, step)
+            y = self._attend(qkv, attention, step)
             x = self._add_few(y.flatten(1), attention.out, x.x, _parts(_norm(layer.ffn_norm)))
             if feed_forward is not None:
                 x = feed_forward.stream_few(x, _parts(norm))
@@ -187,15 +186,11 @@ class FusedDecoder:
         output = cast(OutputLayer, self._model.output)
         return output.weight if output.weight is not None else cast(Any, self._model.embedding).weight
 
-    def _attend(self, qkv: Tensor, attention: SelfAttention, tables: tuple[Any, Any], step: Step) -> Tensor:
+    def _attend(self, qkv: Tensor, attention: SelfAttention, step: Step) -> Tensor:
         """[T, rows of the projection] -> [T, A, d]."""
-        turned = None if attention.rotary is None else tables[0]
-        if attention.rotary == "window" and tables[1] is not None:
-            turned = tables[1]
-        packed = qkv.view(len(qkv), attention.local_kv_heads, -1, attention.head_dim)
-        heads = PackedHeads(qkv=packed, tables=turned, norms=_head_norms(attention))
-        core, paged = cast(PagedAttention, attention.core), cast(PagedStep, step.attention)
-        return core.attend_packed(heads, attention.layer, paged, self._finished, sink=attention.softmax_offset)
+        heads = attention.packed_heads(qkv.view(len(qkv), attention.local_kv_heads, -1, attention.head_dim), step)
+        assert heads is not None, "layers that fit have RMS norms of heads"
+        return cast(PagedAttention, attention.core).attend_packed(heads, attention.layer, step, sink=attention.softmax_offset)
 
 
 def _matrix(linear: nn.Module) -> Tensor | Scaled:
@@ -250,11 +245,10 @@ def _own_kernels(feed_forward: nn.Module | None) -> StreamedFeedForward | None:
     return feed_forward.streamed()
 
 
-def _head_norms(attention: SelfAttention) -> HeadNorms | None:
-    query, key = attention.q_norm, attention.k_norm
-    if not isinstance(query, RMSNorm) or not isinstance(key, RMSNorm):
-        return None
-    return HeadNorms(query=query.weight, key=key.weight, epsilon=query.epsilon, shift=float(query.zero_centered))
+def _turns_by_halves(config: TransformerConfig) -> bool:
+    """Whether all channels of a head turn, each with the one half a head further, or none does."""
+    turns = config.position_embedding_type in ("rope", "yarn", "mrope")
+    return not turns or (config.rotary_percent == 1.0 and not config.rotary_interleaved)
 
 
 def _layer_fits(layer: nn.Module) -> bool:

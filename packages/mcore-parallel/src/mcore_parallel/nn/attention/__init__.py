@@ -13,6 +13,7 @@ from mcore_parallel.nn.attention._cores import (
 from mcore_parallel.nn.attention._cross import CrossAttention
 from mcore_parallel.nn.attention._latent import LatentAttentionConfig, LatentCache, LatentCore, LatentSelfAttention
 from mcore_parallel.nn.attention._masked import MaskedAttention
+from mcore_parallel.nn.attention._packed import HeadNorms, PackedAttentionCore, PackedHeads
 from mcore_parallel.nn.attention._qk_clip import ClipReport, LogitTracker, QKClipped, clip_qk, shared_key_factors, track_max_logits
 from mcore_parallel.nn.attention._reference import reference_attention
 from mcore_parallel.nn.attention._registry import (
@@ -37,12 +38,15 @@ __all__ = [
     "ContextParallelBuilder",
     "CrossAttention",
     "FusedScaleMaskSoftmax",
+    "HeadNorms",
     "LatentAttentionConfig",
     "LatentCache",
     "LatentCore",
     "LatentSelfAttention",
     "LogitTracker",
     "MaskedAttention",
+    "PackedAttentionCore",
+    "PackedHeads",
     "QKClipped",
     "SelfAttention",
     "SharedKVProjection",

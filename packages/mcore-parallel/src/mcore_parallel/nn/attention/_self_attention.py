@@ -9,10 +9,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from mcore_parallel._stability import experimental_api
 from mcore_parallel.groups import ProcessGroups, ShardSpec
 from mcore_parallel.nn._factory import LayerFactory, TorchLayers
+from mcore_parallel.nn._norm import RMSNorm
 from mcore_parallel.nn._step import Step
 from mcore_parallel.nn.attention._cores import AttentionCore, AttentionSpec, SinkAttentionCore, causal_attention
+from mcore_parallel.nn.attention._packed import HeadNorms, PackedAttentionCore, PackedHeads
 from mcore_parallel.nn.attention._qk_clip import LogitTracker, shared_key_factors
 from mcore_parallel.nn.attention._shared_kv import SharedKVProjection
 from mcore_parallel.nn.positions import apply_rotary, split_rotary
@@ -93,7 +96,7 @@ class SelfAttention(nn.Module):
         config: sizes (D, A, K, d) and choices.
         groups: tp is used.
         layer: number among the layers of this stage, passed to the core.
-        core: the attention core; causal by default.
+        core: the attention core; causal by default. One that is a ``PackedAttentionCore`` too may get the projection's result as it is.
         spec: what the core computes, for QK-clip; None for causal attention with scores over sqrt(d).
         layers: builds the projections and norms.
         dtype: of the weights.
@@ -121,6 +124,8 @@ class SelfAttention(nn.Module):
         tp, c = groups.tp, config
         layers = TorchLayers() if layers is None else layers
         self.layer, self.core, self.groups = layer, core, groups
+        # Asked once, not in every step of a training.
+        self._may_pack = isinstance(core, PackedAttentionCore)
         self.head_dim, self.kv_heads = c.head_dim, c.num_kv_heads
         self.local_kv_heads = max(1, c.num_kv_heads // tp.size)
         self.spec = spec or AttentionSpec(num_heads=c.num_heads // tp.size, num_kv_heads=self.local_kv_heads, head_dim=c.head_dim)
@@ -158,13 +163,35 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[T or T / tp, D] -> the same; rotary embedding is applied when the step carries its tables."""
         qkv = self.qkv(x).unflatten(-1, (self.local_kv_heads, -1, self.head_dim))
-        q, k, v = self._heads(qkv, self._tables(step))
-        if self.logits is not None:
-            self.logits.see(q, k, step)
-        y = self._attend(q, k, v, step).flatten(1)
+        heads = None
+        if self._may_pack and step.attention is not None and self.logits is None:
+            heads = self.packed_heads(qkv, step)
+        if heads is not None and cast(PackedAttentionCore, self.core).takes_packed(heads, self.layer, step):
+            y = cast(PackedAttentionCore, self.core).attend_packed(heads, self.layer, step, sink=self.softmax_offset).flatten(1)
+        else:
+            q, k, v = self._heads(qkv, self._tables(step))
+            if self.logits is not None:
+                self.logits.see(q, k, step)
+            y = self._attend(q, k, v, step).flatten(1)
         if self.gate is not None:
             y = y * torch.sigmoid(self.gate(x))
         return self.out(y)
+
+    @experimental_api
+    def packed_heads(self, qkv: Tensor, step: Step) -> PackedHeads | None:
+        """What a ``PackedAttentionCore`` is asked about and gets; None where head norms are no RMS norms, or batch-invariant.
+
+        Args:
+            qkv: [T, K, A / K + 2, d], the projection's result.
+            step: with the tables of the rotary embedding.
+        """
+        norms = None
+        if self.q_norm is not None:
+            query, key = self.q_norm, self.k_norm
+            if type(query) is not RMSNorm or type(key) is not RMSNorm or query.batch_invariant:
+                return None
+            norms = HeadNorms(query=query.weight, key=key.weight, epsilon=query.epsilon, shift=float(query.zero_centered))
+        return PackedHeads(qkv=qkv, tables=self._tables(step), interleaved=self.rotary_interleaved, norms=norms)
 
     def qk_clip_factors(self, gamma: Tensor, alpha: float) -> dict[str, Tensor]:
         """By what the rows of queries and keys are to be multiplied so that each head's logits shrink by its ``gamma`` [A].
