@@ -4,6 +4,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,24 +15,41 @@ from mcore_inference.attention import TableRows
 from mcore_inference.context import _step_builder
 from mcore_inference.engine import _executor
 from mcore_inference.engine._decode_graphs import DecodeGraphs
-from mcore_inference.engine._mixed_graphs import MixedGraphs
+from mcore_inference.engine._recording_pool import RecordingPool
 from mcore_inference.memory import _memory
 from mcore_moe import MoELayer
 from mcore_parallel.nn import Step
 
 
-class EagerRecorder:
-    """In place of ``CudaRecorder``: a replay computes again, from the tensors that the recording read."""
+class EagerCapture:
+    """Recording where there is no device; conforms to ``Capture``. A replay computes again, from the tensors that the recording read, and
+    leaves NaN in the results of all others of its pool, where a graph may leave anything."""
 
-    def record(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        result = compute().clone()
-        return lambda: result.copy_(compute()), result
+    def __init__(self) -> None:
+        self.pools: list[list[Tensor]] = []
+
+    def pool(self) -> list[Tensor]:
+        self.pools.append([])
+        return self.pools[-1]
+
+    def warm(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+    def record(self, work: Callable[[], Any], pool: list[Tensor]) -> tuple[Any, Callable[[], None]]:
+        result = work().clone()
+        pool.append(result)
+
+        def replay() -> None:
+            for other in pool:
+                other.fill_(torch.nan)
+            result.copy_(work())
+
+        return result, replay
 
 
 def record_eagerly() -> None:
-    """From now on engines of this process record by an ``EagerRecorder``, where they would record on a GPU."""
-    _executor.DecodeGraphs = functools.partial(DecodeGraphs, recorder=EagerRecorder)
-    _executor.MixedGraphs = functools.partial(MixedGraphs, recorder=EagerRecorder)
+    """From now on engines of this process record by an ``EagerCapture``, where they would record on a GPU."""
+    _executor.RecordingPool = functools.partial(RecordingPool, EagerCapture)
 
 
 def serve_as_on_a_gpu() -> list[tuple[int, int]]:

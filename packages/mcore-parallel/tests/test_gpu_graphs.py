@@ -275,3 +275,55 @@ def test_a_window_traces_kernels(tmp_path: Path) -> None:
         model(torch.ones(8, 64, device="cuda")).sum().backward()
         window.end_step(1)
     assert window.ranges.depth == 0 and not model._forward_hooks
+
+
+def test_a_step_over_resident_weights_and_a_resident_cache_copies_neither() -> None:
+    weight, cache = torch.randn(1024, 1024, device="cuda"), torch.zeros(4096, 1024, device="cuda")
+
+    def work(x: Tensor, *, at: Tensor, cache: Tensor, weight: Tensor) -> Tensor:
+        y = torch.tanh(x @ weight)
+        cache.index_copy_(0, at, y)
+        return cache.index_select(0, at).sum(1)
+
+    graph = IterationGraph(work, warmup_steps=2, resident=("cache", "weight"))
+    # The largest first: the pool holds the others.
+    for size in (256, 64, 8):
+        graph.record(torch.zeros(size, 1024, device="cuda"), at=torch.arange(size, device="cuda"), cache=cache, weight=weight)
+    cache.zero_()
+    for number, size in enumerate((8, 256, 64, 256, 8)):
+        x, at = torch.randn(size, 1024, device="cuda"), torch.randperm(4096, device="cuda")[:size]
+        if number == 3:
+            weight.mul_(0.5)
+        wanted = torch.tanh(x @ weight)
+        result = graph(x, at=at, cache=cache, weight=weight).clone()
+        torch.testing.assert_close(result, wanted.sum(1), rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(cache[at], wanted, rtol=1e-4, atol=1e-4)
+    report = graph.report()
+    assert report.graphs == 3 and report.replays == 5 and report.eager == {"warm-up": 6}
+    # Inputs of three sizes and their results; the cache alone has 16 MiB.
+    assert report.memory_bytes < 6 * 2**20
+    with pytest.raises(ValueError, match="input 'cache' is resident"):
+        graph(torch.zeros(8, 1024, device="cuda"), at=torch.arange(8, device="cuda"), cache=cache.clone(), weight=weight)
+
+
+def test_recordings_of_many_sizes_take_the_memory_of_the_largest() -> None:
+    def work(x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = torch.cat((x, x[: len(x) // 2])).sin()[: len(x)]
+        return x.sum(0)
+
+    def reserved(sizes: tuple[int, ...]) -> int:
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        graph = IterationGraph(work, warmup_steps=1)
+        for size in sizes:
+            graph.record(torch.ones(size, 1 << 14, device="cuda"))
+        for size in reversed(sizes):
+            x = torch.rand(size, 1 << 14, device="cuda")
+            torch.testing.assert_close(graph(x), work(x), rtol=1e-4, atol=1e-4)
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved() - before
+
+    largest = reserved((512,))
+    # Beside it the inputs of each size stay.
+    assert reserved((512, 448, 384, 320)) < 2 * largest + (448 + 384 + 320) * (1 << 16)

@@ -5,18 +5,15 @@
 import bisect
 from collections import Counter
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from mcore_inference.context import HostStep, StepBuilder, StepInputs
+from mcore_inference.engine._recording_pool import Recording, RecordingPool
 from mcore_inference.scheduling import CUDAGraphBatchDimensionBuilder
 
-__all__ = ["CudaRecorder", "DecodeGraphs", "Recorder", "graph_sizes", "padding_step"]
-
-_WARM_UP_RUNS = 2
+__all__ = ["DecodeGraphs", "graph_sizes", "padding_step"]
 
 
 def graph_sizes(max_requests: int, num_graphs: int | None = None) -> list[int]:
@@ -48,38 +45,6 @@ def padding_step(builder: StepBuilder) -> HostStep:
     return HostStep(tokens_T=nothing, lengths_R=nothing, cached_R=nothing, tables_RB=tables, lines_R=nothing)
 
 
-class Recorder(Protocol):
-    """Turns a computation into one that is replayed."""
-
-    def record(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        """What replays it, from the tensors that it read then, and where each replay leaves its result."""
-        ...
-
-
-class CudaRecorder:
-    """Records CUDA graphs, all in one pool of memory."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def record(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        """As of ``Recorder``; it runs twice before."""
-        # Here, for an import that is faster where nothing is recorded.
-        from mcore_parallel.graphs import collection_paused
-
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UP_RUNS):
-                compute()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads, NCCL's watchdog and those of a server, go on; a collection here would free recordings of an engine that is gone.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"), collection_paused():
-            result = compute()
-        return graph.replay, result
-
-
 class DecodeGraphs:
     """Recordings of a model's decode step, made when they are first needed.
 
@@ -89,19 +54,12 @@ class DecodeGraphs:
         compute: logits [R, V] of the step's rows; it neither waits for the device nor reads from it.
         builder: of the steps.
         sizes: numbers of rows, rising.
-        recorder: makes the recordings of one pool of memory; called again when that is given back.
+        pool: of the engine's recordings.
     """
 
-    def __init__(
-        self,
-        compute: Callable[[StepInputs], Tensor],
-        builder: StepBuilder,
-        sizes: list[int],
-        recorder: Callable[[], Recorder] = CudaRecorder,
-    ) -> None:
-        self._compute, self._builder, self._sizes, self._make_recorder = compute, builder, sizes, recorder
-        self._recorded: dict[int, tuple[Callable[[], object], Tensor]] = {}
-        self._recorder = recorder()
+    def __init__(self, compute: Callable[[StepInputs], Tensor], builder: StepBuilder, sizes: list[int], pool: RecordingPool) -> None:
+        self._compute, self._builder, self._sizes, self._pool = compute, builder, sizes, pool
+        self._recorded: dict[int, Recording] = {}
         self.request_counts: Counter[int] = Counter()
         """Recorded number of rows to how often it was replayed for requests."""
 
@@ -116,7 +74,7 @@ class DecodeGraphs:
         return None if place == len(self._sizes) else self._sizes[place]
 
     def run(self, host: HostStep, size: int | None = None) -> Tensor | None:
-        """Logits [R, V] of a step of R rows of one token each, overwritten by the next run; None for more rows than any recording has.
+        """Logits [R, V] of a step of R rows of one token each, overwritten by the next replay; None for more rows than any recording has.
 
         Args:
             host: the step.
@@ -143,12 +101,11 @@ class DecodeGraphs:
     def record(self, size: int) -> None:
         """Record the step of ``size`` rows of padding."""
         self._builder.send_decode(padding_step(self._builder), size)
-        self._recorded[size] = self._recorder.record(lambda: self._compute(self._builder.decode_inputs(size)))
+        self._recorded[size] = self._pool.record(lambda: self._compute(self._builder.decode_inputs(size)))
 
     def clear(self) -> None:
-        """Forget the recordings, and give their memory back: the cache moves."""
+        """Forget the recordings: the cache moves. Their memory comes back with that of the pool."""
         self._recorded.clear()
-        self._recorder = self._make_recorder()
 
     def _replay(self, host: HostStep, size: int) -> Tensor:
         if size not in self._recorded:

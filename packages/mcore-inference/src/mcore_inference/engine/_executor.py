@@ -22,6 +22,7 @@ from mcore_inference.engine._decode_graphs import DecodeGraphs, graph_sizes
 from mcore_inference.engine._mixed_graphs import MixedGraphs, mixed_sizes
 from mcore_inference.engine._model_drafts import ModelDrafts
 from mcore_inference.engine._pipeline import Pipeline
+from mcore_inference.engine._recording_pool import RecordingPool
 from mcore_inference.engine._routing import RoutingRecorder, StepRouting
 from mcore_inference.engine._warm_up import warm_up_draws
 from mcore_inference.sampling import DrawRows, Draws, Sampler, adjust, keep_allowed, log_probs, token_log_probs
@@ -172,6 +173,7 @@ class Executor:
             )
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
+        self._recordings = RecordingPool()
         # Its kernels choose their way by the rows of a step.
         fits = context.builder.has_kernel and not self._batch_invariant and FusedDecoder.fits(model)
         by_heads = isinstance(execution.speculation, (MtpSpeculation, EagleSpeculation))
@@ -191,14 +193,15 @@ class Executor:
         )
         """Heads that propose tokens."""
         if obstacle is None and self.drafts is None and execution.use_graphs is not False:
-            self.graphs = DecodeGraphs(self._decode_logits, context.builder, graph_sizes(context.max_requests, execution.num_cuda_graphs))
+            sizes = graph_sizes(context.max_requests, execution.num_cuda_graphs)
+            self.graphs = DecodeGraphs(self._decode_logits, context.builder, sizes, self._recordings)
         records_prompts = execution.use_cuda_graphs_for_non_decode_steps
         obstacle = obstacle or self._mixed_obstacle(execution)
         if records_prompts and obstacle is not None:
             raise ValueError(f"use_cuda_graphs_for_non_decode_steps=True: {obstacle}; or leave it at None")
         if obstacle is None and self.graphs is not None and records_prompts is not False:
             sizes = mixed_sizes(context.max_requests, context.max_tokens, context.max_sequence_length)
-            self.mixed_graphs = MixedGraphs(self._mixed_logits, context.builder, sizes)
+            self.mixed_graphs = MixedGraphs(self._mixed_logits, context.builder, sizes, self._recordings)
 
     def run(self, work: Sequence[tuple[ActiveRequest, Work]]) -> InFlight:
         """Run the model over planned tokens and draw where all known tokens are computed."""
@@ -406,6 +409,7 @@ class Executor:
         for graphs in (self.graphs, self.mixed_graphs):
             if graphs is not None:
                 graphs.clear()
+        self._recordings.clear()
 
     def _output(self, inputs: StepInputs) -> ModelOutput:
         """Of the model's own forward."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mcore_inference.context import HostStep, StepBuilder, StepInputs
-from mcore_inference.engine._decode_graphs import CudaRecorder, Recorder, padding_step
+from mcore_inference.engine._decode_graphs import padding_step
+from mcore_inference.engine._recording_pool import Recording, RecordingPool
 from mcore_inference.scheduling import CUDAGraphBatchDimensionBuilder, InferenceBatchDimensions, match_graph_config
 
 __all__ = ["MixedGraphs", "mixed_sizes"]
@@ -44,7 +45,7 @@ class MixedGraphs:
         compute: logits [N, V] of N tokens of a step; it neither waits for the device nor reads from it.
         builder: of the steps.
         sizes: that are recorded.
-        recorder: as of ``DecodeGraphs``.
+        pool: of the engine's recordings.
     """
 
     def __init__(
@@ -52,18 +53,17 @@ class MixedGraphs:
         compute: Callable[[StepInputs, Tensor], Tensor],
         builder: StepBuilder,
         sizes: Sequence[InferenceBatchDimensions],
-        recorder: Callable[[], Recorder] = CudaRecorder,
+        pool: RecordingPool,
     ) -> None:
-        self._compute, self._builder, self._sizes, self._make_recorder = compute, builder, list(sizes), recorder
-        self._recorded: dict[InferenceBatchDimensions, tuple[Callable[[], object], Tensor]] = {}
-        self._recorder = recorder()
+        self._compute, self._builder, self._sizes, self._pool = compute, builder, list(sizes), pool
+        self._recorded: dict[InferenceBatchDimensions, Recording] = {}
         most = max((builder.num_mixed_words(size) for size in self._sizes), default=0)
         self._words = torch.zeros(most, dtype=torch.int32, device=builder.device)
         self.step_counts: Counter[InferenceBatchDimensions] = Counter()
         """Recorded size to how often it was replayed."""
 
     def run(self, host: HostStep, rows: Sequence[int]) -> Tensor | None:
-        """Logits [N, V] of N tokens of a step with prompts, overwritten by the next run; None where no recording holds it."""
+        """Logits [N, V] of N tokens of a step with prompts, overwritten by the engine's next replay; None where no recording holds it."""
         num_single = int((host.lengths_R == 1).sum())
         real = InferenceBatchDimensions(len(host.tokens_T), len(host.lengths_R) - num_single, num_single)
         size = match_graph_config(real, self._sizes)
@@ -88,12 +88,11 @@ class MixedGraphs:
 
     def _record(self, size: InferenceBatchDimensions) -> None:
         """From the words that were filled in."""
-        self._recorded[size] = self._recorder.record(lambda: self._compute(*self._inputs(size)))
+        self._recorded[size] = self._pool.record(lambda: self._compute(*self._inputs(size)))
 
     def clear(self) -> None:
         """As of ``DecodeGraphs``."""
         self._recorded.clear()
-        self._recorder = self._make_recorder()
 
     def _inputs(self, size: InferenceBatchDimensions) -> tuple[StepInputs, Tensor]:
         return self._builder.mixed_inputs(self._words[: self._builder.num_mixed_words(size)], size)

@@ -66,7 +66,8 @@ class Capture(Protocol):
     """How work is recorded; the memory that it touches stays where it is until the recording is dropped."""
 
     def pool(self) -> Any:
-        """A pool of memory. Recordings that share one must be replayed so that none overwrites what another still needs."""
+        """A pool of memory. Of recordings that share one, a replay overwrites what the others left in it, results included, so none may run
+        beside another."""
         ...
 
     def warm(self, work: Callable[[], _R]) -> _R:
@@ -78,6 +79,7 @@ class Capture(Protocol):
 
         Raises:
             CaptureError: something in it waits for the device, allocates outside the pool, or is otherwise refused.
+            torch.OutOfMemoryError: the device has too little memory for it.
         """
         ...
 
@@ -87,13 +89,15 @@ class CudaCapture:
 
     Args:
         freeze_gc: as of ``collection_paused``.
+        empty_cache: give what torch holds unused back to the device before each recording, which cannot take it: for whoever leaves little
+            memory free. It waits for the device, and so may not stand where ranks record while others have yet to send.
 
     Raises:
         CaptureError: there is no CUDA device.
     """
 
-    def __init__(self, freeze_gc: bool | None = None) -> None:
-        self._freeze_gc = freeze_gc
+    def __init__(self, freeze_gc: bool | None = None, *, empty_cache: bool = False) -> None:
+        self._freeze_gc, self._empty_cache = freeze_gc, empty_cache
         if reason := why_not():
             raise CaptureError(reason)
         self._stream = torch.cuda.Stream()
@@ -112,6 +116,8 @@ class CudaCapture:
 
     def record(self, work: Callable[[], _R], pool: Any) -> tuple[_R, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
+        if self._empty_cache:
+            torch.cuda.empty_cache()
         # torch.cuda.graph would wait for the whole device, and so for transfers of a pipeline that another rank, which may wait in
         # the same place, has yet to send.
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -126,6 +132,8 @@ class CudaCapture:
                         graph.capture_end()
                     raise
                 graph.capture_end()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise CaptureError(
                 f"the work cannot be captured: {error}; look for reads of device values on the host, random states that are copied "
