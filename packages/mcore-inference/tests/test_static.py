@@ -36,7 +36,7 @@ def test_a_batch_ends_before_the_next_begins_and_the_longest_fit_without_preempt
 
     def step() -> Any:
         ended = inner()
-        company.append(sorted(engine.engine._entries))
+        company.append(sorted(engine.engine._requests.entries))
         return ended
 
     engine.engine.step = step  # type: ignore[method-assign]

@@ -26,6 +26,8 @@ class Admission:
         self.holds_queue = False
         """Whether only requests that have begun are admitted."""
         self.num_preemptions = 0
+        self.num_released = 0
+        """How often a request ceased to run."""
         self.num_looked_up = self.num_found = 0
         """Tokens of admitted requests that were looked up in the cache, and those found there."""
 
@@ -47,6 +49,11 @@ class Admission:
         queue = self.waiting if admits else []
         waiting = (self._waiting_view(entry) for entry in queue if entry.has_begun or not self.holds_queue)
         return plan_step(views, waiting, limits, self._context.freed_by)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that run, or were preempted after their first token."""
+        return len(self.running) + sum(entry.has_begun for entry in self.waiting)
 
     @property
     def next_only_decodes(self) -> bool:
@@ -114,6 +121,7 @@ class Admission:
         """Take the slot and the blocks of a running request; what its blocks hold stays known."""
         number = entry.record.request_id
         self.running.remove(entry)
+        self.num_released += 1
         entry.grow_keys()
         self._context.register(number, entry.keys)
         self._context.release(number)

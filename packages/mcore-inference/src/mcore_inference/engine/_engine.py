@@ -2,10 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """The engine: continuous batching of requests over one model."""
 
-import dataclasses
-import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -22,21 +20,20 @@ from mcore_inference._fields import as_integer
 from mcore_inference._stability import experimental_api, internal_api
 from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.decoder import quantize_weights
-from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._admission import Admission
-from mcore_inference.engine._executor import DecodeBatch, ExecutionConfig, Executor, InFlight
+from mcore_inference.engine._executor import ExecutionConfig, Executor
 from mcore_inference.engine._expert_peers import ExpertPeers
 from mcore_inference.engine._expert_votes import Vote
 from mcore_inference.engine._intake import Intake
+from mcore_inference.engine._live_requests import LiveRequests
 from mcore_inference.engine._offline import completions_of, run_to_end, settings_of
-from mcore_inference.engine._process_age import process_age_s
 from mcore_inference.engine._shared_steps import SharedSteps, StepsTogether
 from mcore_inference.engine._step_log import StepLog
-from mcore_inference.engine._verification import Draw, NgramProposals, Verification
+from mcore_inference.engine._step_loop import StepLoop
+from mcore_inference.engine._verification import NgramProposals, Verification
 from mcore_inference.engine._weights import ModelWeights, WeightChunk, WeightPolicy, check_policy
-from mcore_inference.requests import DynamicInferenceRequestRecord, FinishReason, Prompt, QueueFullError, StepFailedError
+from mcore_inference.requests import DynamicInferenceRequestRecord, FinishReason, Prompt, QueueFullError
 from mcore_inference.sampling import SamplingParams
-from mcore_inference.scheduling import StepPlan
 from mcore_inference.speculation import NgramSpeculation
 from mcore_inference.text import Tokenizer
 from mcore_parallel.models import GPTModel
@@ -100,33 +97,33 @@ class DynamicInferenceEngine:
         self.tokenizer = tokenizer
         limit = model.config.vocab_size if tokenizer is None else min(tokenizer.vocab_size, model.config.vocab_size)
         self.vocab_size = vocab_size or limit
-        self.step_count = 0
         self.weight_version = 0
         """Of the weights; 0 before the first ``load_weights``."""
-        self.finished_counts: Counter[str] = Counter()
-        """Requests that ended, by reason."""
         self._max_waiting = max_waiting_requests
-        self._entries: dict[int, ActiveRequest] = {}
         self._admission = Admission(context)
-        self._done: list[DynamicInferenceRequestRecord] = []
-        self._arrivals = itertools.count()
-        self._in_flight: InFlight | None = None
-        self._num_generated = 0
-        self._seconds_to_first_token = 0.0
+        self._requests = LiveRequests(self._admission)
+        self.finished_counts: Counter[str] = self._requests.finished_counts
+        """Requests that ended, by reason."""
         execution = ExecutionConfig() if execution is None else execution
-        on_gpu = context.device.type == "cuda"
-        self._speculates = execution.speculation is not None
-        self._runs_ahead = on_gpu and not self._speculates if execution.run_ahead is None else execution.run_ahead
+        speculates, on_gpu = execution.speculation is not None, context.device.type == "cuda"
+        runs_ahead = on_gpu and not speculates if execution.run_ahead is None else execution.run_ahead
         self._executor = Executor(model, context, self.vocab_size, execution)
-        own = NgramProposals() if isinstance(execution.speculation, NgramSpeculation) else self._executor.drafts
-        self._verification = Verification(context, self._admission, own)
-        self._batch: DecodeBatch | None = None
-        self._log = None if execution.log_interval_steps is None else StepLog(self.stats, execution.log_interval_steps)
+        ngrams = execution.speculation if isinstance(execution.speculation, NgramSpeculation) else None
+        self._verification = Verification(context, self._admission, self._executor.drafts if ngrams is None else NgramProposals())
+        self._loop = StepLoop(
+            context, self._requests, self._admission, self._executor, self._verification if speculates else None, runs_ahead=runs_ahead,
+            vocab_size=self.vocab_size,
+        )  # fmt: skip
+        if execution.log_interval_steps is not None:
+            self._loop.log = StepLog(self.stats, execution.log_interval_steps)
         self.weights = ModelWeights(model)
         self.peers = ExpertPeers(model) if shares_experts(model) else None
         """Of ranks that share experts."""
-        self._shared_steps = None if self.peers is None else SharedSteps(self.peers, model, self._executor)
-        ngrams = execution.speculation if isinstance(execution.speculation, NgramSpeculation) else None
+        self._shared_steps: SharedSteps | None = None
+        if self.peers is not None:
+            self._shared_steps = SharedSteps(
+                self.peers, model, self._executor, self._requests, self._admission, speculates=speculates
+            )  # fmt: skip
         self._intake = Intake(context, tokenizer, self.vocab_size, seed=seed, ngrams=ngrams, shares_prefixes=shares)
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -161,20 +158,10 @@ class DynamicInferenceEngine:
         if request_id is not None:
             request_id = as_integer("request_id", request_id, 0, 2**63 - 1)
         priority = as_integer("priority", priority, -(2**31), 2**31 - 1)
-        order = next(self._arrivals)
-        number = order if request_id is None else request_id
-        while request_id is None and number in self._entries:
-            order = number = next(self._arrivals)
-        if number in self._entries:
-            raise ValueError(f"request_id={number} is in use; choose another, or None")
+        number, order = self._requests.number(request_id)
         if self._max_waiting is not None and self.num_waiting >= self._max_waiting:
             raise QueueFullError(number, f"{self.num_waiting} requests wait and max_waiting_requests={self._max_waiting}; try again later")
-        entry = self._intake.make(prompt, params, number=number, order=order, priority=priority)
-        self._entries[number] = entry
-        if not entry.num_left and not entry.wants_prompt_log_probs:
-            self._end(entry, FinishReason.LENGTH)
-        else:
-            self._admission.add(entry)
+        self._requests.add(self._intake.make(prompt, params, number=number, order=order, priority=priority))
         return number
 
     def get_request(self, request_id: int) -> DynamicInferenceRequestRecord:
@@ -183,7 +170,12 @@ class DynamicInferenceEngine:
         Raises:
             KeyError: no such request.
         """
-        return self._entries[request_id].record
+        return self._requests.entries[request_id].record
+
+    @property
+    def step_count(self) -> int:
+        """Steps that ran a model."""
+        return self._loop.step_count
 
     @property
     def num_waiting(self) -> int:
@@ -244,12 +236,12 @@ class DynamicInferenceEngine:
 
     def _check_idle(self, call: str) -> None:
         if self.has_unfinished_requests() or self.is_suspended:
-            state = "is suspended" if self.is_suspended else f"has {len(self._entries)} unfinished requests"
+            state = "is suspended" if self.is_suspended else f"has {len(self._requests.entries)} unfinished requests"
             raise RuntimeError(f"{call} needs an idle engine, and this one {state}; call it before the first request")
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something to do or to return."""
-        return bool(self._entries or self._done)
+        return self._requests.has_any
 
     def abort(self, request_id: int) -> DynamicInferenceRequestRecord | None:
         """End a request now and free what it holds; ``step`` does not return it.
@@ -257,11 +249,7 @@ class DynamicInferenceEngine:
         Returns:
             Its record with what was generated, status FAILED, reason ABORT; None when there is no such request.
         """
-        entry = self._entries.get(request_id)
-        if entry is None:
-            return None
-        self._end(entry, FinishReason.ABORT)
-        return self._done.pop()
+        return self._requests.abort(request_id)
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
@@ -283,7 +271,7 @@ class DynamicInferenceEngine:
                 ``take_finished`` or the next step returns them. The others go on.
         """
         if self._shared_steps is not None:
-            self._shared_steps.run(self._vote_on_graphs(self._vote()), self._advance if self._entries else None)
+            self._shared_steps.run(self._vote(), self._advance)
             return self.take_finished()
         if self.is_suspended:
             raise RuntimeError("the engine is suspended; call resume() first")
@@ -293,27 +281,8 @@ class DynamicInferenceEngine:
 
     def _vote(self) -> Vote:
         """What this rank says of the next step to those that share its experts."""
-        assert self.peers is not None, "nobody else asks"
-        hold = self.peers.hold
-        if hold is None and self.is_suspended:
-            hold = "is suspended; call resume() there"
-        version, policy = self.peers.load or (None, None)
-        max_steps = self.peers.max_steps
-        # With results that are read a step later.
-        num_left = max_steps if self.num_waiting else 1 + max((entry.num_left for entry in self._admission.running), default=0)
-        weights = self.weight_version if self.weights.are_complete else -1
-        return Vote(self._has_own_work, hold, weights, version, policy, max_steps, num_left)
-
-    def _vote_on_graphs(self, vote: Vote) -> Vote:
-        """The vote, and which recordings hold the next steps of this rank."""
-        graphs = self._executor.graphs
-        assert self.peers is not None, "nobody else asks"
-        # Whether a step has proposals is known only when it begins.
-        if graphs is None or self._speculates or self.peers.num_left:
-            return vote
-        rows = graphs.padded(len(self._admission.running)) if self._admission.next_only_decodes else None
-        # Without a recording there is a prompt: it is over in a step or a few.
-        return dataclasses.replace(vote, graph_rows=rows, max_graph_rows=graphs.max_rows, max_steps=1 if rows is None else vote.max_steps)
+        assert self._shared_steps is not None, "nobody else asks"
+        return self._shared_steps.vote(self.weight_version if self.weights.are_complete else -1, suspended=self.is_suspended)
 
     @internal_api
     def hold_steps(self, reason: str | None) -> None:
@@ -337,39 +306,11 @@ class DynamicInferenceEngine:
             self._shared_steps.finish(self._vote)
 
     def _advance(self) -> None:
-        """Plan a step and launch it, and take the results of the one before.
-
-        In a recording whose size ranks agreed on are requests that decode alone; prompts wait for the next vote.
-        """
-        admits = self._executor.agreed_rows is None
-        blamed = list(self._entries.values())
-        try:
-            drafts = self._verification.propose() if self._speculates else {}
-            batch = None if drafts else self._decoding(admits)
-            if batch is not None and self.context.extend_lines(batch.lines_R):
-                blamed = batch.entries
-                self._go_on(lambda: self._executor.decode(batch))
-            else:
-                # Its rows would lag behind what this step draws.
-                self._batch = None
-                plan = self._plan(drafts, admits)
-                blamed = [self._entries[item.request_id] for item in plan.work]
-                for request_id in plan.preempted:
-                    self._admission.note_pause([self._entries[request_id]])
-                    self._admission.preempt(self._entries[request_id])
-                for request_id in plan.admitted:
-                    self._admission.admit(self._entries[request_id], self.weight_version)
-                self._verification.fill(plan.admitted)
-                work = [(self._entries[item.request_id], item) for item in plan.work]
-                self._go_on((lambda: self._executor.run(work)) if work else None)
-        except Exception as error:
-            self._fail(blamed, error)
-            raise
+        self._loop.advance(self.weight_version)
 
     def take_finished(self) -> list[DynamicInferenceRequestRecord]:
         """Records of the requests that ended since the last call, without a step."""
-        done, self._done = self._done, []
-        return done
+        return self._requests.take_ended()
 
     def generate(
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -389,7 +330,9 @@ class DynamicInferenceEngine:
         """
         settings = settings_of(prompts, sampling_params)
         if self.has_unfinished_requests():
-            raise ValueError(f"the engine has {len(self._entries)} unfinished requests; step() until they are done, or use add_request")
+            raise ValueError(
+                f"the engine has {len(self._requests.entries)} unfinished requests; step() until they are done, or use add_request"
+            )
         completions = completions_of(prompts, settings)
         if self.peers is not None:
             self.peers.spans_steps = True
@@ -402,7 +345,7 @@ class DynamicInferenceEngine:
                 self.peers.spans_steps = False
                 self.finish_steps()
             # Empty unless something was raised.
-            for request_id in list(self._entries):
+            for request_id in list(self._requests.entries):
                 self.abort(request_id)
             self.take_finished()
 
@@ -412,14 +355,14 @@ class DynamicInferenceEngine:
         return {
             "steps": self.step_count,
             "computed_tokens": self._executor.num_computed,
-            "generated_tokens": self._num_generated,
+            "generated_tokens": self._requests.num_generated,
             "graph_steps": self._executor.num_graph_steps,
             "preemptions": self.num_preemptions,
             "drafted_tokens": self.num_drafted,
             "accepted_tokens": self.num_accepted,
             "prefix_cache_queries": self._admission.num_looked_up,
             "prefix_cache_hits": self._admission.num_found,
-            "seconds_to_first_token": self._seconds_to_first_token,
+            "seconds_to_first_token": self._requests.seconds_to_first_token,
             "weight_version": self.weight_version,
             "running_requests": len(self._admission.running),
             "waiting_requests": self.num_waiting,
@@ -455,10 +398,10 @@ class DynamicInferenceEngine:
         following = self.weight_version + 1 if version is None else as_integer("version", version, 0, 2**63 - 1)
         if in_flight == "drain":
             self._drain()
-        self._read_results()
+        self._loop.read_results()
         self.weights.load(chunks)
         self.weight_version = following
-        self._batch = None
+        self._loop.forget_batch()
         if in_flight == "keep":
             self._admission.keep_cache(following)
         else:
@@ -472,18 +415,14 @@ class DynamicInferenceEngine:
     @property
     def num_in_flight(self) -> int:
         """Requests that run, or were preempted after their first token."""
-        return len(self._admission.running) + sum(entry.has_begun for entry in self._admission.waiting)
+        return self._admission.num_in_flight
 
     @property
     def has_work(self) -> bool:
         """Whether ``step`` can run and has something to do or to return; of ranks that share experts, whether this one is to call it."""
         if self.peers is not None:
             return self.peers.wants_round(self._vote())
-        return self.can_step and self._has_own_work
-
-    @property
-    def _has_own_work(self) -> bool:
-        return bool(self._done or (self.num_in_flight if self._admission.holds_queue else self._entries))
+        return self.can_step and self._requests.has_work
 
     def hold_queue(self, hold: bool) -> None:
         """Admit no request that is not in flight (or do so again): the way to drain an engine that is stepped elsewhere."""
@@ -499,7 +438,7 @@ class DynamicInferenceEngine:
                 finished += self.step() if together is None else together.step()
         finally:
             self.hold_queue(False)
-            self._done = finished + self._done
+            self._requests.put_back(finished)
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -534,7 +473,7 @@ class DynamicInferenceEngine:
         # A recording that others wait in writes to the cache, be it padding.
         self.finish_steps()
         memory = self.context.memory
-        self._read_results()
+        self._loop.read_results()
         self._admission.note_pause(self._admission.running)
         if not memory.keeps_contents:
             self.reset_prefix_cache()
@@ -547,8 +486,8 @@ class DynamicInferenceEngine:
 
         No request is lost: their tokens stay, and their keys and values are computed again.
         """
-        self._read_results()
-        self._batch = None
+        self._loop.read_results()
+        self._loop.forget_batch()
         self._admission.drop_cache()
 
     @torch.no_grad()
@@ -569,102 +508,3 @@ class DynamicInferenceEngine:
         """
         self.suspend()
         self._executor.clear_graphs()
-
-    # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _go_on(self, launch: Callable[[], InFlight] | None) -> None:
-        """Launch the next step, then take the results of the one before it."""
-        before, self._in_flight = self._in_flight, None
-        try:
-            if launch is not None:
-                self._in_flight = launch()
-                self.step_count += 1
-        finally:
-            # A step that fails takes nothing from the one before it.
-            if before is not None:
-                self._take_results(before)
-        if not self._runs_ahead:
-            self._read_results()
-        if launch is not None and self._log is not None:
-            self._log.note(self.step_count)
-
-    def _decoding(self, admits: bool) -> DecodeBatch | None:
-        """The running requests as one batch, when all of them decode and nobody can join."""
-        running = self._admission.running
-        if admits and self.num_waiting and len(running) < self.context.max_requests:
-            return None
-        if self._batch is None or not self._batch.steps_left:
-            self._batch = None
-            going_on = [entry for entry in running if entry.num_left]
-            # The youngest are the ones whose prompts may not be computed.
-            if going_on and all(entry.is_settled and self._admission.decodes(entry) for entry in reversed(going_on)):
-                self._batch = DecodeBatch(going_on, self.context, self.vocab_size)
-        return self._batch
-
-    def _plan(self, drafts: Mapping[int, int], admits: bool) -> StepPlan:
-        if any(entry.needs_history for entry in self._admission.running):
-            self._read_results()
-        plan = self._admission.plan(admits=admits)
-        if plan.preempted and self._in_flight is not None:
-            # What is preempted is computed again from tokens that the host knows.
-            self._read_results()
-            plan = self._admission.plan(admits=admits)
-        if drafts:
-            plan = self._verification.grant(plan, drafts)
-        held = self._admission.holds_queue or not admits
-        assert plan.work or self._in_flight or not self._entries or held, "what was accepted can always advance"
-        return plan
-
-    def _read_results(self) -> None:
-        """Wait for the step in flight, if there is one, and take its results."""
-        if self._in_flight is not None:
-            before, self._in_flight = self._in_flight, None
-            self._take_results(before)
-
-    def _take_results(self, step: InFlight) -> None:
-        draws = step.wait()
-        for entry, values in step.prompt_log_probs:
-            if not entry.ended:
-                entry.segment.prompt_log_probs = (entry.segment.prompt_log_probs or []) + values.tolist()
-        if step.drafts is not None:
-            last = self._verification.take(step.sampled, step.drafts, draws, self._append)
-            if last:
-                self._executor.set_last_tokens(last)
-            draws = []
-        for entry, draw in zip(step.sampled, draws, strict=step.drafts is None):
-            entry.num_pending -= 1
-            # A request that ended meanwhile was computed in vain.
-            if not entry.ended:
-                self._append(entry, draw)
-        for entry in step.computed:
-            if not entry.ended:
-                self._end(entry, FinishReason.LENGTH)
-
-    def _append(self, entry: ActiveRequest, draw: Draw) -> None:
-        if not self._num_generated:
-            self._seconds_to_first_token = process_age_s()
-        self._num_generated += draw[0] >= 0
-        if (end := entry.append(*draw)) is not None:
-            self._end(entry, *end)
-        elif entry.drafter is not None:
-            entry.drafter.push(draw[0])
-
-    def _fail(self, entries: Sequence[ActiveRequest], error: Exception) -> None:
-        """End the requests of a step that raised; some may have ended in it already."""
-        for entry in entries:
-            number = entry.record.request_id
-            if self._entries.get(number) is entry:
-                self._end(entry, FinishReason.ERROR, StepFailedError(number, f"the step failed: {type(error).__name__}: {error}"))
-
-    def _end(self, entry: ActiveRequest, reason: FinishReason, error: Exception | None = None) -> None:
-        """The only way out of the engine: every request ends here, once, and leaves nothing behind."""
-        record = entry.record
-        del self._entries[record.request_id]
-        if entry in self._admission.running:
-            self._batch = None
-            self._admission.release(entry)
-        elif entry in self._admission.waiting:
-            self._admission.waiting.remove(entry)
-        reason = entry.finish(reason, error)
-        self.finished_counts[reason.value] += 1
-        self._done.append(record)

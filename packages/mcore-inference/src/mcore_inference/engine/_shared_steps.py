@@ -8,9 +8,11 @@ from collections.abc import Callable
 import torch
 
 from mcore_inference._capability import exchanges_tokens
+from mcore_inference.engine._admission import Admission
 from mcore_inference.engine._executor import Executor
 from mcore_inference.engine._expert_peers import ExpertPeers
 from mcore_inference.engine._expert_votes import Decision, Vote
+from mcore_inference.engine._live_requests import LiveRequests
 from mcore_inference.engine._offline import Stepper
 from mcore_inference.requests import DynamicInferenceRequestRecord, Prompt
 from mcore_inference.sampling import SamplingParams
@@ -25,13 +27,36 @@ class SharedSteps:
         peers: the ranks.
         model: of this rank.
         executor: counts its forwards, and replays recordings of the size that all agreed on.
+        requests: of this rank.
+        admission: their queue.
+        speculates: whether a step may have proposals, which is known only when it begins.
     """
 
-    def __init__(self, peers: ExpertPeers, model: GPTModel, executor: Executor) -> None:
+    def __init__(
+        self, peers: ExpertPeers, model: GPTModel, executor: Executor, requests: LiveRequests, admission: Admission, *, speculates: bool
+    ) -> None:
         self._peers, self._model, self._executor = peers, model, executor
+        self._requests, self._admission, self._speculates = requests, admission, speculates
 
-    def run(self, vote: Vote, advance: Callable[[], None] | None) -> None:
-        """One pass, by a vote or as the last vote decided: ``advance``, or a dummy step where it is None, held, or runs no model.
+    def vote(self, weights: int, *, suspended: bool) -> Vote:
+        """What this rank says of the next step.
+
+        Args:
+            weights: their version; -1 while they are not whole.
+            suspended: the rank has no memory to step with.
+        """
+        hold = self._peers.hold
+        if hold is None and suspended:
+            hold = "is suspended; call resume() there"
+        version, policy = self._peers.load or (None, None)
+        max_steps = self._peers.max_steps
+        # With results that are read a step later.
+        num_left = max_steps if self._admission.waiting else 1 + max((entry.num_left for entry in self._admission.running), default=0)
+        return Vote(self._requests.has_work, hold, weights, version, policy, max_steps, num_left)
+
+    def run(self, vote: Vote, advance: Callable[[], None]) -> None:
+        """One pass, by a vote or as the last vote decided: ``advance``, or a dummy step where the rank has no requests, is held, or runs no
+        model.
 
         ``Executor.agreed_rows`` says which.
 
@@ -39,13 +64,13 @@ class SharedSteps:
             RankFailedError: a rank is lost, late, or failed in the middle of the model.
             Exception: whatever ``advance`` raised outside of the model.
         """
-        decision, executor = self._peers.decide(vote), self._executor
+        decision, executor = self._peers.decide(self._with_graphs(vote)), self._executor
         if not decision.steps:
             return
         executor.agreed_rows = decision.graph_rows
         before = executor.num_forwards_begun
         try:
-            if advance is not None and vote.hold is None:
+            if self._requests.entries and vote.hold is None:
                 advance()
         except Exception as error:
             if executor.num_forwards_begun != executor.num_forwards:
@@ -59,6 +84,15 @@ class SharedSteps:
         """Make the steps that were decided, as dummy steps: others wait in them."""
         while self._peers.num_left and self._peers.decide(vote()).steps:
             self._run_dummy()
+
+    def _with_graphs(self, vote: Vote) -> Vote:
+        """The vote, and which recordings hold the next steps of this rank."""
+        graphs = self._executor.graphs
+        if graphs is None or self._speculates or self._peers.num_left:
+            return vote
+        rows = graphs.padded(len(self._admission.running)) if self._admission.next_only_decodes else None
+        # Without a recording there is a prompt: it is over in a step or a few.
+        return dataclasses.replace(vote, graph_rows=rows, max_graph_rows=graphs.max_rows, max_steps=1 if rows is None else vote.max_steps)
 
     def _run_dummy(self) -> None:
         try:

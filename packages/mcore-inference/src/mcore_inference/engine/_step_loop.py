@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The steps of an engine, each launched before the results of the one before are read."""
+
+from collections.abc import Callable, Mapping
+
+from mcore_inference.context import DynamicInferenceContext
+from mcore_inference.engine._admission import Admission
+from mcore_inference.engine._executor import DecodeBatch, Executor, InFlight
+from mcore_inference.engine._live_requests import LiveRequests
+from mcore_inference.engine._step_log import StepLog
+from mcore_inference.engine._verification import Verification
+from mcore_inference.requests import FinishReason
+from mcore_inference.scheduling import StepPlan
+
+
+class StepLoop:
+    """Plans steps, launches them, and gives requests what they drew.
+
+    Args:
+        context: of the engine.
+        requests: that are served.
+        admission: their queue.
+        executor: runs the steps.
+        verification: of proposed tokens; None where nobody proposes any.
+        runs_ahead: results of a step are read when the next one is launched; else at once.
+        vocab_size: ids that exist.
+    """
+
+    def __init__(
+        self,
+        context: DynamicInferenceContext,
+        requests: LiveRequests,
+        admission: Admission,
+        executor: Executor,
+        verification: Verification | None,
+        *,
+        runs_ahead: bool,
+        vocab_size: int,
+    ) -> None:
+        self._context, self._requests, self._admission, self._executor = context, requests, admission, executor
+        self._verification, self._runs_ahead, self._vocab_size = verification, runs_ahead, vocab_size
+        self._in_flight: InFlight | None = None
+        self._batch: DecodeBatch | None = None
+        self._num_released = 0
+        self.step_count = 0
+        """Steps that were launched."""
+        self.log: StepLog | None = None
+
+    def advance(self, weight_version: int) -> None:
+        """Plan a step and launch it, and take the results of the one before.
+
+        In a recording whose size ranks agreed on are requests that decode alone; prompts wait for the next vote.
+
+        Args:
+            weight_version: by which requests that begin now are stamped.
+
+        Raises:
+            Exception: whatever the model raised; the requests of the step have ended then.
+        """
+        admits, requests = self._executor.agreed_rows is None, self._requests
+        blamed = list(requests.entries.values())
+        try:
+            drafts = {} if self._verification is None else self._verification.propose()
+            batch = None if drafts else self._decoding(admits)
+            if batch is not None and self._context.extend_lines(batch.lines_R):
+                blamed = batch.entries
+                self._go_on(lambda: self._executor.decode(batch))
+            else:
+                # Its rows would lag behind what this step draws.
+                self._batch = None
+                plan = self._plan(drafts, admits)
+                blamed = [requests.entries[item.request_id] for item in plan.work]
+                for request_id in plan.preempted:
+                    self._admission.note_pause([requests.entries[request_id]])
+                    self._admission.preempt(requests.entries[request_id])
+                for request_id in plan.admitted:
+                    self._admission.admit(requests.entries[request_id], weight_version)
+                if self._verification is not None:
+                    self._verification.fill(plan.admitted)
+                work = [(requests.entries[item.request_id], item) for item in plan.work]
+                self._go_on((lambda: self._executor.run(work)) if work else None)
+        except Exception as error:
+            requests.fail(blamed, error)
+            raise
+
+    def read_results(self) -> None:
+        """Wait for the step in flight, if there is one, and take its results."""
+        if self._in_flight is not None:
+            before, self._in_flight = self._in_flight, None
+            self._take_results(before)
+
+    def forget_batch(self) -> None:
+        """Plan the next step afresh: requests or what the cache holds of them are no longer what they were."""
+        self._batch = None
+
+    def _go_on(self, launch: Callable[[], InFlight] | None) -> None:
+        """Launch the next step, then take the results of the one before it."""
+        before, self._in_flight = self._in_flight, None
+        try:
+            if launch is not None:
+                self._in_flight = launch()
+                self.step_count += 1
+        finally:
+            # A step that fails takes nothing from the one before it.
+            if before is not None:
+                self._take_results(before)
+        if not self._runs_ahead:
+            self.read_results()
+        if launch is not None and self.log is not None:
+            self.log.note(self.step_count)
+
+    def _decoding(self, admits: bool) -> DecodeBatch | None:
+        """The running requests as one batch, when all of them decode and nobody can join."""
+        running = self._admission.running
+        if admits and self._admission.waiting and len(running) < self._context.max_requests:
+            return None
+        if self._batch is None or not self._batch.steps_left or self._num_released != self._admission.num_released:
+            self._batch = None
+            going_on = [entry for entry in running if entry.num_left]
+            # The youngest are the ones whose prompts may not be computed.
+            if going_on and all(entry.is_settled and self._admission.decodes(entry) for entry in reversed(going_on)):
+                self._batch = DecodeBatch(going_on, self._context, self._vocab_size)
+                self._num_released = self._admission.num_released
+        return self._batch
+
+    def _plan(self, drafts: Mapping[int, int], admits: bool) -> StepPlan:
+        if any(entry.needs_history for entry in self._admission.running):
+            self.read_results()
+        plan = self._admission.plan(admits=admits)
+        if plan.preempted and self._in_flight is not None:
+            # What is preempted is computed again from tokens that the host knows.
+            self.read_results()
+            plan = self._admission.plan(admits=admits)
+        if drafts:
+            assert self._verification is not None, "nobody else proposes"
+            plan = self._verification.grant(plan, drafts)
+        held = self._admission.holds_queue or not admits
+        assert plan.work or self._in_flight or not self._requests.entries or held, "what was accepted can always advance"
+        return plan
+
+    def _take_results(self, step: InFlight) -> None:
+        draws = step.wait()
+        for entry, values in step.prompt_log_probs:
+            if not entry.ended:
+                entry.segment.prompt_log_probs = (entry.segment.prompt_log_probs or []) + values.tolist()
+        if step.drafts is not None:
+            assert self._verification is not None, "nobody else proposes"
+            last = self._verification.take(step.sampled, step.drafts, draws, self._requests.append)
+            if last:
+                self._executor.set_last_tokens(last)
+            draws = []
+        for entry, draw in zip(step.sampled, draws, strict=step.drafts is None):
+            entry.num_pending -= 1
+            # A request that ended meanwhile was computed in vain.
+            if not entry.ended:
+                self._requests.append(entry, draw)
+        for entry in step.computed:
+            if not entry.ended:
+                self._requests.end(entry, FinishReason.LENGTH)
