@@ -2,15 +2,18 @@
 # Copyright (c) 2026 the mcore authors
 """Paged attention against causal attention over the whole sequence."""
 
+import dataclasses
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
 
 from mcore_inference import DynamicInferenceContext, InferenceConfig, PagedAttention
+from mcore_inference.attention import GatheredRows, PagedStep, TableRows, _core
 from mcore_parallel.models import TransformerConfig
-from mcore_parallel.nn import Step, causal_attention
+from mcore_parallel.nn import PackedHeads, Step, causal_attention
 
 
 def make_context(block_size: int, kv_heads: int) -> DynamicInferenceContext:
@@ -94,3 +97,32 @@ def test_data_of_another_core_is_refused() -> None:
     step = Step(batch_size=1, seq_len=1, positions=torch.zeros(1, dtype=torch.int64), attention={"mask": None})
     with pytest.raises(TypeError, match="PagedStep"):
         PagedAttention()(x, x, x, 0, step)
+
+
+def test_packed_heads_are_taken_where_the_kernels_compute_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_core, "has_kernels", lambda *_: True)
+    context, core = make_context(16, 2), PagedAttention()
+    numbers = torch.zeros(2, dtype=torch.int32)
+    rows = TableRows(
+        tables_RB=numbers[:, None], starts_R=numbers, contexts_R=numbers, num_decode=2, tiles=None, whole_tiles=None, block_size=16,
+        longest=64, longest_query=1,
+    )  # fmt: skip
+    paged = PagedStep(cache=context.cache, slots_T=numbers.long(), rows=rows, finished=numbers)
+    step = dataclasses.replace(Step.causal(1, 2), attention=paged)
+
+    def takes(width: int = 8, dtype: torch.dtype = torch.bfloat16, step: Step = step, turned: int | None = None, **fields: Any) -> bool:
+        tables = None if turned is None else (torch.ones(2, turned), torch.ones(2, turned))
+        return core.takes_packed(PackedHeads(qkv=torch.zeros(2, 2, 4, width, dtype=dtype), tables=tables, **fields), 0, step)
+
+    assert takes() and takes(turned=8) and takes(256) and takes(128, torch.float32)
+    assert not takes(turned=4), "heads that turn in part"
+    assert not takes(turned=8, interleaved=True)
+    assert not takes(258) and not takes(256, torch.float32) and not takes(7)
+    assert not takes(step=Step.causal(1, 2))
+    gathered = dataclasses.replace(paged, rows=GatheredRows(decode=None, prefill=None))
+    assert not takes(step=dataclasses.replace(step, attention=gathered))
+    assert not takes(step=dataclasses.replace(step, attention=dataclasses.replace(paged, finished=None)))
+    with pytest.raises(TypeError, match="step.attention is a str"):
+        takes(step=dataclasses.replace(step, attention="pages"))
+    monkeypatch.setattr(_core, "has_kernels", lambda *_: False)
+    assert not takes()

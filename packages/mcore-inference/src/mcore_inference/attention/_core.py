@@ -13,7 +13,7 @@ from mcore_inference.attention._backends import LIBRARIES, backend_obstacle, loa
 from mcore_inference.attention._gathered import attend_gathered
 from mcore_inference.attention._page_format import PageFormat
 from mcore_inference.attention._step import GatheredRows, PagedStep, TableRows
-from mcore_inference.attention._tiles import tile_tokens
+from mcore_inference.attention._tiles import fits_packed, tile_tokens
 from mcore_inference.cache import LayerSlots
 from mcore_parallel import ProcessGroups
 from mcore_parallel.nn import AttentionCore, AttentionSpec, PackedHeads, SinkAttentionCore, Step, causal_attention, choose_attention
@@ -150,7 +150,7 @@ class PagedAttention(nn.Module):
         return attend_gathered(queries, cached, paged.rows, scale=scale, window=-1, sink=None)
 
     def takes_packed(self, heads: PackedHeads, layer: int, step: Step) -> bool:
-        """Whether it is a step of the kernels, whose heads turn whole, by halves or not at all, and need no gradient.
+        """Whether it is a step of the kernels, whose heads turn whole, by halves or not at all, need no gradient, and are not too wide.
 
         Raises:
             TypeError: ``step.attention`` is data for another core, or another backend.
@@ -165,7 +165,8 @@ class PagedAttention(nn.Module):
             return False
         turns = heads.tables is None or (not heads.interleaved and _fit(heads.tables, qkv.shape[-1]))
         counts = paged.finished is not None or rows.has_prefill or self._library is not None
-        return turns and counts and qkv.shape[-1] % 2 == 0 and qkv.is_contiguous() and has_kernels(qkv.device, qkv.dtype)
+        whole = qkv.shape[-1] % 2 == 0 and fits_packed(qkv.shape[-1], qkv.dtype.itemsize) and qkv.is_contiguous()
+        return turns and counts and whole and has_kernels(qkv.device, qkv.dtype)
 
     def attend_packed(self, heads: PackedHeads, layer: int, step: Step, *, sink: Tensor | None = None) -> Tensor:
         """As ``forward`` from the projection's result, by the kernels or a library: [T, K, A / K + 2, d] -> [T, A, d].

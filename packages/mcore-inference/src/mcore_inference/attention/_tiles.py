@@ -35,6 +35,11 @@ def prefill_tiles(lengths_P: np.ndarray, rows_P: np.ndarray, group: int) -> tupl
     return rows_N, number_N * size
 
 
+def fits_packed(width: int, itemsize: int) -> bool:
+    """Whether the kernel of decode steps has room for two stages of keys and values of such heads: 256 channels in 16 bits, 128 in 32."""
+    return (1 << (width - 1).bit_length()) * itemsize <= 512
+
+
 def fits_latents(rank: int, width: int, itemsize: int) -> bool:
     """Whether the kernel of latents can hold sums of ``rank`` channels and scores of ``width``, in the registers of a program.
 
