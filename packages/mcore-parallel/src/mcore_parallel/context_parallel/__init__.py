@@ -12,6 +12,7 @@ from mcore_parallel.context_parallel._partial import (
     allowed,
     flash_can_run,
 )
+from mcore_parallel.context_parallel._prefixes import plan_prefixed, sequence_prefixes
 from mcore_parallel.context_parallel._tiles import Tile, plan_tiles, to_device
 from mcore_parallel.context_parallel._zigzag import (
     HeadSplitError,
@@ -44,9 +45,11 @@ __all__ = [
     "flash_can_run",
     "inverse_permutation",
     "join_heads",
+    "plan_prefixed",
     "plan_tiles",
     "segments",
     "sequence_lengths",
+    "sequence_prefixes",
     "split_heads",
     "to_device",
     "tokens_ahead",

@@ -22,6 +22,7 @@ from mcore_parallel.context_parallel._partial import (
     cudnn_can_run,
     flash_can_run,
 )
+from mcore_parallel.context_parallel._prefixes import plan_prefixed, sequence_prefixes
 from mcore_parallel.context_parallel._ring import Round, plan_ring, ring_attention
 from mcore_parallel.context_parallel._tiles import Window, plan_tiles, to_device
 from mcore_parallel.context_parallel._zigzag import (
@@ -109,6 +110,8 @@ class SequenceStep(Protocol):
     def seq_len(self) -> int: ...
     @property
     def cu_seqlens(self) -> Tensor | None: ...
+    @property
+    def prefixes(self) -> Tensor | None: ...
 
 
 # T tokens of this rank, A heads and K key-value heads of this tp rank, d width of a head.
@@ -143,6 +146,11 @@ class ContextParallelAttention:
         # Plans are the same for all layers and micro-batches of equal lengths.
         self._layout = functools.lru_cache(maxsize=8)(functools.partial(_Layout.plan, gathered, heads, ring, window))
 
+    @property
+    def follows_prefixes(self) -> bool:
+        """Whether steps may have ``prefixes``: those of sequences that one rank holds."""
+        return self.gathered.size == self.heads.size == self.ring.size == 1
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, step: SequenceStep, *, sink: Tensor | None = None) -> Tensor:
         """q [T, A, d], k and v [T, K, d] -> [T, A, d].
 
@@ -159,7 +167,7 @@ class ContextParallelAttention:
             HeadSplitError: heads that cannot be split.
         """
         size = self.gathered.size * self.heads.size * self.ring.size
-        lengths = _lengths(step, size)
+        lengths, prefixes = _lengths(step, size)
         if sum(lengths) != q.shape[0] * size:
             raise SequenceSplitError(
                 f"cu_seqlens end at {sum(lengths)}, but {size} ranks with {q.shape[0]} tokens each hold {q.shape[0] * size}; "
@@ -169,7 +177,7 @@ class ContextParallelAttention:
             sink = q.new_zeros(q.shape[1])
         elif sink is not None and sink.shape != q.shape[1:2]:
             raise HeadSplitError(f"sink of shape {tuple(sink.shape)} must have one logit for each of the {q.shape[1]} heads of this rank")
-        layout = self._layout(lengths, q.device)
+        layout = self._layout(lengths, prefixes, q.device)
         scale = q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
         if self.heads.size > 1:
             q, k, v, sink = self._exchange(q, k, v, sink, layout)
@@ -183,7 +191,9 @@ class ContextParallelAttention:
             widest = max(q.shape[-1], width)
             even = widest + -widest % HEAD_DIM_MULTIPLE
             q, k, v = (x if x.shape[-1] == even else F.pad(x, (0, even - x.shape[-1])) for x in (q, k, v))
-        kernel = TorchAttention() if not flash else CudnnAttention() if cudnn_can_run(q) else FlashAttention()
+        # cuDNN plans anew for each shape, and the block behind a prefix has another one in nearly every micro-batch.
+        fastest = CudnnAttention() if flash and prefixes is None and cudnn_can_run(q) else FlashAttention()
+        kernel = fastest if flash else TorchAttention()
         out = ring_attention(q, k, v, sink, layout.rounds, self.ring, kernel, scale)
         out = out[..., :width]
         return out if self.heads.size == 1 else join_heads(out, self.heads, layout.order, layout.places)
@@ -216,7 +226,18 @@ class _Layout:
     """The inverse of ``order``."""
 
     @classmethod
-    def plan(cls, gathered: Group, heads: Group, ring: Group, window: Window, lengths: tuple[int, ...], device: torch.device) -> "_Layout":
+    def plan(
+        cls,
+        gathered: Group,
+        heads: Group,
+        ring: Group,
+        window: Window,
+        lengths: tuple[int, ...],
+        prefixes: tuple[int, ...] | None,
+        device: torch.device,
+    ) -> "_Layout":
+        if prefixes is not None:
+            return cls((Round(0, tuple(plan_prefixed(lengths, prefixes, window))),), torch.empty(0), torch.empty(0))
         if gathered.size > 1:
             tiles = plan_tiles(segments(lengths, gathered.size, gathered.rank), segments(lengths, 1, 0), window)
             order = zigzag_inverse(lengths, gathered.size)
@@ -232,10 +253,16 @@ class _Layout:
         return cls(rounds, to_device(order, device), to_device(inverse_permutation(order), device))
 
 
-def _lengths(step: SequenceStep, size: int) -> tuple[int, ...]:
+def _lengths(step: SequenceStep, size: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Of the whole sequences, and which one stands in front of each."""
     if step.cu_seqlens is None:
-        return (step.seq_len * size,) * step.batch_size
-    return tuple(length for length in sequence_lengths(step.cu_seqlens) if length)
+        return (step.seq_len * size,) * step.batch_size, None
+    lengths = sequence_lengths(step.cu_seqlens)
+    if step.prefixes is None:
+        return tuple(length for length in lengths if length), None
+    if size > 1:
+        raise SequenceSplitError(f"sequences behind a prefix cannot be split over cp={size} ranks; pack without prefixes, or set cp=1")
+    return lengths, sequence_prefixes(step.prefixes, len(lengths))
 
 
 class LayeredAttention:
@@ -247,6 +274,11 @@ class LayeredAttention:
 
     def __init__(self, cores: Sequence[ContextParallelAttention]) -> None:
         self.cores = tuple(cores)
+
+    @property
+    def follows_prefixes(self) -> bool:
+        """As of ``ContextParallelAttention``, for all layers."""
+        return all(core.follows_prefixes for core in self.cores)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, step: SequenceStep, *, sink: Tensor | None = None) -> Tensor:
         return self.cores[layer](q, k, v, layer, step, sink=sink)

@@ -22,6 +22,7 @@ from mcore_parallel.models._pattern import (
     layer_maps_by_symbol,
     read_pattern,
 )
+from mcore_parallel.models._prefixes import check_follows_prefixes
 from mcore_parallel.models._slots import FeedForwardBuilder, MixerBuilder, Site
 from mcore_parallel.models._stack import place_layers
 from mcore_parallel.models._t5 import T5Model
@@ -56,6 +57,7 @@ __all__ = [
     "add_value_head",
     "allocate_layers",
     "as_pattern",
+    "check_follows_prefixes",
     "check_layout",
     "dense_feed_forward",
     "feed_forward_share",

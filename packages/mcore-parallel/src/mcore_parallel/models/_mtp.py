@@ -70,6 +70,8 @@ def predict_further(
         config: of the model.
         cp: ranks that share each sequence.
     """
+    if step.prefixes is not None:
+        raise ValueError(f"mtp_num_layers={config.mtp_num_layers}: behind a prefix there are several next tokens; pack without prefixes")
     whole = (step.seq_len * cp.size,) * step.batch_size if step.cu_seqlens is None else sequence_lengths(step.cu_seqlens)
     if config.mtp_detach:
         hidden = hidden.detach()

@@ -32,6 +32,9 @@ class Step:
     cu_seqlens: Tensor | None = None
     """[N + 1] integers on the host: bounds of N packed sequences among the tokens of all context-parallel ranks; they attend to
     themselves only. None for B sequences."""
+    prefixes: Tensor | None = None
+    """[N] integers on the host: for each packed sequence the number of an earlier one in front of it, whose tokens it sees beside its own,
+    -1 for none; ``positions`` go on behind it. None where no sequence has one."""
     attention: Any = None
     """Data for the attention core that was chosen (page tables, sequence bounds); other layers ignore it."""
     states: Any = None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_parallel.context_parallel import SequenceSplitError, sequence_lengths, tokens_ahead, zigzag_indices
+from mcore_parallel.context_parallel import SequenceSplitError, sequence_lengths, sequence_prefixes, tokens_ahead, zigzag_indices
 from mcore_parallel.groups import Group
 from mcore_parallel.nn import Step
 
@@ -41,6 +41,9 @@ class Batch:
     """[B, S] int64; None for 0 upwards in every sequence."""
     cu_seqlens: Tensor | None = None
     """[N + 1] integers on the host: bounds of N packed sequences among the B * S tokens, row by row; None when each row is one."""
+    prefixes: Tensor | None = None
+    """[N] integers on the host: for each packed sequence the number of an earlier one in front of it, -1 for none. It sees the tokens of
+    that one beside its own, and its positions go on behind them. None where no sequence has one."""
     valid: Tensor | None = None
     """[B, S] bool, False at padding, which mixtures of experts do not route; None where every token is real."""
     extras: Mapping[str, Tensor] = field(default_factory=dict)
@@ -56,6 +59,10 @@ class Batch:
             value = getattr(self, name)
             if value is not None and value.shape != self.tokens.shape:
                 raise ValueError(f"{name} of shape {tuple(value.shape)} must have the shape of tokens, {tuple(self.tokens.shape)}")
+        if self.prefixes is not None:
+            if self.cu_seqlens is None:
+                raise ValueError("prefixes are numbers of packed sequences; give their cu_seqlens, too")
+            sequence_prefixes(self.prefixes, len(self.cu_seqlens) - 1)
 
     def step(self) -> Step:
         """The forward pass over this batch."""
@@ -63,6 +70,7 @@ class Batch:
         flat = {name: self.extras[name].flatten(0, 1) for name in _BY_TOKEN if name in self.extras}
         more: dict[str, Any] = {
             "tokens": self.tokens.flatten(),
+            "prefixes": self.prefixes,
             "valid": None if self.valid is None else self.valid.flatten(),
             **flat,
             "attention": self.extras.get("attention_mask"),
@@ -98,10 +106,12 @@ class Batch:
             A batch of shape [B, S / cp]; this one, if it is such a share.
 
         Raises:
-            SequenceSplitError: a sequence whose length is not a multiple of 2 cp, a share of other ranks.
+            SequenceSplitError: a sequence whose length is not a multiple of 2 cp, sequences behind a prefix, a share of other ranks.
         """
         if group.size == self.context_size:
             return self
+        if self.prefixes is not None:
+            raise SequenceSplitError(f"sequences behind a prefix cannot be split over cp={group.size} ranks; pack without, or set cp=1")
         if self.context_size > 1:
             raise SequenceSplitError(f"a share of context_size={self.context_size} ranks does not fit cp={group.size}; cut the whole batch")
         B, S = self.tokens.shape
@@ -138,7 +148,10 @@ class Batch:
         return lengths
 
     def _positions(self) -> Tensor:
-        parts = [torch.arange(length) for length in self.sequence_lengths()]
+        lengths = self.sequence_lengths()
+        prefixes = (-1,) * len(lengths) if self.prefixes is None else sequence_prefixes(self.prefixes, len(lengths))
+        starts = [0 if prefix < 0 else lengths[prefix] for prefix in prefixes]
+        parts = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
         return torch.cat(parts).view(self.tokens.shape).to(self.tokens.device)
 
 

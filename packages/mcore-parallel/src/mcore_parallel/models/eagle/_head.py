@@ -176,6 +176,8 @@ class EagleDraft:
     def ahead(self, values: Tensor, by: int) -> Tensor:
         """[T]: for each token the value ``by`` places later in its sequence; 0 behind the end."""
         step = self.step
+        if step.prefixes is not None:
+            raise ValueError("behind a prefix there are several next tokens; pack sequences without prefixes for draft heads")
         lengths = (step.seq_len,) * step.batch_size if step.cu_seqlens is None else sequence_lengths(step.cu_seqlens)
         return tokens_ahead(values, lengths, self.head.groups.cp, by=by)
 

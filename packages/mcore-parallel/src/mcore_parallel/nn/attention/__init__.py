@@ -6,9 +6,12 @@ from mcore_parallel.nn.attention._cores import (
     AttentionCore,
     AttentionCoreBuilder,
     AttentionSpec,
+    PrefixAttentionCore,
     SinkAttentionCore,
     causal_attention,
+    check_prefixes,
     default_attention,
+    follows_prefixes,
 )
 from mcore_parallel.nn.attention._cross import CrossAttention
 from mcore_parallel.nn.attention._latent import LatentAttentionConfig, LatentCache, LatentCore, LatentSelfAttention
@@ -47,6 +50,7 @@ __all__ = [
     "MaskedAttention",
     "PackedAttentionCore",
     "PackedHeads",
+    "PrefixAttentionCore",
     "QKClipped",
     "SelfAttention",
     "SharedKVProjection",
@@ -54,9 +58,11 @@ __all__ = [
     "SoftmaxOne",
     "attention_capabilities",
     "causal_attention",
+    "check_prefixes",
     "choose_attention",
     "clip_qk",
     "default_attention",
+    "follows_prefixes",
     "get_sliding_window_causal_mask",
     "is_layer_window_attention",
     "reference_attention",

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from mcore_parallel._stability import experimental_api, internal_api
 from mcore_parallel.context_parallel import ContextParallelAttention, context_parallel_attention
 from mcore_parallel.groups import Group, ProcessGroups
 from mcore_parallel.nn._step import Step
@@ -121,6 +122,36 @@ class AttentionCoreBuilder(Protocol):
         ...
 
 
+@experimental_api
+@runtime_checkable
+class PrefixAttentionCore(Protocol):
+    """An attention core that can say whether it follows ``Step.prefixes``."""
+
+    @property
+    def follows_prefixes(self) -> bool: ...
+
+
+@internal_api
+def follows_prefixes(core: object) -> bool:
+    """Whether an attention core follows ``Step.prefixes``; one that does not say so does not."""
+    return core is causal_attention or (isinstance(core, PrefixAttentionCore) and core.follows_prefixes)
+
+
+@internal_api
+def check_prefixes(core: object) -> None:
+    """Whether a step of a core may have prefixes.
+
+    Raises:
+        ValueError: the core does not follow them.
+    """
+    if not follows_prefixes(core):
+        name = getattr(core, "__name__", type(core).__name__)
+        raise ValueError(
+            f"attention core {name} does not follow prefixes of packed sequences; set attention_backend='sdpa', or 'context_parallel' "
+            "for windows and sinks, with cp=1, or pack without prefixes"
+        )
+
+
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, layer: int, step: Step) -> Tensor:
     """Causal softmax attention inside each of the step's B sequences, by torch's fused kernel, or of its packed sequences.
 
@@ -166,6 +197,7 @@ class SDPAttention:
     def __init__(self, spec: AttentionSpec, groups: ProcessGroups, *, kernels: tuple[SDPBackend, ...] | None = None) -> None:
         self.causal, self.scale = spec.causal, spec.softmax_scale
         self.kernels = kernels
+        self.follows_prefixes = True
         alone = Group.single()
         self._packed = ContextParallelAttention(gathered=alone, heads=alone, ring=alone, window=spec.bounds, softmax_scale=self.scale)
 

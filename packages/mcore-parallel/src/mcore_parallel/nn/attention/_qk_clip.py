@@ -41,6 +41,8 @@ class LogitTracker:
     @torch.no_grad()
     def see(self, q: Tensor, k: Tensor, step: Step) -> None:
         """Take in q [T, A, d] and k [T, K, d] of one micro-batch."""
+        if step.prefixes is not None:
+            raise ValueError("logits of sequences behind a prefix are not tracked for QK-clip; pack without prefixes")
         cp = self.groups.cp
         bounds = None if step.cu_seqlens is None else step.cu_seqlens.tolist()
         lengths = [step.seq_len * cp.size] * step.batch_size if bounds is None else [b - a for a, b in itertools.pairwise(bounds)]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mcore_parallel.context_parallel import sequence_prefixes
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._step import Step
 from mcore_parallel.nn.attention._cores import AttentionSpec
@@ -79,11 +80,16 @@ class ReferenceAttention:
 
     def __init__(self, spec: AttentionSpec, groups: ProcessGroups) -> None:
         self.spec = spec
+        self.follows_prefixes = True
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, step: Step, *, sink: Tensor | None = None) -> Tensor:
         spec = self.spec
         if sink is None and spec.softmax_type == "off-by-one":
             sink = q.new_zeros(q.shape[1])
+        bounds = step.cu_seqlens
+        if step.cu_seqlens is not None and step.prefixes is not None:
+            rows, bounds = _with_prefixes(step.cu_seqlens.tolist(), step.prefixes)
+            k, v = (x.index_select(0, rows.to(x.device)) for x in (k, v))
         return reference_attention(
             q,
             k,
@@ -94,7 +100,18 @@ class ReferenceAttention:
             sink=sink,
             scale=spec.softmax_scale,
             cu_seqlens=step.cu_seqlens,
+            cu_seqlens_k=bounds,
         )
+
+
+def _with_prefixes(bounds: Sequence[int], prefixes: Tensor) -> tuple[Tensor, list[int]]:
+    """Rows of the keys that each sequence sees, those in front of it first, and the bounds of these."""
+    spans = [torch.arange(begin, end) for begin, end in itertools.pairwise(bounds)]
+    seen = [
+        own if prefix < 0 else torch.cat((spans[prefix], own))
+        for own, prefix in zip(spans, sequence_prefixes(prefixes, len(spans)), strict=True)
+    ]
+    return torch.cat(seen), [0, *itertools.accumulate(map(len, seen))]
 
 
 def _bounds(cu_seqlens: Sequence[int] | Tensor | None, tokens: int, batch_size: int) -> list[int]:

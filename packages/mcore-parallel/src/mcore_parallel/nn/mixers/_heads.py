@@ -77,6 +77,8 @@ def whole_lengths(step: Step, tokens: int, cp: int) -> tuple[int, ...]:
     Raises:
         SequenceSplitError: they have another number of tokens than the ranks hold.
     """
+    if step.prefixes is not None:
+        raise SequenceSplitError("linear mixers go on from one state and follow no prefixes of packed sequences; pack without prefixes")
     lengths = (step.seq_len * cp,) * step.batch_size if step.cu_seqlens is None else sequence_lengths(step.cu_seqlens)
     if sum(lengths) != tokens * cp:
         raise SequenceSplitError(f"sequences of {sum(lengths)} tokens, but {cp} cp ranks with {tokens} tokens each; give all bounds")
