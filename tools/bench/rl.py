@@ -3,6 +3,7 @@
 """Trainer and engine on one device: refit, taking turns with the memory, and a GRPO step beside its parts. Random weights.
 
 python -m tools.bench.rl --model llama-1b --turns qwen3-8b --output docs/benchmarks/rl.json
+python -m tools.bench.rl --model llama-1b --shared-prompts --output docs/benchmarks/rl_shared_prompts.json
 """
 
 import argparse
@@ -26,6 +27,7 @@ from mcore_parallel import ProcessGroups
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.models import GPTModel
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
+from mcore_parallel.training import train_step
 from mcore_rl import (
     GenericGenerationArgs,
     GRPOConfig,
@@ -38,7 +40,9 @@ from mcore_rl import (
     MemorySwitch,
     NumberedProblems,
     PackingConfig,
+    PackingContext,
     Problem,
+    TokenRollout,
     WeightTransfer,
     grpo_iteration,
     refit,
@@ -70,6 +74,16 @@ SIZES: Mapping[str, Work] = MappingProxyType(
         "tiny": Work(groups=2, group_size=4, inputs=8, outputs=16, bin_size=96, cache_gb=0.01, cycles=3),
     }
 )
+
+
+SHARED: Mapping[str, Work] = MappingProxyType(
+    {
+        # Two trajectories fill a bin, or a prompt with its answers.
+        "full": Work(groups=8, group_size=8, inputs=4096, outputs=512, bin_size=9216, cache_gb=0.0, cycles=3),
+        "tiny": Work(groups=2, group_size=4, inputs=16, outputs=4, bin_size=40, cache_gb=0.0, cycles=1),
+    }
+)
+"""Prompts that are long beside their answers, for ``--shared-prompts``."""
 
 
 class Numbers:
@@ -165,6 +179,11 @@ def build(model: str, work: Work, device: torch.device, *, narrow: bool) -> tupl
         device: of both.
         narrow: 6 instead of 12 bytes of optimizer state a parameter, and gradients in the parameters' dtype.
     """
+    return build_learner(model, device, narrow=narrow), build_engine(model, work, device)
+
+
+def build_learner(model: str, device: torch.device, *, narrow: bool) -> Learner:
+    """A policy of one shape; arguments as of ``build``."""
     groups = ProcessGroups.single()
     policy = GPTModel(MODELS[model], groups, device=device, dtype=_dtype(device), seed=None)
     with torch.no_grad():
@@ -175,9 +194,7 @@ def build(model: str, work: Work, device: torch.device, *, narrow: bool) -> tupl
     if narrow and device.type == "cuda":
         states = {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float16}
     optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-6, weight_decay=0.0, clip_grad=1.0, **states), sync, groups)
-    return Learner(model=policy, groups=groups, objective=GRPOObjective(), sync=sync, optimizer=optimizer), build_engine(
-        model, work, device
-    )
+    return Learner(model=policy, groups=groups, objective=GRPOObjective(), sync=sync, optimizer=optimizer)
 
 
 def build_engine(model: str, work: Work, device: torch.device) -> DynamicInferenceEngine:
@@ -302,10 +319,61 @@ def step(learner: Learner, engine: DynamicInferenceEngine, work: Work, clock: Cl
     }  # fmt: skip
 
 
+def shared_prompts(learner: Learner, work: Work, clock: Clock) -> dict[str, Any]:
+    """Training alone on answers to long prompts, from packing to the update: a prompt is computed once, and with each answer."""
+    model: Any = learner.model
+    rng, vocab = random.Random(0), model.config.vocab_size
+    rollouts = []
+    for group in range(work.groups):
+        prompt = [rng.randrange(vocab) for _ in range(work.inputs)]
+        for _ in range(work.group_size):
+            rollouts.append(
+                TokenRollout(
+                    trajectory=prompt + [rng.randrange(vocab) for _ in range(work.outputs)],
+                    reward=rng.random(),
+                    generation_mask=[False] * work.inputs + [True] * work.outputs,
+                    logprobs=[0.0] * work.outputs,
+                    env_id="random",
+                    problem_id=str(group),
+                )
+            )
+    device = next(learner.model.parameters()).device
+    rows: dict[bool, dict[str, Any]] = {}
+    for share in (False, True):
+        packing = PackingConfig(bin_size=work.bin_size, share_prompts=share)
+        reports: list[Any] = []
+
+        def train(packing: PackingConfig = packing, reports: list[Any] = reports) -> None:
+            packed = PackingContext.pack(rollouts, packing)
+            batches = packed.with_advantages([rollouts[i].reward for i in packed.rollouts]).on(device).batches
+            # Weights stay, so that both ways compute the same.
+            report = train_step(learner.model, batches, learner.objective, learner.sync, learner.optimizer, lr=0.0)
+            reports.append((report, len(batches), packed.efficiency))
+
+        learner.model.train()
+        clock(train)
+        clock.peak()
+        seconds = statistics.median(clock(train) for _ in range(work.cycles))
+        report, bins, efficiency = reports[-1]
+        rows[share] = {
+            "train_s": round(seconds, 4), "bins": bins, "places": bins * work.bin_size, "efficiency": round(efficiency, 4),
+            "peak_gib": round(clock.peak() / 2**30, 2), "trained_tokens": report.num_tokens, "grad_norm": report.grad_norm,
+            "mean_logprob": -report.metrics["logprob_mismatch"],
+        }  # fmt: skip
+    return {
+        "groups": work.groups, "group_size": work.group_size, "inputs": work.inputs, "outputs": work.outputs, "bin_size": work.bin_size,
+        "with_each_answer": rows[False], "shared": rows[True],
+        "times_as_fast": round(rows[False]["train_s"] / rows[True]["train_s"], 3),
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-1b", choices=sorted(MODELS))
     parser.add_argument("--turns", nargs="*", default=[], choices=sorted(MODELS), help="further shapes whose turns are measured")
+    parser.add_argument(
+        "--shared-prompts", action="store_true", help="training alone, a long prompt once and with each answer; nothing else"
+    )
     parser.add_argument("--size", default="full", choices=sorted(SIZES))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path)
@@ -321,7 +389,10 @@ def main() -> None:
         rows.append(row)
         print(json.dumps(row), flush=True)
 
-    for number, model in enumerate((arguments.model, *arguments.turns)):
+    if arguments.shared_prompts:
+        alone = build_learner(arguments.model, device, narrow=False)
+        keep("shared prompts", arguments.model, lambda: shared_prompts(alone, SHARED[arguments.size], clock))
+    for number, model in enumerate(() if arguments.shared_prompts else (arguments.model, *arguments.turns)):
         learner, engine = build(model, work, device, narrow=number > 0)
         keep("refit", model, lambda learner=learner, engine=engine: refits(learner, engine, clock))
         cycles = 5 if number else work.cycles

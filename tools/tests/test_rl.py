@@ -234,6 +234,10 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
         ("data_parallel=fsdp plan.dp=2 rl.num_groups=4 rl.kl_beta=0 rl.gae.lam=1", "rl.gae needs a critic"),
         ("rl.router_replay=true", "rl.router_replay=True, and the model has no experts; set it to false"),
         (f"rl.router_replay=true {MIXTURE} moe.moe_router_load_balancing_type=sinkhorn", "and sinkhorn routes a whole batch at once"),
+        (
+            "plan.cp=2 rl.packing.bin_size=48 rl.packing.share_prompts=true",
+            "rl.packing.share_prompts=True: a prompt is not split over plan.cp=2 ranks; set plan.cp=1, or it to false",
+        ),
         ("rl.group_size=1", "group_size=1 must be at least 2"),
         ("train.global_batch_size=6", "= 8 answers must be a multiple of train.global_batch_size=6"),
         ("rl.generation_args.max_tokens=24", "max_tokens=24 must lie below train.seq_len=24"),

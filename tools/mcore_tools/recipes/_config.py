@@ -395,6 +395,10 @@ class RunConfig:
             raise ValueError(f"rl.router_replay=True, and {reason}; set it to false")
         if train.warmup_steps >= train.steps:
             raise ValueError(f"train.warmup_steps={train.warmup_steps} must be below train.steps={train.steps}, the iterations")
+        if rl.packing is not None and rl.packing.share_prompts and self.plan.cp > 1:
+            raise ValueError(
+                f"rl.packing.share_prompts=True: a prompt is not split over plan.cp={self.plan.cp} ranks; set plan.cp=1, or it to false"
+            )
         if rl.packing is not None and rl.packing.alignment % self.sequence_multiple:
             raise ValueError(f"rl.packing.alignment={rl.packing.alignment} must be a multiple of 2 * plan.cp={2 * self.plan.cp}")
         if self.plan.vpp > 1:

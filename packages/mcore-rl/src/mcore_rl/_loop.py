@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
+from mcore_parallel.models import check_follows_prefixes
 from mcore_parallel.training import TrainReport
 from mcore_parallel.training.distill import DistillationObjective
 from mcore_rl._aggregation import Aggregation
@@ -163,6 +165,8 @@ def check_iteration(config: GRPOConfig, learner: Learner) -> None:
             f"num_groups * group_size = {count} must be divisible by dp={groups.dp.size}"
             + (f" * num_mini_batches={config.num_mini_batches}" if config.num_mini_batches > 1 else "")
         )
+    if config.packing is not None and config.packing.share_prompts:
+        _check_shared_prompts(learner)
     if config.packing is not None and groups.cp.size > 1 and config.packing.alignment % (2 * groups.cp.size):
         raise ValueError(f"packing.alignment={config.packing.alignment} must be a multiple of 2 * cp = {2 * groups.cp.size}")
     layout = getattr(reference, "groups", groups)
@@ -193,3 +197,19 @@ def check_iteration(config: GRPOConfig, learner: Learner) -> None:
             f"objective.temperature={objective.temperature} must be that of generation_args, {config.temperature}: "
             "the policy that is trained is the one that draws"
         )
+
+
+def _check_shared_prompts(learner: Learner) -> None:
+    """Whether all models that read packed prompts may read them once."""
+    parts: dict[str, list[nn.Module]] = {
+        "model": [learner.model],
+        "reference": [learner.reference] if isinstance(learner.reference, nn.Module) else [],
+        "critic": [] if learner.critic is None else [learner.critic.model],
+        "teacher": [] if learner.teacher is None else learner.teacher.chunks,
+    }
+    for name, models in parts.items():
+        for model in models:
+            try:
+                check_follows_prefixes(model)
+            except ValueError as error:
+                raise ValueError(f"packing.share_prompts=True with {name}: {error}; or set share_prompts=False") from error

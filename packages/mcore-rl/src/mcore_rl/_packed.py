@@ -5,11 +5,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from mcore_rl._packing import PackingConfig, balance
+from mcore_rl._shared_prompts import BinLayout, pack_units
 from mcore_rl._stability import experimental_api
-from mcore_rl._trajectories import BatchStyle, Place, TrajectoryBatches, write_batches
+from mcore_rl._trajectories import BatchStyle, TrajectoryBatches, write_batches
 from mcore_rl._types import TokenRollout
 
 
@@ -20,7 +19,8 @@ class PackingContext(TrajectoryBatches):
 
     Every rank plans the same from the lengths of all rollouts. All ranks have equally many bins, some may be empty; the squared lengths
     of their sequences are balanced. A sequence takes one place less than it has tokens, rounded up to the alignment; what is left of a
-    bin is a sequence of its own that counts nothing.
+    bin is a sequence of its own that counts nothing. A prompt that answers share (``PackingConfig.share_prompts``) is a sequence in front
+    of theirs (``Batch.prefixes``), which begin with its last token.
 
     Example:
         >>> context = PackingContext.pack(rollouts, PackingConfig(bin_size=4096))
@@ -63,26 +63,25 @@ class PackingContext(TrajectoryBatches):
                     f"trajectory of {rollout.problem_id} has {length + 1} tokens, bin_size={packing.bin_size} admits "
                     f"{packing.bin_size + 1}; raise bin_size"
                 )
-        bins = packing.bins(lengths)
-        shares = balance([sum(lengths[number] ** 2 for number in members) for members in bins], num_ranks)
-        own = [bins[number] for number in shares[rank]]
+        units = pack_units(rollouts, packing)
+        bins = packing.bins([unit.length for unit in units], [len(unit.members) for unit in units])
+        shares = balance([sum(units[number].cost for number in held) for held in bins], num_ranks)
+        own = [[units[number] for number in bins[share]] for share in shares[rank]]
         # Every rank takes part in every collective.
         own += [[] for _ in range(max(1, *map(len, shares)) - len(own))]
-        places, cu_seqlens = [], []
-        for number, members in enumerate(own):
-            bounds = [0]
-            for member in members:
-                places.append(Place(number, bounds[-1], lengths[member], packing.room(lengths[member])))
-                bounds.append(bounds[-1] + places[-1].room)
-            if bounds[-1] < packing.bin_size:
-                bounds.append(packing.bin_size)
-            cu_seqlens.append(torch.tensor([bound for i, bound in enumerate(bounds) if i == 0 or bound > bounds[i - 1]], dtype=torch.int32))
-        numbers = [member for members in own for member in members]
+        places, bounds = [], []
+        for number, held in enumerate(own):
+            layout = BinLayout(packing.bin_size)
+            for unit in held:
+                places += layout.add(unit, packing, number)
+            bounds.append(layout.finish())
+        members = [tuple(member for unit in held for member in unit.members) for held in own]
+        numbers = [member for some in members for member in some]
         own_rollouts, shape = [rollouts[number] for number in numbers], (len(own), 1, packing.bin_size)
         return cls(
-            batches=write_batches(own_rollouts, places, shape, style or BatchStyle(), cu_seqlens),
+            batches=write_batches(own_rollouts, places, shape, style or BatchStyle(), bounds),
             places=places,
-            bins=tuple(map(tuple, own)),
+            bins=tuple(members),
             rollouts=tuple(numbers),
-            efficiency=sum(lengths) / max(1, len(bins) * packing.bin_size),
+            efficiency=sum(unit.length for unit in units) / max(1, len(bins) * packing.bin_size),
         )

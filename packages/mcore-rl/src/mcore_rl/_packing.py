@@ -33,6 +33,11 @@ class PackingConfig:
     """first_fit_decreasing and best_fit_decreasing begin with the longest; next_fit, as Megatron-LM, never looks back at a bin."""
     alignment: int = 1
     """The length of each sequence is rounded up to a multiple of it: 2 cp over cp context-parallel ranks."""
+    share_prompts: bool = False
+    """Answers in one bin to the same prompt lie behind it, and it is computed once for all of them. Log-probabilities, losses and gradients
+    are those of prompts that are computed with each answer; the balance of a mixture's experts counts their tokens once. A bin should have
+    room for a prompt with all its answers: a group that needs more is divided among several. Not with context parallelism, linear mixers,
+    heads that predict further tokens, or attention cores that follow no ``Step.prefixes``."""
 
     def __post_init__(self) -> None:
         for name in ("bin_size", "max_sequences_per_bin", "alignment"):
@@ -40,6 +45,11 @@ class PackingConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.bin_size % self.alignment:
             raise ValueError(f"bin_size={self.bin_size} must be a multiple of alignment={self.alignment}")
+        if self.share_prompts and self.alignment > 1:
+            raise ValueError(
+                f"share_prompts=True and alignment={self.alignment} exclude one another: a shared prompt is not split over cp ranks; set "
+                "alignment=1, or share_prompts=False"
+            )
         if self.algorithm not in _ALGORITHMS:
             raise ValueError(f"algorithm={self.algorithm!r} must be one of {', '.join(_ALGORITHMS)}")
 
@@ -47,41 +57,55 @@ class PackingConfig:
         """Places that a sequence takes."""
         return -(-length // self.alignment) * self.alignment
 
-    def bins(self, lengths: Sequence[int]) -> list[list[int]]:
+    def bins(self, lengths: Sequence[int], counts: Sequence[int] | None = None) -> list[list[int]]:
         """The numbers of the sequences in each bin; every one is in exactly one.
 
         Args:
             lengths: places that the sequences need.
+            counts: how many each counts as, at most ``max_sequences_per_bin``; None for one each.
 
         Raises:
             ValueError: a sequence that no bin can hold.
         """
+        counts = [1] * len(lengths) if counts is None else counts
         rooms = [self.room(length) for length in lengths]
         for number, (room, length) in enumerate(zip(rooms, lengths, strict=True)):
             if room > self.bin_size:
                 raise ValueError(f"sequence {number} needs {length} places, more than bin_size={self.bin_size}; raise bin_size")
         order = sorted(range(len(rooms)), key=lambda number: (-rooms[number], number))
         if self.algorithm == "next_fit":
-            return self._next_fit(rooms, order)
+            return self._next_fit(rooms, counts, order)
         open_bins = _FirstFit(len(rooms), self.bin_size) if self.algorithm == "first_fit_decreasing" else _BestFit(self.bin_size)
         bins: list[list[int]] = []
+        taken: list[int] = []
         for number in order:
+            passed: list[tuple[int, int]] = []
             chosen, free = open_bins.take(rooms[number])
+            while chosen < len(bins) and taken[chosen] + counts[number] > self.max_sequences_per_bin:
+                # Room, but for fewer sequences: closed until another one has the place.
+                passed.append((chosen, free + rooms[number]))
+                open_bins.give(chosen, -1)
+                chosen, free = open_bins.take(rooms[number])
             if chosen == len(bins):
                 bins.append([])
+                taken.append(0)
             bins[chosen].append(number)
-            open_bins.give(chosen, -1 if len(bins[chosen]) == self.max_sequences_per_bin else free)
+            taken[chosen] += counts[number]
+            open_bins.give(chosen, -1 if taken[chosen] == self.max_sequences_per_bin else free)
+            for other, room in passed:
+                open_bins.give(other, room)
         return bins
 
-    def _next_fit(self, rooms: Sequence[int], order: Sequence[int]) -> list[list[int]]:
+    def _next_fit(self, rooms: Sequence[int], counts: Sequence[int], order: Sequence[int]) -> list[list[int]]:
         bins: list[list[int]] = []
-        free = 0
+        free = taken = 0
         for number in order:
-            if not bins or rooms[number] > free or len(bins[-1]) == self.max_sequences_per_bin:
+            if not bins or rooms[number] > free or taken + counts[number] > self.max_sequences_per_bin:
                 bins.append([])
-                free = self.bin_size
+                free, taken = self.bin_size, 0
             bins[-1].append(number)
             free -= rooms[number]
+            taken += counts[number]
         return bins
 
 

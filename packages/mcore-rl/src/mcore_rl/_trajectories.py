@@ -44,9 +44,13 @@ class Place:
     start: int
     """In the B * S places of the batch."""
     num_labels: int
-    """One less than it has tokens."""
+    """One less than it has tokens, without those of places that it shares."""
     room: int
     """Places that no other trajectory has."""
+    shared_start: int = 0
+    """Where the places are that it shares with others, in the same batch."""
+    num_shared: int = 0
+    """Its first labels, which lie there; ``num_labels`` are those behind them."""
 
 
 @experimental_api
@@ -89,7 +93,12 @@ class TrajectoryBatches:
 
     def of_rollouts(self, values: Sequence[Tensor]) -> list[Tensor]:
         """From a tensor [B, S] a micro-batch, the values of each rollout's tokens but the first."""
-        return [values[place.batch].flatten()[place.start : place.start + place.num_labels] for place in self.places]
+        return [_of_place(values[place.batch].flatten(), place) for place in self.places]
+
+
+def _of_place(values: Tensor, place: Place) -> Tensor:
+    own = values[place.start : place.start + place.num_labels]
+    return torch.cat((values[place.shared_start : place.shared_start + place.num_shared], own)) if place.num_shared else own
 
 
 def write_batches(
@@ -97,7 +106,7 @@ def write_batches(
     places: Sequence[Place],
     shape: tuple[int, int, int],
     style: BatchStyle,
-    cu_seqlens: Sequence[Tensor] | None = None,
+    packed: Sequence[tuple[Tensor, Tensor | None]] | None = None,
 ) -> list[Batch]:
     """Micro-batches with rollouts at their places; advantages are zero.
 
@@ -106,7 +115,7 @@ def write_batches(
         places: one each.
         shape: number of micro-batches, B and S of each.
         style: masks and devices.
-        cu_seqlens: bounds of the packed sequences of each micro-batch; None for rows.
+        packed: ``cu_seqlens`` and ``prefixes`` of each micro-batch; None for rows.
     """
     count, B, S = shape
     tokens, labels = (torch.full((count, B * S), style.pad_id, dtype=torch.int64) for _ in range(2))
@@ -115,6 +124,11 @@ def write_batches(
     for rollout, place in zip(rollouts, places, strict=True):
         trajectory, written = as_tensor(rollout.trajectory, "q"), as_tensor(rollout.generation_mask, "b")[1:].bool()
         begin, end = place.start, place.start + place.num_labels
+        if shared := place.num_shared:
+            span = slice(place.shared_start, place.shared_start + shared)
+            tokens[place.batch, span], labels[place.batch, span] = trajectory[:shared], trajectory[1 : shared + 1]
+            real[place.batch, span] = True
+            trajectory, written = trajectory[shared:], written[shared:]
         row = tokens[place.batch, begin : begin + min(place.room, len(trajectory))]
         row.copy_(trajectory[: len(row)])
         labels[place.batch, begin:end] = trajectory[1:]
@@ -126,7 +140,7 @@ def write_batches(
             mask[place.batch, begin:end] = written.to(style.dtype) * weight
             factors[place.batch, begin:end] = written.to(style.dtype) * factor
     # What stands behind the last token that counts reaches no loss, and takes no expert's time.
-    valid = real_tokens(mask.view(-1, S)) if cu_seqlens is None else None if bool(real.all()) else real
+    valid = real_tokens(mask.view(-1, S)) if packed is None else None if bool(real.all()) else real
     valid = None if valid is None else valid.view(count, B * S)
     extras = {"advantages": torch.zeros_like(mask), "inference_logprobs": logprobs, "loss_factors": factors}
     if (routed := _routed_experts(rollouts, places, (count, B * S))) is not None:
@@ -144,7 +158,8 @@ def write_batches(
             tokens=token_parts[i],
             labels=label_parts[i],
             loss_mask=mask_parts[i],
-            cu_seqlens=None if cu_seqlens is None else cu_seqlens[i],
+            cu_seqlens=None if packed is None else packed[i][0],
+            prefixes=None if packed is None else packed[i][1],
             valid=None if valid_parts is None else valid_parts[i],
             extras={name: values[i] for name, values in parted.items()},
         )
@@ -153,7 +168,7 @@ def write_batches(
 
 
 def on_device(batches: Sequence[Batch], device: torch.device | str) -> list[Batch]:
-    """Micro-batches of ``write_batches`` with their tensors on a device, in one copy a field; ``cu_seqlens`` stay on the host."""
+    """Micro-batches of ``write_batches`` with their tensors on a device, in one copy a field; what says where sequences lie stays."""
     if not batches:
         return []
 
@@ -175,6 +190,8 @@ def on_device(batches: Sequence[Batch], device: torch.device | str) -> list[Batc
 def _routed_experts(rollouts: Sequence[TokenRollout], places: Sequence[Place], shape: tuple[int, int]) -> Tensor | None:
     """[batches, B * S, L, K], -1 for tokens that are routed afresh; None where nothing was recorded.
 
+    A token of a shared prompt goes where the first of its answers that recorded it went.
+
     Raises:
         ValueError: recorded by models of several shapes.
     """
@@ -186,7 +203,10 @@ def _routed_experts(rollouts: Sequence[TokenRollout], places: Sequence[Place], s
     routed = torch.full((*shape, *sizes.pop()), -1, dtype=torch.int16)
     for rollout, place in zip(rollouts, places, strict=True):
         if rollout.routed_experts is not None:
-            routed[place.batch, place.start : place.start + place.num_labels] = rollout.routed_experts
+            routed[place.batch, place.start : place.start + place.num_labels] = rollout.routed_experts[place.num_shared :]
+            shared = routed[place.batch, place.shared_start : place.shared_start + place.num_shared]
+            missing = (shared < 0).flatten(1).any(1)
+            shared[missing] = rollout.routed_experts[: place.num_shared][missing].to(routed.dtype)
     return routed
 
 
