@@ -137,6 +137,75 @@ def test_an_environment_that_poses_no_problem_is_named() -> None:
         Judged(hangs, judge_timeout_s=0)
 
 
+class Ported(RewardOnlyAgent):
+    """As it stands in other libraries: a data set, the next prompt of it, the prompts of an evaluation, and a reward."""
+
+    def __init__(self) -> None:
+        super().__init__("ported")
+        self.asked: list[tuple[int, bool]] = []
+
+    def get_dataset(self, *, validation: bool = False) -> list[Problem]:
+        return [Problem(problem_id=f"{validation}/{word}", prompt=word, golden=word) for word in ("ab", "cab", "b")]
+
+    async def get_prompt(self, *, validation: bool = False) -> Problem:
+        return self.get_dataset(validation=validation)[0]
+
+    async def evaluation_prompts(self, num_prompts: int, *, validation: bool = True) -> list[Problem]:
+        self.asked.append((num_prompts, validation))
+        return self.get_dataset(validation=validation)[:num_prompts]
+
+    async def get_reward(self, response: str, problem: Problem) -> float:
+        return float(problem.golden in response)
+
+
+def test_an_evaluation_asks_the_prompts_that_the_agent_names() -> None:
+    agent = Ported()
+    response = asyncio.run(agent.run_evaluation(Scripted(), num_prompts=2, args=GenericGenerationArgs(), num_samples=2))
+    assert agent.asked == [(2, True)]
+    assert [result.problem_id for result in response.results] == ["True/ab", "True/ab", "True/cab", "True/cab"]
+    assert len(asyncio.run(collect(agent, Scripted(), 2))) == 2
+
+
+def test_prompts_of_an_evaluation_are_those_that_are_posed_next_where_an_agent_says_no_others() -> None:
+    asked = asyncio.run(Counting(rising=True).evaluation_prompts(2))
+    assert [problem.problem_id for problem in asked] == [str((1 << 32) + number) for number in range(2)]
+
+    class Next(Ported):
+        evaluation_prompts = RewardOnlyAgent.evaluation_prompts
+
+    assert [problem.problem_id for problem in asyncio.run(Next().evaluation_prompts(2, validation=False))] == ["False/ab"] * 2
+
+
+def test_numbered_problems_list_themselves_whatever_was_posed() -> None:
+    agent = CharacterShare(["x", "y", "z"], "b")
+    asyncio.run(agent.get_prompt())
+    agent.start_at(4, rank=1, num_ranks=2)
+    dataset = agent.get_dataset()
+    assert [problem.prompt for problem in dataset] == ["x", "y", "z"] and len(dataset) == 3
+    assert [problem.prompt for problem in dataset[1:]] == ["y", "z"] and dataset[-1].prompt == "z"
+    with pytest.raises(IndexError):
+        dataset[3]
+    endless = Counting(rising=True)
+    assert len(endless.get_dataset()) == 1 << 32 and endless.get_dataset()[7] == endless.problem(7)
+    assert endless.get_dataset(validation=True)[7] == endless.problem((1 << 32) + 7)
+
+
+def test_prompts_of_training_are_listed_for_an_evaluation_and_none_is_posed() -> None:
+    agent = Counting(rising=True)
+    agent.start_at(10, rank=1, num_ranks=2)
+    seen = [problem.problem_id for problem in asyncio.run(agent.evaluation_prompts(2, validation=False))]
+    assert seen == ["1", "3"] and agent.num_posed == 0
+    assert asyncio.run(agent.get_prompt()).problem_id == "11"
+
+
+def test_an_agent_without_a_list_of_problems_is_named() -> None:
+    class Unlisted(Ported):
+        get_dataset = RewardOnlyAgent.get_dataset
+
+    with pytest.raises(NotImplementedError, match="environment 'ported' lists no problems; make it one of NumberedProblems"):
+        Unlisted().get_dataset()
+
+
 def test_evaluation_judges_every_prompt() -> None:
     agent = CharacterShare(["x"], "b")
     response = asyncio.run(agent.run_evaluation(Scripted(), num_prompts=3, args=GenericGenerationArgs()))

@@ -101,6 +101,20 @@ def test_weights_that_cannot_be_kept_are_refused(weights: tuple[float, ...], mes
         WeightedMultiTask([Named("a"), Named("b")], weights)
 
 
+def test_evaluations_ask_each_environment_as_many_prompts_on_every_rank() -> None:
+    mixed = mixture([1, 0, 2])
+    for rank in range(3):
+        mixed.start_at(0, rank=rank, num_ranks=3)
+        prompts = asyncio.run(mixed.evaluation_prompts(2))
+        first = 1 << 32
+        wanted = [(f"env{i}", f"env{i}/{first + rank + 3 * place}") for i in range(3) for place in range(2)]
+        assert [(problem.env_id, problem.problem_id) for problem in prompts] == wanted
+        assert asyncio.run(mixed.get_reward(prompts[-1].golden, prompts[-1])) == 1.0
+        assert [problem.problem_id for problem in asyncio.run(mixed.evaluation_prompts(1, validation=False))] == [
+            f"env{i}/{rank}" for i in range(3)
+        ]
+
+
 @pytest.mark.parametrize("names", [(), ("a", "a"), ("a/b",)])
 def test_environments_without_a_name_of_their_own_are_refused(names: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match="of different env_id without a /"):

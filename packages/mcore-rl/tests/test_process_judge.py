@@ -48,6 +48,7 @@ def test_it_judges_and_poses_what_the_environment_does() -> None:
     try:
         problems = [own.problem(number) for number in range(6)]
         assert [judge.problem(number) for number in range(6)] == problems and judge.env_id == "countdown"
+        assert len(judge.get_dataset()) == len(own.get_dataset()) and judge.get_dataset(validation=True)[3] == own.problem((1 << 32) + 3)
         answers = ["1+1</answer>", "hello", *(f"{problem.golden.split(' =')[0].replace(' ', '+')}</answer>" for problem in problems[2:])]
         judged = [asyncio.run(judge.get_reward(answer, problem)) for answer, problem in zip(answers, problems, strict=True)]
         assert judged == [own.judge(answer, problem) for answer, problem in zip(answers, problems, strict=True)]

@@ -83,6 +83,18 @@ class JudgedAgent(TokenizedRolloutGenerator, GroupedRolloutGenerator, Evaluation
     async def get_prompt(self, *, validation: bool = False) -> Problem:
         """The next problem."""
 
+    async def evaluation_prompts(self, num_prompts: int, *, validation: bool = True) -> list[Problem]:
+        """The problems that an evaluation asks.
+
+        Args:
+            num_prompts: so many.
+            validation: those of evaluations; else those of training.
+
+        Raises:
+            TimeoutError: one is not there within ``prompt_timeout_s``.
+        """
+        return await asyncio.gather(*(self._problem(validation=validation) for _ in range(num_prompts)))
+
     @abstractmethod
     async def _play(self, interface: InferenceInterface, problem: Problem, args: GenericGenerationArgs) -> Attempt:
         """One attempt.
@@ -126,7 +138,7 @@ class JudgedAgent(TokenizedRolloutGenerator, GroupedRolloutGenerator, Evaluation
     async def run_evaluation(
         self, interface: InferenceInterface, *, num_prompts: int, args: GenericGenerationArgs, num_samples: int = 1
     ) -> EvaluationResponse:
-        """Answers to ``num_prompts`` problems, judged.
+        """Answers to ``num_prompts`` problems of ``evaluation_prompts``, judged.
 
         Args:
             interface: answers.
@@ -142,11 +154,8 @@ class JudgedAgent(TokenizedRolloutGenerator, GroupedRolloutGenerator, Evaluation
             reward = attempt.rollout.reward
             return RewardEvaluationResult(prompt=problem.prompt, response=attempt.response, reward=reward, problem_id=problem.problem_id)
 
-        async def ask() -> list[RewardEvaluationResult | None]:
-            problem = await self._problem(validation=True)
-            return await asyncio.gather(*(one(problem) for _ in range(num_samples)))
-
-        answers = [result for results in await asyncio.gather(*(ask() for _ in range(num_prompts))) for result in results]
+        problems = await self.evaluation_prompts(num_prompts)
+        answers = await asyncio.gather(*(one(problem) for problem in problems for _ in range(num_samples)))
         judged = [result for result in answers if result is not None]
         return EvaluationResponse(env_id=self.env_id, results=judged, num_dropped=len(answers) - len(judged))
 

@@ -28,5 +28,8 @@ class JudgedElsewhere(NumberedProblems):
     def problem(self, number: int) -> Problem:
         return self._own.problem(number)
 
+    def num_problems(self, *, validation: bool = False) -> int:
+        return self._own.num_problems(validation=validation)
+
     def attempt(self, problem: Problem, generator: random.Random) -> str | None:
         return self._own.attempt(problem, generator)

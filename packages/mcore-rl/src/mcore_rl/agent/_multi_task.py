@@ -70,7 +70,10 @@ class WeightedMultiTask(NumberedProblems):
             index, earlier = self._cycle[turn]
             own = cycle * self._shares[index] + earlier
         environment = self.environments[index]
-        problem = environment.problem(own)
+        return self._named(environment, environment.problem(own))
+
+    def _named(self, environment: NumberedProblems, problem: Problem) -> Problem:
+        """A problem of an environment, as it is posed here."""
         name = environment.env_id
         return dataclasses.replace(problem, problem_id=_joined(name, problem.problem_id), env_id=problem.env_id or name)
 
@@ -81,6 +84,11 @@ class WeightedMultiTask(NumberedProblems):
     async def get_reward(self, response: str, problem: Problem) -> float:
         environment, own = self._own(problem)
         return await asyncio.wait_for(environment.get_reward(response, own), environment.judge_timeout_s)
+
+    async def evaluation_prompts(self, num_prompts: int, *, validation: bool = True) -> list[Problem]:
+        """``num_prompts`` problems of each environment, in their order; of training, those of weight 0 included."""
+        asked = [await environment.evaluation_prompts(num_prompts, validation=validation) for environment in self.environments]
+        return [self._named(environment, problem) for environment, own in zip(self.environments, asked, strict=True) for problem in own]
 
     async def run_evaluation(
         self, interface: InferenceInterface, *, num_prompts: int, args: GenericGenerationArgs, num_samples: int = 1

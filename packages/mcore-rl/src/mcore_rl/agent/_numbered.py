@@ -4,13 +4,12 @@
 
 import random
 from abc import abstractmethod
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, overload
 
 from mcore_rl._stability import experimental_api
-from mcore_rl._types import EvaluationResponse, GenericGenerationArgs
 from mcore_rl.agent._judged import Problem
 from mcore_rl.agent._reward_only import RewardOnlyAgent
-from mcore_rl.inference import InferenceInterface
 
 
 @experimental_api
@@ -39,6 +38,20 @@ class NumberedProblems(RewardOnlyAgent):
     def problem(self, number: int) -> Problem:
         """Problem ``number``, from 0; from 2**32 on, one of the evaluation."""
 
+    def num_problems(self, *, validation: bool = False) -> int:
+        """Different problems of training, or of evaluations: as many as there are numbers, where a subclass says nothing else."""
+        return self.FIRST_EVALUATION
+
+    def get_dataset(self, *, validation: bool = False) -> Sequence[Problem]:
+        """The first ``num_problems`` of training, or of evaluations, made as they are read; whatever has been posed, on every rank.
+
+        Example:
+            >>> [problem.prompt for problem in Capitals().get_dataset()[:2]]
+            ['river:', 'stone:']
+        """
+        first = self.FIRST_EVALUATION if validation else 0
+        return _Dataset(self, range(first, first + self.num_problems(validation=validation)))
+
     def attempt(self, problem: Problem, generator: random.Random) -> str | None:
         """A well-formed answer, right or wrong, for a model that has yet to learn the form; None where every text is one."""
         return None
@@ -51,7 +64,7 @@ class NumberedProblems(RewardOnlyAgent):
         """
         if not (0 <= position < self.FIRST_EVALUATION and 0 <= rank < num_ranks):
             raise ValueError(f"position={position} must lie from 0 to below 2**32, and rank={rank} from 0 to below num_ranks={num_ranks}")
-        self._first, self._rank, self._num_ranks, self._num_posed = position, rank, num_ranks, 0
+        self._first, self._rank, self._num_ranks, self._num_posed, self._num_evaluated = position, rank, num_ranks, 0, 0
 
     @property
     def position(self) -> int:
@@ -74,9 +87,27 @@ class NumberedProblems(RewardOnlyAgent):
         self._num_posed += 1
         return self.problem(self._first + self._rank + (self._num_posed - 1) * self._num_ranks)
 
-    async def run_evaluation(
-        self, interface: InferenceInterface, *, num_prompts: int, args: GenericGenerationArgs, num_samples: int = 1
-    ) -> EvaluationResponse:
-        """This rank's answers to ``num_prompts`` problems, the first of the evaluation."""
-        self._num_evaluated = 0
-        return await super().run_evaluation(interface, num_prompts=num_prompts, args=args, num_samples=num_samples)
+    async def evaluation_prompts(self, num_prompts: int, *, validation: bool = True) -> list[Problem]:
+        """This rank's share, the same whenever it is asked: the first of the evaluation, or of training, which poses none of them."""
+        first = self.FIRST_EVALUATION if validation else 0
+        return [self.problem(first + self._rank + place * self._num_ranks) for place in range(num_prompts)]
+
+
+class _Dataset(Sequence[Problem]):
+    """Problems of these numbers."""
+
+    def __init__(self, environment: NumberedProblems, numbers: range) -> None:
+        self._environment, self._numbers = environment, numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, place: int) -> Problem: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Problem]: ...
+
+    def __getitem__(self, place: int | slice) -> Problem | Sequence[Problem]:
+        numbers = self._numbers[place]
+        return _Dataset(self._environment, numbers) if isinstance(numbers, range) else self._environment.problem(numbers)

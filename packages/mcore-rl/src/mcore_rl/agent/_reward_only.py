@@ -3,6 +3,7 @@
 """Agents that ask once and judge the answer."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import GenericGenerationArgs, TokenRollout
@@ -12,7 +13,19 @@ from mcore_rl.inference import InferenceInterface
 
 @experimental_api
 class RewardOnlyAgent(JudgedAgent):
-    """Single-turn tasks: a subclass hands out problems and rewards."""
+    """Single-turn tasks: a subclass hands out problems and rewards.
+
+    ``get_prompt`` poses the next problem, ``evaluation_prompts`` those of an evaluation, and ``get_dataset`` lists all that there are.
+    `NumberedProblems` has the three from one function of a number.
+    """
+
+    def get_dataset(self, *, validation: bool = False) -> Sequence[Problem]:
+        """All problems of training, or all of evaluations.
+
+        Raises:
+            NotImplementedError: they are made as they are asked for; names the environment.
+        """
+        raise NotImplementedError(f"environment {self.env_id!r} lists no problems; make it one of NumberedProblems, or give it get_dataset")
 
     @abstractmethod
     async def get_reward(self, response: str, problem: Problem) -> float:

@@ -31,5 +31,8 @@ class CharacterShare(NumberedProblems):
         """Prompt ``number``, of the training as of the evaluation."""
         return self._problems[number % self.FIRST_EVALUATION % len(self._problems)]
 
+    def num_problems(self, *, validation: bool = False) -> int:
+        return len(self._problems)
+
     async def get_reward(self, response: str, problem: Problem) -> float:
         return sum(character in self.wanted for character in response) / len(response) if response else 0.0

@@ -117,6 +117,9 @@ class Code(NumberedProblems):
         question, tests = self._rows[row]
         return Problem(problem_id=f"code/{row}", prompt=config.prompt.replace("{question}", question), golden=json.dumps(tests))
 
+    def num_problems(self, *, validation: bool = False) -> int:
+        return self.config.num_evaluation if validation else self._num_trained
+
     async def get_reward(self, response: str, problem: Problem) -> float:
         program = find_program(response)
         if program is None:

@@ -97,6 +97,9 @@ class Maths(NumberedProblems):
         _, answer = self._rows[self.config.num_evaluation + generator.randrange(self._num_trained)]
         return f"\\boxed{{{answer}}}"
 
+    def num_problems(self, *, validation: bool = False) -> int:
+        return self.config.num_evaluation if validation else self._num_trained
+
     async def get_reward(self, response: str, problem: Problem) -> float:
         answer = find_answer(response)
         if answer is None:
