@@ -228,6 +228,10 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
         ("rl.environment=countdwon", "environment='countdwon' must be one of countdown, arithmetic, maths, code, character_share"),
         ("rl.environment=maths", "maths.path is empty; name a file"),
         ("rl.environment=code", "code.path is empty; name a file"),
+        (
+            "rl.environment=maths rl.maths.path=file.jsonl rl.maths.judge=math-verify",
+            "maths.judge='math-verify' simplifies what a model writes, which may take any time: set rl.judges.num_workers=2",
+        ),
         ("rl.environment=maths rl.maths.path=no/such/file", "maths.path='no/such/file' is no file; name one of JSON lines"),
         ("rl.environment=no.such.module:Task", "cannot be made: No module named 'no'"),
         ("rl.critic.lr=1e-3", "critic has no effect without gae"),

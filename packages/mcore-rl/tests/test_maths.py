@@ -3,9 +3,11 @@
 """Answers count by their value, whatever is written, and in bounded time."""
 
 import asyncio
+import dataclasses
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +46,11 @@ def test_answers_are_the_same_by_value(answer: str, golden: str, same: bool) -> 
         ("<answer>4", None),
         ("4</answer>", None),
         ("4", None),
+        ("Answer: 3\nNo.\nAnswer: $4$\n", "4"),
+        ("Answer:4", "4"),
+        ("so **Answer: 4**", None),
+        ("Answer: 3\nso \\boxed{4}", "4"),
+        ("Answer:\n4", None),
     ],
 )
 def test_the_last_answer_is_found(response: str, found: str | None) -> None:
@@ -77,6 +84,78 @@ def test_each_problem_of_the_file_is_posed_once_in_another_order_each_time(envir
     assert evaluated == ["maths/0", "maths/1", "maths/2", "maths/3", "maths/0"]
 
 
+# A line of each, in the columns that it is published with; DAPO's instruction is shortened.
+PUBLISHED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "GSM8K": ({"question": "How many?", "answer": "48/2 = <<48/2=24>>24.\n#### 1,024"}, "How many?", "1,024"),
+    "MATH": (
+        {"problem": "Find $x$.", "level": "Level 5", "type": "Algebra", "solution": r"We get \boxed{3}. So $x=\boxed{\frac{1}{2}}$."},
+        "Find $x$.", r"\frac{1}{2}",
+    ),
+    "MATH-500": (
+        {"problem": "P", "solution": r"Hence $\boxed{7}$", "answer": "8", "subject": "Algebra", "level": 2, "unique_id": "test/1.json"},
+        "P", "8",
+    ),
+    "DAPO-Math-17k": (
+        {"data_source": "math_dapo", "prompt": [{"content": "Solve.\n\nP\n\nAnswer after \"Answer:\".", "role": "user"}], "ability": "MATH",
+         "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"}, "extra_info": {"index": "9a9b6eb4"}},
+        "Solve.\n\nP\n\nAnswer after \"Answer:\".", "34",
+    ),
+    "DAPO-Math-17k-Processed": (
+        {"prompt": "P", "solution": "34", "data_source": "math_dapo", "source_prompt": [{"content": "Q", "role": "user"}],
+         "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"}, "extra_info": {"index": "9a9b6eb4"}},
+        "P", "34",
+    ),
+    "AIME 2024": ({"ID": "2024-II-4", "Problem": "Let x", "Solution": "Denote ... 033", "Answer": 33}, "Let x", "33"),
+    "AIMO AIME": ({"id": 0, "problem": "P", "solution": r"\boxed{116}", "answer": "116", "url": "u"}, "P", "116"),
+    "Big-Math": (
+        {"problem": "P", "answer": r"\frac{7}{2}", "source": "orca_math", "domain": ["Algebra"], "llama8b_solve_rate": 0.5},
+        "P", r"\frac{7}{2}",
+    ),
+    "OpenMathInstruct-1": (
+        {"question": "P", "expected_answer": "5", "predicted_answer": "6", "generated_solution": r"\boxed{6}", "is_correct": False},
+        "P", "5",
+    ),
+    "OpenMathInstruct-2": (
+        {"problem": "P", "generated_solution": r"\boxed{9}", "expected_answer": "-9", "problem_source": "augmented_math"}, "P", "-9",
+    ),
+    "OpenMathReasoning": (
+        {"expected_answer": "10", "problem_type": "has_answer_extracted", "pass_rate_72b_tir": "0.9", "problem": "P"},
+        "P", "10",
+    ),
+    "NuminaMath": (
+        {"source": "olympiads", "problem": "P", "solution": r"so $\boxed{2}$", "messages": [{"content": "P", "role": "user"}]}, "P", "2",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_columns_are_read_as_they_are(tmp_path: Path, name: str) -> None:
+    row, question, answer = PUBLISHED[name]
+    (tmp_path / "file.jsonl").write_text("\n".join(map(json.dumps, [{"problem": "other", "answer": "1"}, row])))
+    problem = MathsConfig(path=str(tmp_path / "file.jsonl"), num_evaluation=1, prompt="{question}").build().problem(0)
+    assert (problem.prompt, problem.golden) == (question, answer)
+
+
+def test_other_columns_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "file.jsonl"
+    rows = [{"task": {"Text": f"P{n}", "key": f"so \\boxed{{{n}}}"}, "answer": "no", "solution": n} for n in range(3)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    config = MathsConfig(path=str(path), num_evaluation=1, prompt="{question}", question_field="task.text", answer_field="task.key")
+    assert sorted((one.prompt, one.golden) for one in config.build().get_dataset()) == [("P1", "1"), ("P2", "2")]
+    plain = dataclasses.replace(config, answer_field="solution").build()
+    assert [one.golden for one in plain.get_dataset(validation=True)] == ["0"]
+    with pytest.raises(ValueError, match="file.jsonl:1 has no task.value"):
+        dataclasses.replace(config, answer_field="task.value").build()
+
+
+def test_a_question_that_comes_again_counts_once_and_is_not_trained_on_where_it_is_evaluated(tmp_path: Path) -> None:
+    rows = [{"problem": f"P{n % 3}", "expected_answer": str(n % 3), "generated_solution": f"way {n}"} for n in range(9)]
+    (tmp_path / "file.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    environment = MathsConfig(path=str(tmp_path / "file.jsonl"), num_evaluation=1, prompt="{question}").build()
+    evaluated, trained = ({one.prompt for one in environment.get_dataset(validation=flag)} for flag in (True, False))
+    assert (evaluated, trained, len(environment.get_dataset())) == ({"P0"}, {"P1", "P2"}, 2)
+
+
 def test_rewards_are_of_right_and_of_well_formed_answers(environment: Maths) -> None:
     problem = environment.problem(0)
     assert "1?" in environment.problem(environment.FIRST_EVALUATION + 1).prompt
@@ -91,6 +170,18 @@ def test_rewards_are_of_right_and_of_well_formed_answers(environment: Maths) -> 
     [
         ('{"question": "a", "answer": "b"}\n{"question": "a"}', r'file.jsonl:2 must be \{"question": ..., "answer": ...\}'),
         ("question: a", "file.jsonl:1 is no JSON; write one problem a line"),
+        ("[1, 2]", r'file.jsonl:1 must be \{"question": ..., "answer": ...\}'),
+        ('{"question": "a", "answer": true}', "file.jsonl:1 must have a text or a number in answer"),
+        ('{"question": "a", "answer": " #### "}', "file.jsonl:1 must have an answer in answer"),
+        ('{"question": 3, "answer": "b"}', "file.jsonl:1 must have a text in question, or one message of the user"),
+        (
+            '{"prompt": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], "answer": "c"}',
+            "file.jsonl:1 must have a text in prompt, or one message of the user",
+        ),
+        (
+            '{"problem": "a", "solution": "It is 4."}',
+            r"file.jsonl:1 must have a \\boxed answer in solution; name the field of the final answer by maths.answer_field",
+        ),
         ('{"question": "a", "answer": "b"}', "has 1 problems, num_evaluation=128 of which are kept back; lower it"),
     ],
 )

@@ -287,6 +287,11 @@ class RLConfig:
         for name, held in (("maths", "question and answer"), ("code", "question and tests")):
             if self.environment == name and not getattr(self, name).path:
                 raise ValueError(f"{name}.path is empty; name a file of JSON lines with {held}: rl.{name}.path=FILE")
+        if self.environment == "maths" and self.maths.judge == "math-verify" and self.judges is None:
+            raise ValueError(
+                "maths.judge='math-verify' simplifies what a model writes, which may take any time: set rl.judges.num_workers=2, or "
+                "maths.judge='own'"
+            )
         for name, least in (("imitation_steps", 0), ("eval_samples", 0), ("imitation_tries", 1), ("max_requests", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")

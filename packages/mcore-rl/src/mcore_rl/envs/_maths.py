@@ -3,17 +3,16 @@
 """Maths problems of a file, whose final answers are compared."""
 
 import functools
-import json
 import math
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mcore_rl._stability import experimental_api
 from mcore_rl.agent import NumberedProblems, Problem
+from mcore_rl.envs._math_verify import MathVerify
 from mcore_rl.envs._maths_answer import find_answer, same_answer
+from mcore_rl.envs._maths_file import read_problems
 
 
 @experimental_api
@@ -26,7 +25,15 @@ class MathsConfig:
     """
 
     path: str = ""
-    """JSON lines with ``question`` and ``answer``; of an answer with ``####``, as in GSM8K, what stands behind it."""
+    """JSON lines with a question and an answer, in the columns of GSM8K, MATH, DAPO, AIME, Big-Math, OpenMathInstruct and their like; of
+    an answer with ``\\boxed`` what the last one holds, of one with ``####`` what stands behind it. A question counts once."""
+    question_field: str = ""
+    """Of a line, a.b for field b of field a; empty for the first of question, problem, prompt."""
+    answer_field: str = ""
+    """Empty for the first of answer, expected_answer, ground_truth, reward_model.ground_truth, solution."""
+    judge: str = "own"
+    """own: numbers and fractions by value, other answers by their spelling, in linear time. math-verify: expressions, sets, intervals and
+    matrices by that library (extra ``maths``), in processes with limits (`mcore_rl.ProcessJudge`)."""
     prompt: str = "{question}\nThink step by step, and put the final answer in \\boxed{}.\n"
     """With {question}."""
     format_reward: float = 0.0
@@ -39,6 +46,8 @@ class MathsConfig:
     def __post_init__(self) -> None:
         if "{question}" not in self.prompt:
             raise ValueError(f"prompt={self.prompt!r} must hold {{question}}")
+        if self.judge not in ("own", "math-verify"):
+            raise ValueError(f"judge={self.judge!r} must be own or math-verify")
         if not (math.isfinite(self.format_reward) and 0 <= self.format_reward < 1):
             raise ValueError(f"format_reward={self.format_reward} must lie from 0 to below 1")
         if self.num_evaluation < 1:
@@ -50,6 +59,7 @@ class MathsConfig:
         Raises:
             ValueError: no path, or a line that is no problem; names file and line.
             OSError: the file cannot be read.
+            ModuleNotFoundError: ``judge`` needs a library that is not installed; names the extra.
         """
         return Maths(self)
 
@@ -58,14 +68,15 @@ class MathsConfig:
 class Maths(NumberedProblems):
     """1 for the right final answer, ``format_reward`` for another one, 0 for none.
 
-    The last answer in <answer> tags counts, else the last in \\\\boxed. Numbers and fractions are compared by value, in time that is linear
-    in the response: nothing that a model writes is evaluated.
+    The last answer in <answer> tags counts, else the last in \\\\boxed, else what a last line has behind Answer:. With ``judge="own"`` the
+    time is linear in the response: nothing that a model writes is evaluated. With "math-verify" it is, without limits: judge in a
+    `mcore_rl.ProcessJudge`, which has them.
 
     Args:
         config: the file and the rewards.
 
     Raises:
-        ValueError, OSError: as of ``MathsConfig.build``.
+        ValueError, OSError, ModuleNotFoundError: as of ``MathsConfig.build``.
     """
 
     def __init__(self, config: MathsConfig) -> None:
@@ -73,7 +84,8 @@ class Maths(NumberedProblems):
         if not config.path:
             raise ValueError("maths.path is empty; name a file of JSON lines with question and answer")
         self.config = config
-        self._rows = _read(Path(config.path))
+        self._same = MathVerify().same if config.judge == "math-verify" else same_answer
+        self._rows = read_problems(Path(config.path), config.question_field, config.answer_field)
         self._num_trained = len(self._rows) - config.num_evaluation
         if self._num_trained < 1:
             raise ValueError(
@@ -104,29 +116,9 @@ class Maths(NumberedProblems):
         answer = find_answer(response)
         if answer is None:
             return 0.0
-        return 1.0 if same_answer(answer, problem.golden) else self.config.format_reward
+        return 1.0 if self._same(answer, problem.golden) else self.config.format_reward
 
     def _shuffled(self, epoch: int) -> list[int]:
         order = list(range(self._num_trained))
         random.Random(f"maths {self.config.seed} {epoch}").shuffle(order)
         return order
-
-
-def _read(path: Path) -> list[tuple[str, str]]:
-    """Questions and final answers."""
-    rows: list[tuple[str, str]] = []
-    if not path.is_file():
-        raise ValueError(f"maths.path={str(path)!r} is no file; name one of JSON lines with question and answer")
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                value: Any = json.loads(line)
-            except (json.JSONDecodeError, RecursionError):
-                raise ValueError(f"{path}:{number} is no JSON; write one problem a line") from None
-            if not isinstance(value, Mapping) or not all(isinstance(value.get(name), str | int | float) for name in ("question", "answer")):
-                raise ValueError(f'{path}:{number} must be {{"question": ..., "answer": ...}}, found {line.strip()[:60]}')
-            answer = str(value["answer"]).rpartition("####")[2].strip()
-            rows.append((str(value["question"]), answer))
-    return rows

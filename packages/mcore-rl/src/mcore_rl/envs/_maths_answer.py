@@ -5,7 +5,7 @@
 import re
 from fractions import Fraction
 
-_OPEN, _CLOSE, _BOXED = "<answer>", "</answer>", "\\boxed{"
+_OPEN, _CLOSE, _BOXED, _WORD = "<answer>", "</answer>", "\\boxed{", "\nAnswer:"
 _MAX_CHARACTERS, _MAX_DEPTH = 256, 16
 _DROPPED = re.compile(r"\\left|\\right|\\[!,;: ]|\\?\$|\\?%|\^\{?\\circ\}?|\\degrees?|\\displaystyle|[\s~]")
 _WORDS = re.compile(r"\\(?:text|mathrm|mbox|textbf)\{([^{}]*)\}")
@@ -22,13 +22,25 @@ _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 
 def find_answer(text: str) -> str | None:
-    """What the last pair of <answer> tags holds, else what the last \\boxed does; None where there is neither."""
+    """What the last pair of <answer> tags holds, else what the last \\boxed does, else what stands behind Answer: at the beginning of a
+    line, the last one; None where there is none of them."""
     end = text.rfind(_CLOSE)
     begin = text.rfind(_OPEN, 0, max(end, 0))
     if begin >= 0:
         return text[begin + len(_OPEN) : end]
+    inside = boxed(text)
+    return _after_word(text) if inside is None else inside
+
+
+def boxed(text: str) -> str | None:
+    """What the last \\boxed holds; None where there is none, or it does not end."""
     begin = text.rfind(_BOXED)
     return None if begin < 0 else _inside(text, begin + len(_BOXED))
+
+
+def _after_word(text: str) -> str | None:
+    _, found, rest = ("\n" + text).rpartition(_WORD)
+    return rest.partition("\n")[0].strip(" \t\r$*") or None if found else None
 
 
 def _inside(text: str, begin: int) -> str | None:
