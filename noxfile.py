@@ -451,6 +451,16 @@ def peft(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def trl(session: nox.Session) -> None:
+    """Losses and gradients of RL beside those of the newest TRL's own trainer."""
+    # Where the library is missing, these tests are skipped; here they must not be.
+    install = [*_members(), *_groups(("test",)), "trl>=1.16", "-c", CONSTRAINTS]
+    python = _environment(session, f"trl-{THIS_PYTHON}", "trl", install)
+    session.run(str(python), "-c", "import trl; print('trl', trl.__version__)", external=True)
+    session.run(str(python), "-m", "pytest", "-q", "-n", "0", "packages/mcore-rl/tests/test_trl.py", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
 def ray(session: nox.Session) -> None:
     """Environments and engines as workers of Ray, on a cluster of two nodes on this machine."""
     install = [*_members(), *_groups(("test",)), "-e", "packages/mcore-rl[ray]", "-c", CONSTRAINTS]
