@@ -4,6 +4,7 @@
 
 from mcore_rl.agent._base import EvaluationAgent, GroupedRolloutGenerator, RolloutGenerator, TokenizedRolloutGenerator
 from mcore_rl.agent._contrastive import BestAndWorst, ContrastiveRollout, ContrastiveRolloutGenerator
+from mcore_rl.agent._environment_server import EnvironmentServer
 from mcore_rl.agent._judged import JudgedAgent, Problem
 from mcore_rl.agent._multi_task import WeightedMultiTask
 from mcore_rl.agent._multi_turn import Episode, MultiTurnAgent
@@ -11,12 +12,14 @@ from mcore_rl.agent._numbered import NumberedProblems
 from mcore_rl.agent._preference_pairs import PreferencePairs
 from mcore_rl.agent._process_judge import JudgeLimits, JudgeProcessError, ProcessJudge
 from mcore_rl.agent._ray_judge import RayJudge
+from mcore_rl.agent._remote_environment import RemoteEnvironment
 from mcore_rl.agent._reward_only import RewardOnlyAgent
 
 __all__ = [
     "BestAndWorst",
     "ContrastiveRollout",
     "ContrastiveRolloutGenerator",
+    "EnvironmentServer",
     "Episode",
     "EvaluationAgent",
     "GroupedRolloutGenerator",
@@ -29,6 +32,7 @@ __all__ = [
     "Problem",
     "ProcessJudge",
     "RayJudge",
+    "RemoteEnvironment",
     "RewardOnlyAgent",
     "RolloutGenerator",
     "TokenizedRolloutGenerator",

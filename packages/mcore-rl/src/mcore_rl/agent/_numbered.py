@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Environments whose problems have numbers: ranks share them, and a run goes on where it was."""
 
+import asyncio
 import random
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -83,14 +84,18 @@ class NumberedProblems(RewardOnlyAgent):
     async def get_prompt(self, *, validation: bool = False) -> Problem:
         if validation:
             self._num_evaluated += 1
-            return self.problem(self.FIRST_EVALUATION + self._rank + (self._num_evaluated - 1) * self._num_ranks)
+            return await self._posed(self.FIRST_EVALUATION + self._rank + (self._num_evaluated - 1) * self._num_ranks)
         self._num_posed += 1
-        return self.problem(self._first + self._rank + (self._num_posed - 1) * self._num_ranks)
+        return await self._posed(self._first + self._rank + (self._num_posed - 1) * self._num_ranks)
 
     async def evaluation_prompts(self, num_prompts: int, *, validation: bool = True) -> list[Problem]:
         """This rank's share, the same whenever it is asked: the first of the evaluation, or of training, which poses none of them."""
         first = self.FIRST_EVALUATION if validation else 0
-        return [self.problem(first + self._rank + place * self._num_ranks) for place in range(num_prompts)]
+        return await asyncio.gather(*(self._posed(first + self._rank + place * self._num_ranks) for place in range(num_prompts)))
+
+    async def _posed(self, number: int) -> Problem:
+        """``problem(number)``; where that waits for another process, without holding up the event loop."""
+        return self.problem(number)
 
 
 class _Dataset(Sequence[Problem]):

@@ -20,6 +20,9 @@ _MAX_REPLY = 64 << 20
 class PeerError(RuntimeError):
     """A server gave no answer: not reached, it died, or it refused. The message names the server."""
 
+    status: int | None = None
+    """Of HTTP, where the server refused with one."""
+
 
 @experimental_api
 class PeerTimeoutError(PeerError, TimeoutError):
@@ -107,7 +110,9 @@ class HttpPeer:
         except ValueError as error:
             raise PeerReplyError(f"{self.url} gave no HTTP answer: {error}") from error
         if reply.status != 200:
-            raise PeerError(f"{self.url} refused with status {reply.status}: {content[:500]!r}")
+            refusal = PeerError(f"{self.url} refused with status {reply.status}: {content[:500]!r}")
+            refusal.status = reply.status
+            raise refusal
         return content
 
 

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""An environment behind HTTP, for trainers elsewhere."""
+
+import asyncio
+import contextlib
+import functools
+import hmac
+import ipaddress
+import json
+import logging
+import random
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any, Self
+
+from mcore_rl._stability import experimental_api
+from mcore_rl._types import check_reward
+from mcore_rl.agent._environment_messages import VERSION, EnvironmentCard, MessageError, problem_fields, read_message, read_problem
+from mcore_rl.agent._numbered import NumberedProblems
+
+_log = logging.getLogger(__name__)
+_MOST_BODY_BYTES = 16 << 20
+_END_S, _POLL_S = 2.0, 0.05
+
+
+@experimental_api
+class EnvironmentServer:
+    """Poses the problems of an environment and judges answers to them, for each `RemoteEnvironment` that asks.
+
+    POST /environment, /problem, /attempt and /reward take and give JSON objects; a field that is unknown, missing or of another type is
+    refused with status 400. GET /health says ``{"status": "ok"}``. The environment is called in one event loop, of a thread of its own:
+    a judge that takes long belongs in a `ProcessJudge`. One that exceeds the environment's ``judge_timeout_s`` is given up with status 504,
+    one that raises with 500.
+
+    Args:
+        environment: whose problems are posed.
+        host: address to listen at.
+        port: 0 for a free one.
+        api_key: that each request must bear, but /health; needed where ``host`` is no address of this machine alone.
+        max_requests: requests that are served at a time; further ones wait to be accepted.
+
+    Raises:
+        ValueError: an address that others reach without an ``api_key``, or a number out of its range; names it.
+        OSError: the address cannot be listened at.
+
+    Example:
+        >>> with EnvironmentServer(Countdown(), api_key="secret") as server:
+        ...     remote = RemoteEnvironment(server.url, api_key="secret")
+    """
+
+    def __init__(
+        self, environment: NumberedProblems, *, host: str = "127.0.0.1", port: int = 0, api_key: str | None = None, max_requests: int = 256
+    ) -> None:
+        if not api_key and not _is_loopback(host):
+            raise ValueError(f"host={host!r} is reached by others; set api_key, or host='127.0.0.1'")
+        if any(not " " < character <= "~" for character in api_key or ""):
+            raise ValueError("api_key must be visible ASCII characters; take spaces and line ends off")
+        if max_requests < 1:
+            raise ValueError(f"max_requests={max_requests} must be at least 1")
+        self.environment = environment
+        self._key = f"Bearer {api_key}" if api_key else ""
+        self._http = _Server((host, port), self, max_requests)
+        self._loop = asyncio.new_event_loop()
+        works = (self._loop.run_forever, functools.partial(self._http.serve_forever, _POLL_S))
+        self._threads = [threading.Thread(target=work, daemon=True) for work in works]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        host, port = self._http.server_address[:2]
+        return f"http://{host!s}:{port}"
+
+    def wait(self) -> None:
+        """Serve until ``close``."""
+        self._threads[1].join()
+
+    def close(self) -> None:
+        """Take no more requests, and give up those that are served; may be called again."""
+        self._http.shutdown()
+        self._http.server_close()
+        if self._loop.is_closed():
+            return
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(_END_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._threads[0].join(_END_S)
+        # An environment that holds the loop up keeps its thread, which ends with the process.
+        if not self._threads[0].is_alive():
+            self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def is_allowed(self, authorization: str) -> bool:
+        """Whether a request bears the key."""
+        return not self._key or hmac.compare_digest(authorization.encode(), self._key.encode())
+
+    def answer(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+        """Status and reply to a request; in a thread of its own."""
+        work = {"/environment": self._card, "/problem": self._problem, "/attempt": self._attempt, "/reward": self._reward}.get(path)
+        if work is None:
+            return 404, {"error": f"no {path[:60]} here"}
+        limit = self.environment.judge_timeout_s if path == "/reward" else self.environment.prompt_timeout_s
+        call = asyncio.run_coroutine_threadsafe(self._limited(work, body, limit), self._loop)
+        try:
+            # The loop's own limit comes first, but where the environment holds the loop up.
+            return 200, call.result(limit + 1.0)
+        except MessageError as error:
+            return 400, {"error": str(error)}
+        except TimeoutError:
+            call.cancel()
+            return 504, {"error": f"environment {self.environment.env_id!r} took longer than its limit of {limit:g} s"}
+        except Exception as error:
+            _log.warning("environment %r: %s failed: %r", self.environment.env_id, path, error)
+            return 500, {"error": f"environment {self.environment.env_id!r} failed: {error!r}"[:500]}
+
+    async def _limited(self, work: Callable[[bytes], Awaitable[dict[str, Any]]], body: bytes, limit: float) -> dict[str, Any]:
+        return await asyncio.wait_for(work(body), limit)
+
+    async def _card(self, body: bytes) -> dict[str, Any]:
+        read_message(body, {})
+        own = self.environment
+        card = EnvironmentCard(
+            version=VERSION,
+            env_id=own.env_id,
+            num_problems=own.num_problems(),
+            num_evaluation=own.num_problems(validation=True),
+            prompt_timeout_s=own.prompt_timeout_s,
+            answer_timeout_s=own.answer_timeout_s,
+            judge_timeout_s=own.judge_timeout_s,
+        )
+        return asdict(card)
+
+    async def _problem(self, body: bytes) -> dict[str, Any]:
+        number = read_message(body, {"number": int})["number"]
+        if number < 0:
+            raise MessageError(f"number={number} must not be negative")
+        return {"problem": problem_fields(self.environment.problem(number))}
+
+    async def _attempt(self, body: bytes) -> dict[str, Any]:
+        message = read_message(body, {"problem": dict, "seed": int})
+        return {"attempt": self.environment.attempt(read_problem(message["problem"]), random.Random(message["seed"]))}
+
+    async def _reward(self, body: bytes) -> dict[str, Any]:
+        message = read_message(body, {"problem": dict, "response": str})
+        problem = read_problem(message["problem"])
+        reward = await self.environment.get_reward(message["response"], problem)
+        check_reward(reward, env_id=problem.env_id or self.environment.env_id, problem_id=problem.problem_id)
+        return {"reward": float(reward)}
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 1024
+
+    def __init__(self, address: tuple[str, int], owner: EnvironmentServer, max_requests: int) -> None:
+        self.owner, self._room = owner, threading.BoundedSemaphore(max_requests)
+        super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._room.acquire()
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._room.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        _log.debug("a client of %r was lost", self.owner.environment.env_id, exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = 60.0
+    server: _Server
+
+    def do_GET(self) -> None:
+        if self.path == "/health":
+            self._reply(200, {"status": "ok"})
+        else:
+            self._reply(404, {"error": f"no {self.path[:60]} here"})
+
+    def do_POST(self) -> None:
+        if not self.server.owner.is_allowed(self.headers.get("Authorization", "")):
+            self._reply(401, {"error": "the api_key is missing or another one"})
+            return
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdigit()):
+            self._reply(411, {"error": "a Content-Length is needed"})
+        elif int(length) > _MOST_BODY_BYTES:
+            self._reply(413, {"error": f"a body of {length[:20]} bytes is larger than {_MOST_BODY_BYTES}"})
+        else:
+            self._reply(*self.server.owner.answer(self.path, self.rfile.read(int(length))))
+
+    def _reply(self, status: int, message: dict[str, Any]) -> None:
+        content = json.dumps(message).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        _log.debug(format, *args)
+
+
+async def _cancel_others() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
