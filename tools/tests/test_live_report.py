@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """The page of a run under way."""
 
+import json
 import math
 import re
 import xml.etree.ElementTree
@@ -34,6 +35,22 @@ def test_the_page_is_written_while_the_run_is_under_way_and_at_its_end(tmp_path:
     links = re.findall(r"""(?:src|href)=["']([^"']*)""", text)
     assert links and all(link.startswith("#") for link in links), "the page needs another file"
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_the_newest_answers_stand_in_the_page(tmp_path: Path) -> None:
+    report = LiveReport(tmp_path / "report.html", "run", 30, "", History())
+    lines = [
+        json.dumps({"step": step, "env_id": "e", "problem_id": "p", "reward": step / 8, "prompt": f"<{step}>", "answer": "x" * 30_000})
+        for step in range(20)
+    ]
+    (tmp_path / "examples.jsonl").write_text("\n".join([*lines, lines[0][:40]]))
+    report.write(1, {"reward": 0.5, "token_lag": 0.25, "token_lag/0": 0.75, "token_lag/1": 0.25})
+    report.close()
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    # Of the end of the file, what is whole: a line is 30 kB, and the last one is cut short.
+    shown = [step for step in range(20) if f"&lt;{step}&gt; | xxx" in text]
+    assert shown == [16, 17, 18, 19] and "step 19, e, reward 2.375" in text
+    assert "Age of the tokens" in text and "0 refits" in text and "1 refits" in text
 
 
 @pytest.mark.parametrize("values", [[], [1.0], [0.0, 0.0], [-3.0, 1e-9, 17.2], [1e12, 1e12 + 1], [math.nan, 2.0], [0.001, 0.0014]])

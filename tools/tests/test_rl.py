@@ -3,6 +3,7 @@
 """``mcore rl``: iterations leave files and numbers, a run goes on, and what cannot run is one line."""
 
 import asyncio
+import html
 import json
 import math
 import multiprocessing
@@ -55,8 +56,15 @@ def test_iterations_leave_files_and_numbers(trained: Path) -> None:
         assert row["rollout_s"] > 0 and row["train_s"] > 0 and row["answer_length"] <= 6
     assert "eval/reward" in second and "eval/reward" not in first
     assert {"config.yaml", "report.html", "tensorboard", "tokenizer", "checkpoints", REFERENCE} <= {path.name for path in trained.iterdir()}
+    for row in (first, second):
+        assert 0 <= row["group_similarity"] <= 1 and 0 <= row["truncated"] <= 1 and row["answer_length"] <= row["answer_length_max"] <= 6
     page = (trained / "report.html").read_text()
     assert "Reward" in page and "Parts of an iteration" in page
+    examples = [json.loads(line) for line in (trained / "examples.jsonl").read_text().splitlines()]
+    assert [example["step"] for example in examples] == [1, 1, 2, 2]
+    assert all(example["env_id"] == "countdown" and example["prompt"].endswith("<answer>") for example in examples)
+    assert all(best["reward"] >= worst["reward"] for best, worst in zip(examples[::2], examples[1::2], strict=True))
+    assert "Best and worst answers to a problem" in page and html.escape(examples[-1]["prompt"]) in page
     assert read_config(trained / "config.yaml").rl == override(recipe("countdown_tiny"), [*FAST, "rl.kl_beta=0.01", "rl.num_epochs=2"]).rl
 
 

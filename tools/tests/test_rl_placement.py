@@ -101,7 +101,10 @@ def test_fully_sharded_trainers_learn_from_an_engine_elsewhere(kind: str, tmp_pa
     # The engine draws from the weights that the shards make up: one step off, it has those of the step before.
     assert steps[0]["logprob_mismatch"] < 1e-4 and steps[0]["grad_norm"] > 0
     assert [row["lag"] for row in steps] == [0, 1, 1] and len({row["loss"] for row in steps}) == 3
-    assert all(0 <= row["token_lag"] <= 1 for row in steps)
+    for row in steps:
+        shares = {int(name.removeprefix("token_lag/")): value for name, value in row.items() if name.startswith("token_lag/")}
+        assert 0 <= row["token_lag"] <= 1 and sum(shares.values()) == pytest.approx(1.0)
+        assert row["token_lag"] == pytest.approx(sum(lag * share for lag, share in shares.items()))
 
 
 @pytest.mark.parametrize(

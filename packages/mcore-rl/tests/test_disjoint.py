@@ -303,7 +303,7 @@ def draw_across_refits(max_lag: int, iterations: int, own_lag: int | None) -> li
     with loop:
         reports = [loop.iterate(2e-2) for _ in range(iterations)]
     redrawn = 0 if loop._server is None else loop._server.interface.num_redrawn  # type: ignore[attr-defined]
-    return [taken, [(report.lag, report.token_lag, report.num_dropped) for report in reports], loop.position, redrawn]
+    return [taken, [(report.lag, report.token_lag, report.tokens_by_lag, report.num_dropped) for report in reports], loop.position, redrawn]
 
 
 @pytest.mark.world(3)
@@ -323,7 +323,11 @@ def test_answers_in_flight_survive_a_refit_and_none_is_lost_or_doubled(world, ma
             assert not versions or version - max_lag <= versions[0] <= versions[-1] <= version
     # Generation did not wait: weights came into the middle of answers, and the later tokens are of the newer ones.
     assert any(len(set(versions)) > 1 for batch in taken for _, versions, _ in batch)
-    assert all(0 <= age <= max_lag for _, age, _ in reports)
+    assert all(0 <= age <= max_lag for _, age, *_ in reports)
+    for version, (batch, (_, age, by_lag, _)) in enumerate(zip(taken, reports, strict=True)):
+        ages = [version - drawn for _, versions, _ in batch for drawn in versions]
+        assert by_lag == {lag: ages.count(lag) for lag in set(ages)} and list(by_lag) == sorted(by_lag)
+        assert age == pytest.approx(sum(ages) / len(ages))
 
 
 @pytest.mark.world(2)

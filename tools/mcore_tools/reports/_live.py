@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """The page of a run that is under way."""
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -11,6 +12,9 @@ from mcore_tools.reports._history import History
 from mcore_tools.reports._plot import Plot
 from mcore_tools.reports._report import Section, write_report
 
+EXAMPLES = "examples.jsonl"
+"""Of a run that learns from rewards: answers to look at, beside its page."""
+_NUM_EXAMPLES, _TAIL_BYTES = 8, 1 << 17
 # A browser looks as often; the page is written at most as often, and takes at most this share of the run's time.
 _REFRESH_S, _SHARE = 10, 0.01
 
@@ -59,6 +63,8 @@ class LiveReport:
         for title, unit, name in (
             ("Answer length", "tokens", "answer_length"),
             ("Entropy of the policy", "nats a token", "entropy"),
+            ("Answers that the limit of tokens ended", "share", "truncated"),
+            ("Answers to one problem are alike by", "share of neighbouring tokens", "group_similarity"),
             ("Divergence from the reference", "nats a token", "kl"),
             ("Engine and trainer disagree by", "nats a token", "logprob_mismatch"),
             ("Gradient norm", "before clipping", "grad_norm"),
@@ -71,6 +77,9 @@ class LiveReport:
         ):
             if name in names:
                 plots.append(Plot(title=title, x_label="step", y_label=unit, curves={"": curve(name)}))
+        ages = {f"{name.removeprefix('token_lag/')} refits": curve(name) for name in names if name.startswith("token_lag/")}
+        if ages:
+            plots.append(Plot(title="Age of the tokens", x_label="iteration", y_label="share of the tokens", curves=ages))
         times = {name.removeprefix("time/"): curve(name) for name in names if name.startswith("time/") and name.count("/") == 1}
         if times:
             plots.append(Plot(title="Parts of a step, slowest rank", x_label="step", y_label="seconds a step", curves=times))
@@ -103,7 +112,26 @@ class LiveReport:
         state = "ended" if ended else f"running, about {timedelta(seconds=round(left_s))} left"
         facts = [("state", f"{state}, step {step} of {self.steps}"), ("written", time.strftime("%Y-%m-%d %H:%M:%S"))]
         facts += [(name, f"{value:.6g}") for name, value in values.items() if "/layer_" not in name]
-        return [Section(title="Newest step", facts=facts), Section(title="Configuration", facts=[], text=self.config)]
+        newest, examples = Section(title="Newest step", facts=facts), _examples(self.path.with_name(EXAMPLES))
+        shown = [Section(title="Best and worst answers to a problem", facts=examples)] if examples else []
+        return [newest, *shown, Section(title="Configuration", facts=[], text=self.config)]
+
+
+def _examples(path: Path) -> list[tuple[str, str]]:
+    """The newest answers of a file, as facts; of a line that is cut short none."""
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        lines = file.read().splitlines()
+    facts = []
+    for line in lines[-_NUM_EXAMPLES:]:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        facts.append((f"step {row['step']}, {row['env_id']}, reward {row['reward']:.4g}", f"{row['prompt']} | {row['answer']}"))
+    return facts
 
 
 def _known(curve: Callable[[str], tuple[list[float], list[float]]], **names: str) -> dict[str, tuple[list[float], list[float]]]:

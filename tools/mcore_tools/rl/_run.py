@@ -35,11 +35,12 @@ from mcore_rl import (
 from mcore_tools.assembly import Parts, open_tokenizer, schedule
 from mcore_tools.exit_code import under_way
 from mcore_tools.recipes import RunConfig
-from mcore_tools.reports import History
+from mcore_tools.reports import EXAMPLES, History
 from mcore_tools.rl._attempts import attempt_seed, begin_attempt
 from mcore_tools.rl._critic import RunCritic
 from mcore_tools.rl._environment import build_environment, close_environment, open_environment
 from mcore_tools.rl._evaluation import evaluation_means, evaluation_sums, num_problems
+from mcore_tools.rl._examples import write_examples
 from mcore_tools.rl._halves import Halves, build_run_engine, run_grpo, serve_half
 from mcore_tools.rl._imitation import imitate
 from mcore_tools.rl._policy import assemble_policy
@@ -59,7 +60,7 @@ from mcore_tools.training import (
 
 REFERENCE = "reference"
 """Folder of a run with the weights that it began with, where ``rl.kl_beta``, ``rl.kl_in_reward`` or ``rl.dpo`` asks for them."""
-_DRAWN = ("reward", "reward_std", "num_dropped", "num_filtered", "rollout_s", "refit_s")
+_DRAWN = ("reward", "reward_std", "num_dropped", "num_filtered", "group_similarity", "truncated", "rollout_s", "refit_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +266,9 @@ class _Run:
             values = {**_values(report), "lr": lr, "skipped_steps": self.state.skipped_steps}
             if self.loop is not None:
                 values["lag"] = report.lag
-                values |= {} if report.token_lag is None else {"token_lag": report.token_lag}
+                values |= _lags(report)
+            if self.pairs is None and self.parts.groups.world.is_first:
+                write_examples(Path(self.config.output) / EXAMPLES, step, report.examples, self.tokenizer)
             if self.pairs is not None:
                 # Of a file nobody draws and nobody judges.
                 values = {name: value for name, value in values.items() if name not in _DRAWN}
@@ -381,6 +384,8 @@ def _values(report: IterationReport) -> dict[str, float]:
         "reward": report.mean_reward,
         "reward_std": report.std_reward,
         "answer_length": report.mean_length,
+        "answer_length_max": report.max_length,
+        "truncated": report.truncated,
         "num_rollouts": report.num_rollouts,
         "num_dropped": report.num_dropped,
         "num_filtered": report.num_filtered,
@@ -389,7 +394,17 @@ def _values(report: IterationReport) -> dict[str, float]:
         "refit_s": report.refit_s,
         "tokens_per_s": num_tokens / (report.rollout_s + report.train_s + report.refit_s),
     }
+    if report.group_similarity is not None:
+        values["group_similarity"] = report.group_similarity
     return values | metrics
+
+
+def _lags(report: IterationReport) -> dict[str, float]:
+    """How old the tokens are: the mean, and the share of each age in refits."""
+    if report.token_lag is None:
+        return {}
+    num_tokens = sum(report.tokens_by_lag.values())
+    return {"token_lag": report.token_lag, **{f"token_lag/{lag}": number / num_tokens for lag, number in report.tokens_by_lag.items()}}
 
 
 def _means(updates: Sequence[TrainReport]) -> dict[str, float]:

@@ -158,6 +158,7 @@ class DisjointLoop:
             refit_s=time.perf_counter() - trained,
             lag=version - batch.version,
             token_lag=batch.token_lag(version),
+            tokens_by_lag=batch.tokens_by_lag(version),
         )
 
     def _check_learner(self, learner: Learner) -> None:

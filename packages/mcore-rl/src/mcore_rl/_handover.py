@@ -15,6 +15,7 @@ from mcore_rl._collect import Collection, checked, joined, share
 from mcore_rl._config import GRPOConfig
 from mcore_rl._loop import rollout_means
 from mcore_rl._placement import Placement
+from mcore_rl._rollout_statistics import token_versions
 from mcore_rl._rollout_stream import RolloutStream
 from mcore_rl._update import MiniBatch, mini_batches
 
@@ -35,8 +36,8 @@ class RolloutBatch:
     """Problems before this number were posed by then."""
     means: Mapping[str, Any]
     """Fields of the report that they say."""
-    token_versions: tuple[int, int]
-    """Sum over the tokens of the weights that drew each, and number of tokens of which that is known."""
+    token_versions: Mapping[int, int]
+    """Number of tokens by the weights that drew them, of those of which that is known."""
     written: "Future[list[MiniBatch]] | None" = None
     """Their micro-batches on the host, or why there are none; None where that is for ``update`` to do."""
 
@@ -54,20 +55,24 @@ class RolloutBatch:
             num_asked: answers that were asked for.
         """
         seconds, position = (max(part[name] for part in served) for name in ("seconds", "position"))
-        versions = [drawn for group in collected.groups for rollout in group for drawn in rollout.weight_versions or ()]
         return cls(
             collected=collected,
             version=version,
             seconds=seconds,
             position=position,
             means=rollout_means(config, collected, num_asked),
-            token_versions=(sum(versions), len(versions)),
+            token_versions=token_versions(collected.groups),
         )
 
     def token_lag(self, version: int) -> float | None:
         """Mean age of the tokens whose weights are known."""
-        total, count = self.token_versions
-        return version - total / count if count else None
+        lags = self.tokens_by_lag(version)
+        count = sum(lags.values())
+        return sum(lag * number for lag, number in lags.items()) / count if count else None
+
+    def tokens_by_lag(self, version: int) -> dict[int, int]:
+        """Number of tokens by their age in refits, the youngest first."""
+        return {version - drawn: number for drawn, number in sorted(self.token_versions.items(), reverse=True)}
 
 
 class Handover:

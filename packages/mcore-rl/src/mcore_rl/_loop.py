@@ -3,7 +3,8 @@
 """Roll out, judge, update, refit; again."""
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from mcore_rl._config import GRPOConfig
 from mcore_rl._objective import GRPOObjective
 from mcore_rl._preference import DPOObjective
 from mcore_rl._refit import WeightSink
+from mcore_rl._rollout_statistics import examples, group_similarity, truncated_share
 from mcore_rl._stability import experimental_api
 from mcore_rl._transfer import refit
+from mcore_rl._types import TokenRollout
 from mcore_rl._update import Learner, update
 from mcore_rl.agent import GroupedRolloutGenerator
 from mcore_rl.inference import InferenceInterface
@@ -63,6 +66,17 @@ class IterationReport:
     """Refits between the weights at which the first of the rollouts was begun and those that were trained on them."""
     token_lag: float | None = None
     """Mean over tokens of the refits between the weights that drew each and those that were trained on it; None where nobody says so."""
+    tokens_by_lag: Mapping[int, int] = field(default_factory=dict)
+    """How many tokens were drawn from weights of so many refits before those that were trained on them; empty where nobody says so."""
+    max_length: int = 0
+    """Of the longest answer, in tokens."""
+    truncated: float = 0.0
+    """Share of the answers that the limit of tokens ended."""
+    group_similarity: float | None = None
+    """How alike the answers of a group are: the share of their pairs of neighbouring tokens that two of them have in common, 1 where all
+    are equal; None without two answers to a problem."""
+    examples: tuple[TokenRollout, ...] = ()
+    """The best and the worst answer to the first problem."""
 
     @property
     def train(self) -> TrainReport:
@@ -146,10 +160,15 @@ def rollout_means(config: GRPOConfig, collected: Collection, num_asked: int | No
     """The fields of a report that the rollouts alone say."""
     flat = [rollout for group in collected.groups for rollout in group]
     rewards = torch.tensor([rollout.reward for rollout in flat], dtype=torch.float64)
+    lengths = [sum(rollout.generation_mask) for rollout in flat]
     return {
         "mean_reward": rewards.mean().item(),
         "std_reward": rewards.std(correction=0).item(),
-        "mean_length": sum(sum(rollout.generation_mask) for rollout in flat) / len(flat),
+        "mean_length": sum(lengths) / len(flat),
+        "max_length": max(lengths),
+        "truncated": truncated_share(collected.groups),
+        "group_similarity": group_similarity(collected.groups),
+        "examples": examples(collected.groups),
         "num_rollouts": len(flat),
         "num_dropped": (config.num_groups * config.group_size if num_asked is None else num_asked) - len(flat),
         "num_filtered": collected.num_filtered,

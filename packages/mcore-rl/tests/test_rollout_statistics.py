@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What rollouts say of themselves, against the definitions."""
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_rl import TokenRollout
+from mcore_rl._rollout_statistics import examples, group_similarity, token_versions, truncated_share
+
+
+def rollout(*answer: int, prompt: tuple[int, ...] = (1, 2), reward: float = 0.0, **fields: Any) -> TokenRollout:
+    return TokenRollout(
+        trajectory=(*prompt, *answer),
+        reward=reward,
+        generation_mask=(False,) * len(prompt) + (True,) * len(answer),
+        logprobs=(-1.0,) * len(answer),
+        env_id="e",
+        problem_id="p",
+        **fields,
+    )
+
+
+def test_equal_answers_are_alike_and_those_without_a_common_pair_are_not() -> None:
+    assert group_similarity([[rollout(3, 4, 5)] * 3, [rollout(7)] * 2]) == 1.0
+    assert group_similarity([[rollout(3, 4), rollout(4, 3)]]) == 0.0
+    # (none, 3) of {(none, 3), (3, 4)} and {(none, 3), (3, 5)}; the prompts do not count.
+    assert group_similarity([[rollout(3, 4), rollout(3, 5, prompt=(9,))]]) == 0.5
+    assert group_similarity([]) is group_similarity([[rollout(3)], []]) is group_similarity([[rollout(), rollout()]]) is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_is_the_share_over_all_pairs_of_answers(seed: int) -> None:
+    generator = random.Random(seed)
+    groups = [
+        [rollout(*(generator.randrange(3) for _ in range(generator.randrange(7)))) for _ in range(generator.randrange(1, 6))]
+        for _ in range(4)
+    ]
+    common = total = 0
+    for group in groups:
+        answers = [one.trajectory[2:] for one in group]
+        pairs = [{(answer[i - 1] if i else None, answer[i]) for i in range(len(answer))} for answer in answers]
+        for one, other in itertools.combinations(pairs, 2):
+            common, total = common + 2 * len(one & other), total + len(one) + len(other)
+    assert total and group_similarity(groups) == pytest.approx(common / total, abs=1e-15)
+
+
+def test_tokens_are_counted_by_the_weights_that_drew_them() -> None:
+    groups = [[rollout(3, 4, weight_versions=(5, 6)), rollout(3, 4, 4, weight_versions=(6, 6, 7))], [rollout(8)]]
+    assert token_versions(groups) == {5: 1, 6: 3, 7: 1} and not token_versions([[rollout(8)]])
+
+
+def test_examples_are_the_best_and_the_worst_of_the_first_group_that_has_two() -> None:
+    experts = torch.zeros((2, 1, 1), dtype=torch.int16)
+    group = [rollout(3, reward=0.5), rollout(4, reward=1.0, routed_experts=experts), rollout(5, reward=-1.0)]
+    best, worst = examples([[], [rollout(9)], group])
+    assert (best.reward, worst.reward, best.routed_experts) == (1.0, -1.0, None)
+    first, second = examples([[rollout(3), rollout(4)]])
+    assert first.trajectory != second.trajectory
+    assert [one.trajectory[-1] for one in examples([[], [rollout(9)]])] == [9] and examples([]) == ()
+
+
+def test_the_share_of_truncated_answers() -> None:
+    assert truncated_share([[rollout(3, finish_reason="length"), rollout(4)], [rollout(5), rollout(6)]]) == 0.25
