@@ -26,6 +26,7 @@ from mcore_inference import (  # noqa: E402
     EngineRunner,
     InvalidTokenError,
     MaxSequenceLengthOverflowError,
+    RankFailedError,
     SamplingParams,
     WeightLoadError,
     WeightSlice,
@@ -336,6 +337,24 @@ def test_requests_of_a_lost_engine_go_to_another(runners: list[EngineRunner]) ->
         leaving = EngineWorker(runners[1], coordinator.address, name="dp-1", heartbeat_s=0.05)
         coordinator.wait_for_engines(2)
         asyncio.run(ask(coordinator, leaving))
+
+
+def test_requests_of_an_engine_that_fails_for_good_go_to_another(runners: list[EngineRunner], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RankFailedError(1, "is gone")
+
+    async def ask(coordinator: DataParallelInferenceCoordinator) -> None:
+        async with InferenceClient(coordinator.address) as client:
+            await client.pause_engines()
+            whole = [client.add_request(f"whole {index}", TEN) for index in range(6)]
+            monkeypatch.setattr(runners[1].engine, "step", fail)
+            await client.unpause_engines()
+            records = await asyncio.gather(*whole)
+            assert [len(record.generated_tokens) for record in records] == [10] * 6
+            assert coordinator.num_engines == 1 and isinstance(runners[1].failure, RankFailedError)
+
+    with ExitStack() as stack:
+        asyncio.run(ask(serve(stack, runners)))
 
 
 def test_a_stream_of_a_lost_engine_fails_with_the_engines_name(runners: list[EngineRunner]) -> None:

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mcore_inference.attention._fp8 import absorb_pairs, bounded, inverse_of, rounded, shrunk
+from mcore_inference._triton_cast import inverse_of, rounded, shrunk
+from mcore_inference.attention._fp8 import absorb_pairs, bounded
 from mcore_inference.cache import LayerSlots
 from mcore_parallel.nn import PackedHeads
 

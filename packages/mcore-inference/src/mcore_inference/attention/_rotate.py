@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mcore_inference.attention._fp8 import inverse_of, rounded, shrunk
+from mcore_inference._triton_cast import inverse_of, rounded, shrunk
 from mcore_inference.cache import LayerSlots
 from mcore_parallel.nn import PackedHeads
 

@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mcore_inference.attention._fp8 import absorb_scaled, bounded, inverse_of, rounded, shrunk
+from mcore_inference._triton_cast import inverse_of, rounded, shrunk
+from mcore_inference.attention._fp8 import absorb_scaled, bounded
 from mcore_inference.attention._tiles import tile_tokens
 from mcore_inference.cache import LayerSlots
 

@@ -175,7 +175,7 @@ def with_free_buffer(
     free, total = torch.cuda.mem_get_info(device)
     max_tokens = config.max_tokens or _DEFAULT_MAX_TOKENS
     # The stream, its norm, heads and what attention gives; gate, value and their product.
-    step = max_tokens * (8 * model.hidden_size + 3 * model.ffn_hidden_size) * itemsize
+    step = max_tokens * (8 * model.hidden_size + 3 * model.ffn_size) * itemsize
     # Logits of all tokens of a prompt whose log-probabilities are asked for, or of a draw, in float32 too.
     step += model.vocab_size * max(max_tokens * itemsize, (config.max_requests or _DEFAULT_REQUESTS) * (itemsize + 8))
     least = torch.tensor(free, device=device)

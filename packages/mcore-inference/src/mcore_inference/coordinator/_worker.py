@@ -309,8 +309,11 @@ class EngineWorker:
     async def _answer(self, message: SubmitRequest) -> None:
         try:
             await self._generate(message)
+        except EngineDeadError:
+            # The worker ends with its engine, by which the coordinator gives the request to another, or fails it by the engine's name.
+            _LOG.warning("request %d is left to the coordinator: the engine of %s failed", message.request_id, self.name)
         except Exception as error:
-            transient = error.is_transient if isinstance(error, RequestError) else isinstance(error, EngineDeadError)
+            transient = isinstance(error, RequestError) and error.is_transient
             text = error.message if isinstance(error, RequestError) else str(error)
             await self._reply(Failure(request_id=message.request_id, kind=type(error).__name__, message=text, is_transient=transient))
 

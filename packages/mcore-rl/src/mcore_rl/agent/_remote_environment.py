@@ -9,11 +9,11 @@ from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from mcore_rl._http import HttpPeer, PeerError, PeerReplyError, PeerTimeoutError
 from mcore_rl._stability import experimental_api
 from mcore_rl.agent._environment_messages import EnvironmentCard, MessageError, problem_fields, read_message, read_problem
 from mcore_rl.agent._judged import Problem
 from mcore_rl.agent._numbered import NumberedProblems
-from mcore_rl.inference._http import HttpPeer, PeerError, PeerReplyError, PeerTimeoutError
 
 _FIRST_WAIT_S = 0.1
 T = TypeVar("T")

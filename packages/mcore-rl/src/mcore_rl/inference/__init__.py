@@ -2,9 +2,9 @@
 # Copyright (c) 2026 the mcore authors
 """Where continuations come from."""
 
+from mcore_rl._http import PeerError, PeerReplyError, PeerTimeoutError
 from mcore_rl.inference._balanced import BalancedInference
 from mcore_rl.inference._chat import ChatInferenceInterface, MegatronChatLocal
-from mcore_rl.inference._http import PeerError, PeerReplyError, PeerTimeoutError
 from mcore_rl.inference._hugging_face import HFInference
 from mcore_rl.inference._interface import InferenceInterface
 from mcore_rl.inference._local import MegatronLocal

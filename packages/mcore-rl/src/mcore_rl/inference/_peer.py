@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from mcore_rl._http import HttpPeer, PeerReplyError
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import GenericGenerationArgs, InferenceRequest, InferenceResponse
-from mcore_rl.inference._http import HttpPeer, PeerReplyError
 from mcore_rl.inference._interface import InferenceInterface, answer_all
 
 if TYPE_CHECKING:

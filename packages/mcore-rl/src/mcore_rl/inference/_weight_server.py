@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlencode
 
+from mcore_rl._http import HttpPeer, PeerError, PeerReplyError
 from mcore_rl._stability import experimental_api
-from mcore_rl.inference._http import HttpPeer, PeerError, PeerReplyError
 
 InFlight = Literal["recompute", "keep", "drain"]
 """What answers in flight do when weights change: compute their keys and values again, keep them, or end first."""
