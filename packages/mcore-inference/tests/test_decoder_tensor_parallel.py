@@ -21,7 +21,7 @@ from mcore_inference.decoder import FusedDecoder
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import Step
-from tests.support.interpreter import run_interpreted
+from tests.support.interpreter import patch_language_once, run_interpreted
 from tests.support.world import run
 
 LLAMA: dict[str, Any] = {"normalization": "RMSNorm", "activation": "swiglu"}
@@ -66,6 +66,7 @@ def check_interpreted() -> list[list[int]]:
     from mcore_inference.attention import _backends
     from mcore_inference.decoder import _decoder
 
+    patch_language_once()
     _backends.has_kernels = lambda *_: True
     _decoder._STREAM_DTYPES = (torch.float32,)
     FusedDecoder.fits = staticmethod(lambda model: True)
