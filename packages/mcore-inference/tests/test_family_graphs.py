@@ -45,6 +45,7 @@ PACKED: dict[str, dict[str, Any]] = {
     "gpt-oss": {**ATTENTION, "add_bias_linear": True, "softmax_type": "learnable", "activation": "quick_geglu"},
     "gates and norms": {**ATTENTION, "qk_layernorm": True, "layernorm_zero_centered_gamma": True, "attention_output_gate": True},
 }
+PACKED["all of them"] = PACKED["gpt-oss"] | PACKED["gates and norms"]
 REAL: dict[str, dict[str, Any]] = {
     "latent": {
         "num_layers": 2,
@@ -129,7 +130,12 @@ def check_packed(kind: str, device: str, dtype: torch.dtype, gap: float, **execu
 
 
 def test_packed_heads_of_a_models_own_forward_give_the_tokens_of_whole_sequences_in_the_interpreter() -> None:
-    # One that has biases, sinks and windows, and one with norms of heads.
+    # Biases, sinks, windows and norms of heads.
+    run_interpreted(__file__, "all of them")
+
+
+@pytest.mark.slow
+def test_packed_heads_of_several_models_give_the_tokens_of_whole_sequences_in_the_interpreter() -> None:
     run_interpreted(__file__, "gpt-oss", "gates and norms")
 
 

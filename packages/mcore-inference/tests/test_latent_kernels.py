@@ -160,6 +160,6 @@ if __name__ == "__main__":
     for each in CASES:
         check(each, "cpu", torch.float32, 2e-5)
     # The interpreter's products of bfloat16 are wrong, those of float16 are not.
-    for each in CASES[1:4:2]:
+    for each in (CASES[1], CASES[6]):
         check(each, "cpu", torch.float16, 4e-3)
     print("same")

@@ -76,6 +76,11 @@ def case(name: str) -> tuple[GPTModel, MtpSpeculation | EagleSpeculation]:
     return model, EagleSpeculation(head=head_of(model, layers=2 if "two layers" in name else 1, vocabulary=vocabulary), num_tokens=3)
 
 
+def slow(*values: Any) -> Any:
+    """Behind the others: a case whose parts each have a case of their own."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 CASES = ["mtp of one head", "mtp of three heads", "mtp, tied", "mtp, latent", "eagle", "eagle of two layers", "eagle of few tokens"]
 
 
@@ -105,7 +110,7 @@ def drafts_of_the_whole_text(model: GPTModel, speculation: Kind, tokens: Sequenc
     return text[len(tokens) :]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [slow(name) if name in ("mtp of one head", "eagle") else name for name in CASES])
 def test_proposals_follow_the_tokens_that_were_drawn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, speculation = case(name)
     seen: list[tuple[list[int], list[int]]] = []
@@ -141,8 +146,18 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("sizes", [{}, {"num_blocks": 22, "max_tokens": 13}])
+ROOMY, TIGHT = {}, {"num_blocks": 22, "max_tokens": 13}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        # The least and the most of each kind where blocks and tokens are few, the others where they are not.
+        (slow if (sizes is TIGHT) != (name in ("mtp of three heads", "eagle", "eagle of few tokens")) else pytest.param)(name, sizes)
+        for name in CASES
+        for sizes in (ROOMY, TIGHT)
+    ],
+)
 def test_every_token_and_log_prob_is_that_of_the_engine_without_proposals(name: str, sizes: dict[str, Any]) -> None:
     model, speculation = case(name)
     rng = random.Random(0)
@@ -224,7 +239,7 @@ def test_what_ends_a_request_inside_accepted_proposals_ends_it_there(trained: GP
     prompt, text = loop_text(6, 3), loop_text(30, 3)[6:]
     assert len(set(text)) == len(text)
     engine = build(trained, MtpSpeculation(num_tokens=2), block_size_tokens=1)
-    for length in range(1, 16):
+    for length in range(1, 10):
         before = engine.num_accepted
         stopped = engine.generate([prompt], SamplingParams(temperature=0.0, num_tokens_to_generate=20, stop_token_ids=(text[length - 1],)))[
             0
@@ -271,7 +286,7 @@ def test_a_storm_of_requests_aborts_suspends_and_loads_leaks_nothing(name: str) 
     alone = build(model, None, max_sequence_length=48)
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     asked, ended = {}, []
-    for turn in range(80):
+    for turn in range(56):
         if rng.random() < 0.4:
             params = SamplingParams(temperature=rng.choice([0, 0.2]), seed=rng.randrange(9), num_tokens_to_generate=rng.randint(0, 12))
             prompt = [rng.randrange(V) for _ in range(rng.randint(1, 12))]
