@@ -25,7 +25,7 @@ from mcore_ckpt.foreign import import_torch, read_entry, read_torch
 from mcore_ckpt.inspect import verify
 from mcore_ckpt.manifest import Chunk, FileRecord, Manifest, TensorRecord, read_manifest
 
-FILES_PER_KIND = 10
+FILES_PER_KIND = 5
 CAMPAIGN_FILES_PER_KIND = 77
 MAX_S = 1.0
 MAX_BYTES = 64 * 2**20

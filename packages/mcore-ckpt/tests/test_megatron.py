@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Checkpoints that the megatron-core wheel wrote, in both generations and the older form; `fixtures/make_megatron.py` says how."""
 
+import functools
 import json
 import os
 import pickle
@@ -82,18 +83,31 @@ def expected(name, kind=""):
     return tensors
 
 
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """The folder of an import of a real checkpoint, made once; for tests that change nothing in it."""
+
+    @functools.cache
+    def folder(name):
+        path = tmp_path_factory.mktemp(name)
+        import_checkpoint_megatron(unpack(name, path), path / "ours")
+        return path / "ours"
+
+    return folder
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_every_tensor_of_a_real_checkpoint_is_the_one_that_was_written(name, tmp_path):
-    import_checkpoint_megatron(unpack(name, tmp_path), tmp_path / "ours")
-    wanted = {f"model.{ours}": value.bfloat16() for ours, value in expected(name).items()}
+def test_every_tensor_of_a_real_checkpoint_is_the_one_that_was_written(name, imported):
+    ours = imported(name)
+    wanted = {f"model.{key}": value.bfloat16() for key, value in expected(name).items()}
     if CASES[name][2]:
-        wanted |= {f"optimizer.master.{ours}": value for ours, value in expected(name).items()}
+        wanted |= {f"optimizer.master.{key}": value for key, value in expected(name).items()}
         for kind in ("exp_avg", "exp_avg_sq"):
-            wanted |= {f"optimizer.{kind}.{ours}": value for ours, value in expected(name, f"{kind}.").items()}
-    manifest = read_manifest(tmp_path / "ours")
+            wanted |= {f"optimizer.{kind}.{key}": value for key, value in expected(name, f"{kind}.").items()}
+    manifest = read_manifest(ours)
     assert set(manifest.tensors) == set(wanted)
-    for ours, value in wanted.items():
-        assert torch.equal(read_tensor(tmp_path / "ours", ours), value), ours
+    for tensor, value in wanted.items():
+        assert torch.equal(read_tensor(ours, tensor), value), tensor
     assert manifest.extra["iteration"] == 7 and manifest.extra["config"]["num_query_groups"] == 2
     assert manifest.extra["family"] == ("qwen3_moe" if CASES[name][0] is EXPERTS else "qwen3")
     if "legacy" not in name:
@@ -145,14 +159,13 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_parameter_groups_of_a_real_checkpoint_are_kept_and_given_back(name, tmp_path):
-    import_checkpoint_megatron(unpack(name, tmp_path), tmp_path / "ours")
+def test_parameter_groups_of_a_real_checkpoint_are_kept_and_given_back(name, imported, tmp_path):
     if "legacy" in name:
         # These ranks wrote none.
         left = ["optimizer_param_groups"] if CASES[name][2] else []
-        assert export_checkpoint_megatron(tmp_path / "ours", tmp_path / "theirs") == left
+        assert export_checkpoint_megatron(imported(name), tmp_path / "theirs") == left
         return
-    assert export_checkpoint_megatron(tmp_path / "ours", tmp_path / "theirs") == []
+    assert export_checkpoint_megatron(imported(name), tmp_path / "theirs") == []
     optimizer = torch.load(tmp_path / "theirs" / "common.pt", weights_only=False)["optimizer"]
     # 0.15 does not say yet which groups have the settings of the run.
     written = {key: value for key, value in WRITTEN.items() if key != "default_config" or "0.15" not in name}
@@ -228,16 +241,15 @@ def check_groups_of_a_step_that_says_its_settings(folder, state, settings):
 
 
 @pytest.mark.parametrize("name", ["0.16_buckets", "0.19_experts"])
-def test_what_is_exported_comes_back_and_the_optimizer_is_fully_reshardable(name, tmp_path):
-    import_checkpoint_megatron(unpack(name, tmp_path), tmp_path / "ours")
-    assert export_checkpoint_megatron(tmp_path / "ours", tmp_path / "theirs") == []
+def test_what_is_exported_comes_back_and_the_optimizer_is_fully_reshardable(name, imported, tmp_path):
+    assert export_checkpoint_megatron(imported(name), tmp_path / "theirs") == []
     tensors = read_manifest(tmp_path / "theirs").tensors
     assert tensors["optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight"].shape == (2, 32, 16)
     assert json.loads((tmp_path / "theirs" / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
     common = torch.load(tmp_path / "theirs" / "common.pt", weights_only=False)
     assert common["args"].num_query_groups == 2 and common["content_metadata"]["distrib_optim_sharding_type"] == "fully_reshardable"
     assert main(["import-megatron", str(tmp_path / "theirs"), str(tmp_path / "again"), "--prefix", "model."]) == 0
-    assert diff(tmp_path / "ours", tmp_path / "again") == []
+    assert diff(imported(name), tmp_path / "again") == []
 
 
 def test_layers_that_differ_and_names_without_a_place_are_named(tmp_path):

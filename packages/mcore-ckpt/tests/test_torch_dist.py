@@ -180,13 +180,14 @@ def test_records_come_back_as_they_were():
         encode_records({1, 2})
 
 
-def test_2000_damaged_metadata_files_and_archives_are_read_or_refused():
+@pytest.mark.parametrize("count", [300, pytest.param(2000, marks=pytest.mark.slow)])
+def test_damaged_metadata_files_and_archives_are_read_or_refused(count):
     rng, sound = random.Random(0), MemoryFolder()
     save({"w": torch.ones(3, 4), "b": torch.ones(2, dtype=torch.bfloat16)}, sound, format="torch_dist")
     sound.remove("manifest.json")
     files = {name: bytes(sound.read(name, 0, sound.size(name) or 0)) for name in sound.names()}
     refused = 0
-    for _ in range(2000):
+    for _ in range(count):
         folder, name = MemoryFolder(), rng.choice([METADATA_NAME, next(file for file in files if file.endswith(".distcp"))])
         for other, content in files.items():
             bad = bytearray(content)
@@ -199,7 +200,7 @@ def test_2000_damaged_metadata_files_and_archives_are_read_or_refused():
             load({"w": torch.zeros(3, 4), "b": torch.zeros(2, dtype=torch.bfloat16)}, folder, strict=False)
         except CheckpointingException:
             refused += 1
-    assert refused > 500
+    assert refused > count // 4
 
 
 @pytest.mark.parametrize(
