@@ -17,7 +17,7 @@ from tests.campaigns._serving_cores import assigned
 from tests.campaigns._serving_soak import Sample, growth
 
 # Times depend on what else the machine does; those of the documentation are of a run of their own.
-SHORT = {"frames": 300, "aborts": 60, "kills": 2, "swaps": 8, "repeats": 1, "slow-clients": 12, "requests": 120, "seconds": 1}
+SHORT = {"frames": 200, "aborts": 40, "kills": 2, "swaps": 6, "repeats": 1, "slow-clients": 8, "requests": 80, "seconds": 1}
 SHORT["oversize-ms"] = 5000
 
 
