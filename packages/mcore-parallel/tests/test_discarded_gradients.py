@@ -49,18 +49,26 @@ def micro_batches(model: nn.Module, step: int, count: int, rank: int = 0) -> lis
     return [Batch(tokens=part[:, :-1], labels=part[:, 1:], loss_mask=torch.ones(2, 6)) for part in tokens]
 
 
-@pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("fusion", [False, True])
+MODELS: dict[str, dict[str, Any]] = {
+    "float64": {},
+    "tied": {"tied": True},
+    "float32": {"dtype": torch.float32},
+    "recomputed": {"recompute": RecomputeConfig(granularity="full")},
+    "recomputed parts": {"recompute": RecomputeConfig(modules=("norm", "mlp"))},
+}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "fusion", "count"),
     [
-        {},
-        {"tied": True},
-        {"dtype": torch.float32},
-        {"recompute": RecomputeConfig(granularity="full")},
-        {"recompute": RecomputeConfig(modules=("norm", "mlp"))},
+        # Several micro-batches of every model, fused or not; one micro-batch of the plain one.
+        pytest.param(
+            options, fusion, count, id=f"{name}-{fusion}-{count}", marks=() if count > 1 or name == "float64" else pytest.mark.slow
+        )
+        for name, options in MODELS.items()
+        for fusion in (False, True)
+        for count in (1, 4)
     ],
-    ids=["float64", "tied", "float32", "recomputed", "recomputed parts"],
 )
 def test_a_dense_model_trains_with_the_bits_of_zeroed_sums(options: dict[str, Any], fusion: bool, count: int) -> None:
     config = {"gradient_accumulation_fusion": fusion}
