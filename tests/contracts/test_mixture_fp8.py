@@ -295,8 +295,15 @@ def some_prompts(count: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("weight_dtype", ["fp8", "fp8_weight_only"])
+@pytest.mark.parametrize(
+    ("kind", "weight_dtype"),
+    [
+        # Each kind of layer and each use of the weights once.
+        pytest.param(kind, dtype, marks=() if (kind == "shared") == (dtype == "fp8") else pytest.mark.slow)
+        for kind in MODELS
+        for dtype in ("fp8", "fp8_weight_only")
+    ],
+)
 def test_steps_in_bfloat16_agree_with_the_rounded_weights_in_float32(device: str, kind: str, weight_dtype: Any) -> None:
     # Decode steps of at most 16 rows, and of more.
     for count in (3, 24):

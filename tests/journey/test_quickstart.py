@@ -25,7 +25,7 @@ def quickstart(*arguments: str) -> "subprocess.CompletedProcess[str]":
 def test_text_becomes_a_reinforced_model(tmp_path: Path) -> None:
     output = tmp_path / "run"
     changes = [word for change in SMALL for word in ("--set", change)]
-    done = quickstart("--text", "packages/mcore-parallel/src", "--output", str(output), "--iterations", "18", *changes)
+    done = quickstart("--text", "packages/mcore-parallel/src/mcore_parallel/data", "--output", str(output), "--iterations", "8", *changes)
     assert done.returncode == 0, done.stdout + done.stderr
     for stage in ("Text becomes tokens", "mixture of experts trains", "another layout", "safetensors", "serves", "Reinforcement"):
         assert stage in done.stdout
@@ -48,7 +48,7 @@ def test_text_becomes_a_reinforced_model(tmp_path: Path) -> None:
 def test_bad_input_is_one_clear_error(tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty.txt").touch()
     arguments = [str(tmp_path / "empty.txt") if word == "EMPTY" else word for word in arguments]
-    assert main(["--output", str(tmp_path / "run"), *arguments]) == 1
+    assert main(["--output", str(tmp_path / "run"), *arguments]) == 2
     written = capsys.readouterr()
     assert message in written.out.replace("\n", " ") + written.err
     assert "Traceback" not in written.out + written.err
