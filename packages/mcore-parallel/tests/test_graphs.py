@@ -421,6 +421,22 @@ def test_resident_inputs_are_read_and_written_where_they_lie() -> None:
     assert all(inputs[0].data_ptr() != x.data_ptr() for inputs in held), "other inputs have memory of the recording"
 
 
+def test_gradients_of_a_resident_weight_are_the_callers() -> None:
+    def work(x: Tensor, weight: Tensor) -> Tensor:
+        loss = (x @ weight).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    weights = [torch.eye(4, dtype=torch.float64).requires_grad_() for _ in range(2)]
+    graph = IterationGraph(work, warmup_steps=1, resident=(1,), capture=TapeCapture())
+    for number in range(4):
+        x = torch.full((2, 4), float(number + 1), dtype=torch.float64)
+        assert torch.equal(graph(x, weights[0]), work(x, weights[1]))
+        assert weights[0].grad is not None and weights[1].grad is not None
+        assert torch.equal(weights[0].grad, weights[1].grad)
+    assert graph.report().replays == 3
+
+
 def test_a_resident_input_elsewhere_is_refused_by_name_and_changes_nothing() -> None:
     weight, cache = torch.eye(4), torch.zeros(4, 4)
     graph = IterationGraph(decoding, warmup_steps=0, resident=(1, "tables"), capture=TapeCapture())

@@ -32,7 +32,7 @@ class IterationGraph:
             optimizer state stays at its address.
         warmup_steps: calls of each kind that run as ever.
         resident: inputs, by number or by the name of a keyword, whose tensors stay where they are: weights, a cache, tables. They are
-            neither cloned nor copied; the work reads and writes the tensors of the caller.
+            neither cloned nor copied; the work reads and writes the tensors of the caller, and the gradients of those that are leaves.
         capture: records; None for CUDA graphs, and where there is no CUDA device everything runs as ever.
 
     Raises:
@@ -139,10 +139,7 @@ class IterationGraph:
     def _record(self, capture: Capture, tree: Tree, inputs: tuple[Any, ...], options: dict[str, Any]) -> "_Recorded":
         before = _allocated()
         residents = self._residents(inputs, options)
-        held = [
-            (tensor.detach() if place in residents else tensor.detach().clone()).requires_grad_(tensor.requires_grad)
-            for place, tensor in enumerate(tree.tensors)
-        ]
+        held = [_resident(tensor) if place in residents else _copy(tensor) for place, tensor in enumerate(tree.tensors)]
         arguments, keywords = tree.rebuilt(held)
         if self._pool is None or not self.warmup_steps:
             self._pool = capture.pool()
@@ -173,6 +170,15 @@ class _Recorded:
             copy_tensors([self.inputs[place] for place in copied], [tensors[place] for place in copied])
         self.replay()
         return self.outputs
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _resident(tensor: Tensor) -> Tensor:
+    # The gradient of a leaf is the caller's too.
+    return tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _place(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
