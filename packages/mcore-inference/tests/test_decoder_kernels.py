@@ -38,6 +38,13 @@ def test_layers_with_adapters_are_left_to_the_model() -> None:
         assert not _layer_fits(model.layers[str(number)])
 
 
+@pytest.mark.parametrize(("width", "fits"), [(256, True), (258, False)])
+def test_heads_that_are_too_wide_for_the_kernel_of_decode_steps_are_left_to_the_model(width: int, fits: bool) -> None:
+    shared = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 1, "vocab_size": 64, "activation": "swiglu"}
+    model = GPTModel(TransformerConfig(**shared, kv_channels=width), ProcessGroups.single(), attention_core=PagedAttention())
+    assert _layer_fits(model.layers["0"]) == fits
+
+
 @pytest.mark.parametrize("kind", ["rope", "yarn"])
 def test_heads_that_turn_in_part_or_by_pairs_are_left_to_the_model(kind: str) -> None:
     shared = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64, "position_embedding_type": kind}

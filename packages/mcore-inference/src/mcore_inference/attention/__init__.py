@@ -7,7 +7,7 @@ from mcore_inference.attention._core import PagedAttention
 from mcore_inference.attention._page_format import PageFormat
 from mcore_inference.attention._rotation import HeadRotation
 from mcore_inference.attention._step import DecodeRows, GatheredRows, HostRows, PagedStep, PrefillRows, TableRows
-from mcore_inference.attention._tiles import prefill_tiles
+from mcore_inference.attention._tiles import fits_packed, prefill_tiles
 
 __all__ = [
     "AttentionLibrary",
@@ -20,6 +20,7 @@ __all__ = [
     "PagedStep",
     "PrefillRows",
     "TableRows",
+    "fits_packed",
     "has_attention_kernel",
     "load_rotation",
     "prefill_tiles",

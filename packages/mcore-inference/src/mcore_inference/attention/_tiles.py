@@ -35,8 +35,18 @@ def prefill_tiles(lengths_P: np.ndarray, rows_P: np.ndarray, group: int) -> tupl
     return rows_N, number_N * size
 
 
+@experimental_api
 def fits_packed(width: int, itemsize: int) -> bool:
-    """Whether the kernel of decode steps has room for two stages of keys and values of such heads: 256 channels in 16 bits, 128 in 32."""
+    """Whether the kernel of decode steps has room for two stages of keys and values of such heads: 256 channels in 16 bits, 128 in 32.
+
+    Args:
+        width: channels of a head.
+        itemsize: bytes of a value of the model's activations.
+
+    Example:
+        >>> fits_packed(256, 2), fits_packed(320, 2)
+        (True, False)
+    """
     return (1 << (width - 1).bit_length()) * itemsize <= 512
 
 

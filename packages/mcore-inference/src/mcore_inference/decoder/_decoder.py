@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mcore_inference._stability import experimental_api
-from mcore_inference.attention import PagedAttention, PagedStep, TableRows
+from mcore_inference.attention import PagedAttention, PagedStep, TableRows, fits_packed
 from mcore_inference.decoder._fp8 import FEW_ROWS, Fp8Weight, has_stream_kernel
 from mcore_inference.decoder._partial_sums import PartialSums
 from mcore_parallel.backends import Scaled, quantize_rows
@@ -260,7 +260,9 @@ def _layer_fits(layer: nn.Module) -> bool:
     head_norms = {type(attention.q_norm), type(attention.k_norm)} <= {RMSNorm, type(None)}
     linears = _plain(attention.qkv, ColumnParallelLinear) and _plain(attention.out, RowParallelLinear)
     norms = type(layer.input_norm) is RMSNorm and type(layer.ffn_norm) is RMSNorm
-    return linears and norms and head_norms and attention.gate is None and attention.head_dim % 2 == 0 and _feed_forward_fits(mlp)
+    width = attention.head_dim
+    heads = head_norms and attention.gate is None and width % 2 == 0 and fits_packed(width, _DTYPES[0].itemsize)
+    return linears and norms and heads and _feed_forward_fits(mlp)
 
 
 def _feed_forward_fits(mlp: nn.Module) -> bool:
