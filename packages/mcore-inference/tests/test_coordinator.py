@@ -357,6 +357,25 @@ def test_requests_of_an_engine_that_fails_for_good_go_to_another(runners: list[E
         asyncio.run(ask(serve(stack, runners)))
 
 
+def test_requests_of_an_engine_that_its_owner_closes_go_to_another(runners: list[EngineRunner]) -> None:
+    async def ask(coordinator: DataParallelInferenceCoordinator) -> None:
+        async with InferenceClient(coordinator.address) as client:
+            await client.pause_engines()
+            whole = [client.add_request(f"whole {index}", TEN) for index in range(6)]
+            await asyncio.sleep(0)
+            while not all(runner.health().unfinished_requests for runner in runners):
+                await asyncio.sleep(0.01)
+            runners[1].close()
+            while coordinator.num_engines > 1:
+                await asyncio.sleep(0.01)
+            await client.unpause_engines()
+            records = await asyncio.gather(*whole)
+            assert [len(record.generated_tokens) for record in records] == [10] * 6 and runners[1].failure is None
+
+    with ExitStack() as stack:
+        asyncio.run(ask(serve(stack, runners)))
+
+
 def test_a_stream_of_a_lost_engine_fails_with_the_engines_name(runners: list[EngineRunner]) -> None:
     async def ask(coordinator: DataParallelInferenceCoordinator, leaving: EngineWorker) -> None:
         async with InferenceClient(coordinator.address) as client:

@@ -310,8 +310,9 @@ class EngineWorker:
         try:
             await self._generate(message)
         except EngineDeadError:
-            # The worker ends with its engine, by which the coordinator gives the request to another, or fails it by the engine's name.
-            _LOG.warning("request %d is left to the coordinator: the engine of %s failed", message.request_id, self.name)
+            # The worker ends with an engine that failed, and reports one that was closed: by either the coordinator gives the request to
+            # another engine, or fails it by this one's name.
+            _LOG.warning("request %d is left to the coordinator: the engine of %s is gone", message.request_id, self.name)
         except Exception as error:
             transient = isinstance(error, RequestError) and error.is_transient
             text = error.message if isinstance(error, RequestError) else str(error)
