@@ -201,3 +201,21 @@ def test_after_a_load_that_failed_everywhere_the_acknowledged_weights_serve() ->
     for number in range(4):
         group.send(b"c0", submit(number))
     assert len(group.got(b"e0", SubmitRequest)) == 4 and not group.got(b"e2", SubmitRequest)
+
+
+def test_weights_of_a_load_that_failed_are_never_taken_for_those_of_the_next() -> None:
+    group = Group(engines=2, clients=1)
+    load_all(group, b"e0", b"e1", version=3)
+    # One engine takes them and is silent then, the other refuses them.
+    group.send(b"c0", load(call=2))
+    acknowledge(group, b"e0", b"e1")
+    group.send(b"c0", bucket(1, "whole", call=2))
+    acknowledge(group, b"e0")
+    acknowledge(group, b"e1", error="WeightLoadError: w has shape [1]")
+    taken = group.got(b"e0", LoadWeights)[-1].version
+    group.lose(b"e0")
+    load_all(group, b"e1", call=3)
+    group.send(b"e2", register("dp-0", weight_version=taken))
+    for number in range(4):
+        group.send(b"c0", submit(number))
+    assert len(group.got(b"e1", SubmitRequest)) == 4 and not group.got(b"e2", SubmitRequest)

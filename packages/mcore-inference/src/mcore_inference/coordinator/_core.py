@@ -470,7 +470,8 @@ class CoordinatorCore:
             self._send(client, Refusal(call=message.call, message=text))
             return
         self._number += 1
-        newest = max([self._loaded or 0, *(engine.weight_version for engine in self._engines.values())])
+        # A load that failed had a number too: an engine that took it may be away, and come back.
+        newest = max(self._version or 0, self._loaded or 0, *(engine.weight_version for engine in self._engines.values()))
         version = self._version = message.version if message.version >= 0 else newest + 1
         deadline = now + self._config.load_timeout_s
         self._operation = Operation(
