@@ -98,7 +98,8 @@ class EngineRanks:
         """Wait until all ranks have come to a stage of their start.
 
         Raises:
-            ValueError: a rank ended before, or did not come within ten minutes.
+            ValueError: a rank ended before.
+            TimeoutError: one did not come within ten minutes.
         """
         assert self._store is not None, "a world is entered before"
         self._store.set(f"serving/{stage}/{self.rank}", "here")
