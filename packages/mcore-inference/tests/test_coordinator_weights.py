@@ -171,6 +171,23 @@ def test_requests_that_wait_for_a_load_fail_when_it_does() -> None:
     assert [failure.kind for failure in group.got(b"c0", Failure)] == ["StaleWeightsError"] and not group.got(b"e1", SubmitRequest)
 
 
+def test_requests_that_wait_for_a_load_wait_for_the_next_one_too() -> None:
+    group = Group(engines=1, clients=2)
+    load_all(group, b"e0")
+    group.lose(b"e0")
+    group.send(b"e1", register("dp-0"))
+    group.send(b"c0", load(call=2))
+    group.send(b"c0", submit(1))
+    group.send(b"c1", load(call=1))
+    acknowledge(group, b"e1", error="WeightLoadError: w has shape [1]")
+    acknowledge(group, b"e1", error="it was given up")
+    assert group.got(b"c0", WeightAck)[-1].is_over and not group.got(b"c0", Failure) and group.core.num_open_requests == 1
+    acknowledge(group, b"e1")
+    group.send(b"c1", bucket(1, "whole"))
+    acknowledge(group, b"e1")
+    assert group.got(b"c1", WeightAck)[-1].is_over and len(group.got(b"e1", SubmitRequest)) == 1
+
+
 def test_weights_that_only_some_engines_took_stay_the_ones_to_serve() -> None:
     group = Group(engines=2, clients=1)
     load_all(group, b"e0", b"e1", version=3)

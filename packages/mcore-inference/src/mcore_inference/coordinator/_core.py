@@ -541,8 +541,9 @@ class CoordinatorCore:
             else:
                 error = "; ".join(sorted([*load.errors, *operation.lost]))
                 self._send(operation.client, WeightAck(call=call, index=load.index, version=load.version, error=error, is_over=True))
-            self._route_homeless(now)
             self._next_signal(now)
+            # Behind the next signal: where that is a load too, they wait for it.
+            self._route_homeless(now)
         else:
             operation.deadline = now + self._config.load_timeout_s
             size = min(_BUCKET_BYTES, self._config.max_message_bytes // 2)
