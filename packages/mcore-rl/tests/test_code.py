@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mcore_rl import JudgeLimits, JudgeProcessError, NumberedProblems, ProcessJudge
 from mcore_rl.envs import Code, CodeConfig
 
 SQUARE = [{"input": "3\n", "output": "9\n"}, {"input": "12\n", "output": "144"}]
@@ -22,7 +23,7 @@ def environment(tmp_path: Path) -> Code:
     return CodeConfig(path=str(tmp_path / "code.jsonl"), num_evaluation=2, format_reward=0.1, time_s=3.0, memory_gb=0.2).build()
 
 
-def reward(environment: Code, program: str) -> float:
+def reward(environment: NumberedProblems, program: str) -> float:
     return asyncio.run(environment.get_reward(f"I write:\n```python\n{program}\n```\n", environment.problem(0)))
 
 
@@ -130,3 +131,36 @@ def test_fields_out_of_their_range_are_refused(field: str, value: Any) -> None:
         CodeConfig(**{field: value})
     with pytest.raises(ValueError, match=r"code\.path is empty"):
         CodeConfig().build()
+
+
+def test_a_program_does_not_outlive_its_limit_by_any_request_of_its_own(environment: Code, tmp_path: Path) -> None:
+    left = tmp_path / "alive"
+    lasting = f"import ctypes, time\nctypes.CDLL(None).prctl(1, 0)\ntime.sleep(4.5)\nopen({str(left)!r}, 'w')"
+    assert reward(environment, lasting) == 0.1
+    time.sleep(2.5)
+    assert not left.exists()
+
+
+def test_a_program_makes_its_judge_neither_refuse_nor_fail(environment: Code) -> None:
+    before = set(Path(tempfile.gettempdir()).glob("program-*"))
+    refusal = "import sys; print('a process without network', file=sys.stderr); raise SystemExit(125)"
+    deep = "import os\nfor _ in range(2500):\n os.mkdir('d')\n os.chdir('d')\nprint(int(input()) ** 2)"
+    shut = "import os\nos.makedirs('a/b')\nos.chmod('a/b', 0)\nos.symlink('/', 'a/c')\nos.chmod('..', 0o500)\nprint(int(input()) ** 2)"
+    signals = "import os, signal; os.kill(0, signal.SIGUSR1)"
+    assert [reward(environment, program) for program in (refusal, deep, shut, signals)] == [0.1, 1.0, 1.0, 0.1]
+    assert set(Path(tempfile.gettempdir()).glob("program-*")) <= before
+
+
+def test_programs_are_judged_alike_in_processes_of_their_own_and_end_with_them(environment: Code, tmp_path: Path) -> None:
+    left = tmp_path / "alive"
+    lasting = f"import time\ntime.sleep(2.5)\nopen({str(left)!r}, 'w')"
+    judge = ProcessJudge(environment.config.build, JudgeLimits(num_workers=1, time_s=1.5))
+    try:
+        programs = ("print(int(input()) ** 2)", "print(int(input()) ** 2); raise SystemExit(1)", "print(9)")
+        assert [reward(judge, program) for program in programs] == [1.0, 0.1, 0.1]
+        with pytest.raises(JudgeProcessError, match=r"time_s=1\.5"):
+            reward(judge, lasting)
+        time.sleep(2.5)
+        assert not left.exists()
+    finally:
+        judge.close()

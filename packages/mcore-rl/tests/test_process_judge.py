@@ -6,8 +6,11 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +23,7 @@ from mcore_rl import (
     JudgeProcessError,
     Problem,
     ProcessJudge,
+    _confine,
 )
 from mcore_rl.envs import CountdownConfig
 from tests.support.environments import Hostile, here_alone
@@ -141,3 +145,25 @@ def test_an_environment_that_cannot_be_made_there_says_why() -> None:
 def test_limits_out_of_range_are_refused_by_name(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{field}={value} must be"):
         JudgeLimits(**{field: value})  # type: ignore[arg-type]
+
+
+def test_signals_to_the_group_do_not_reach_the_judges(judge: ProcessJudge) -> None:
+    assert rewards(judge, "good", "good") == [1.0, 1.0]
+    groups = {os.getpgid(worker.pid) for worker in judge._idle}
+    assert len(groups) == 1 and os.getpgrp() not in groups
+
+
+def test_who_has_no_rights_keeps_his_name_without_network() -> None:
+    # Without one, a program that such a judge runs could not leave the network once more.
+    lines = (
+        "import ctypes, os, sys",
+        "sys.path.insert(0, sys.argv[1])",
+        "import _confine",
+        "if not os.getuid(): os.setresgid(1234, 1234, 1234); os.setresuid(1234, 1234, 1234)",
+        "ctypes.CDLL(None).prctl(4, 1)",
+        "user = os.getuid()",
+        "_confine.leave_network()",
+        "print(user == os.getuid(), open('/proc/self/uid_map').read().split() == [str(user), str(user), '1'])",
+    )
+    folder = str(Path(_confine.__file__).parent)
+    assert subprocess.check_output([sys.executable, "-I", "-c", "\n".join(lines), folder], text=True) == "True True\n"

@@ -239,6 +239,8 @@ def _reply(pipe: Connection, timeout_s: float) -> dict[str, Any] | str | None:
 
 def _serve(make: Callable[[], NumberedProblems], pipe: Connection, limits: JudgeLimits) -> None:
     """In the first process: has the environment, and forks one that judges for each pipe that comes."""
+    # Signals to the group, as of Ctrl-C or a launcher, are for the process that judges are for.
+    os.setsid()
     try:
         _confine.die_with_parent()
         if not limits.network:
@@ -259,6 +261,8 @@ def _serve(make: Callable[[], NumberedProblems], pipe: Connection, limits: Judge
             continue
         try:
             _confine.die_with_parent()
+            # Here, environments learn how processes of their own ended.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             pipe.close()
             _judge_all(environment, Connection(handle), limits)
         finally:

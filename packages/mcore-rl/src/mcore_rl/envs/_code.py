@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from mcore_rl.agent import NumberedProblems, Problem
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 _MOST_OUTPUT_BYTES = 1 << 20
-_REFUSED = 125
+_END_S = 5.0
 
 
 @experimental_api
@@ -46,7 +47,7 @@ class CodeConfig:
     time_s: float = 5.0
     """Limit of a program on one input, in seconds."""
     memory_gb: float = 0.5
-    """GiB of memory that a program may take."""
+    """GiB of memory that a program may take, and each process that it starts."""
     max_programs: int = 4
     """Programs that run at a time."""
     num_evaluation: int = 128
@@ -157,12 +158,12 @@ def run_program(program: str, given: str, time_s: float, memory_bytes: int) -> s
     Raises:
         RuntimeError: this machine cannot run one without network.
     """
-    with tempfile.TemporaryDirectory(prefix="program-") as folder:
-        place = Path(folder)
+    place = Path(tempfile.mkdtemp(prefix="program-"))
+    try:
         (place / "program.py").write_text(program, encoding="utf-8", errors="replace")
         (place / "input").write_text(given, encoding="utf-8")
         (place / "work").mkdir()
-        command = [sys.executable, "-I", _confine.__file__, str(memory_bytes), str(place / "program.py")]
+        command = [sys.executable, "-I", _confine.__file__, str(os.getpid()), str(memory_bytes), str(place / "program.py")]
         with (place / "input").open("rb") as stdin, (place / "output").open("wb") as stdout, (place / "errors").open("wb") as stderr:
             process = subprocess.Popen(
                 command, stdin=stdin, stdout=stdout, stderr=stderr, cwd=place / "work", env={"LANG": "C.UTF-8"}, start_new_session=True
@@ -172,16 +173,47 @@ def run_program(program: str, given: str, time_s: float, memory_bytes: int) -> s
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        if code == _REFUSED and (words := (place / "errors").read_bytes()).startswith(b"a process without network"):
-            raise RuntimeError(words[:500].decode(errors="replace").strip())
+                _end(process)
+        if code == -_confine.REFUSED_SIGNAL:
+            raise RuntimeError((place / "errors").read_bytes()[:500].decode(errors="replace").strip())
         if code != 0 or (place / "output").stat().st_size > _MOST_OUTPUT_BYTES:
             return None
         with contextlib.suppress(UnicodeDecodeError):
             return (place / "output").read_text(encoding="utf-8")
         return None
+    finally:
+        _remove(place)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a program that still runs, and all that it started."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _remove(place: Path) -> None:
+    """Remove a folder, however deep: what lies in a folder of it goes up, until that is empty."""
+    # Of what a program can make, some nobody can remove; its reward does not depend on it.
+    with contextlib.suppress(OSError):
+        place.chmod(0o700)
+        while entries := list(os.scandir(place)):
+            for entry in entries:
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.path)
+                    continue
+                os.chmod(entry.path, 0o700)
+                for inner in list(os.scandir(entry.path)):
+                    if inner.is_dir(follow_symlinks=False):
+                        os.chmod(inner.path, 0o700)
+                    os.rename(inner.path, place / uuid.uuid4().hex)
+                os.rmdir(entry.path)
+        place.rmdir()
 
 
 def _lines(text: str | None) -> list[str] | None:
