@@ -28,6 +28,7 @@ from mcore_rl import (
     RemoteEnvironment,
     WeightedMultiTask,
 )
+from mcore_rl.agent import _environment_server
 from mcore_rl.envs import CharacterShare, CountdownConfig
 from mcore_rl.inference import PeerError, PeerReplyError, PeerTimeoutError
 
@@ -297,3 +298,48 @@ def test_settings_that_cannot_be_served_are_refused(settings: dict[str, Any], me
         EnvironmentServer(Told(), **settings)
     with pytest.raises(ValueError, match="num_tries=0 must be at least 1"):
         RemoteEnvironment("http://127.0.0.1:1", num_tries=0)
+
+
+def test_a_server_without_room_closes_at_once() -> None:
+    environment = Told()
+    environment.judge_timeout_s = 60.0
+    server = EnvironmentServer(environment, max_requests=1)
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))), socket.create_connection((host, int(port))):
+        time.sleep(0.3)
+        begin = time.monotonic()
+        server.close()
+        assert time.monotonic() - begin < 5.0
+
+
+def test_a_client_that_trickles_does_not_keep_the_place_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_environment_server, "_REQUEST_S", 0.5)
+    with EnvironmentServer(Told(), max_requests=1) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as slow:
+            begin, ended = time.monotonic(), False
+            slow.settimeout(0.1)
+            while not ended and time.monotonic() - begin < 10.0:
+                with contextlib.suppress(TimeoutError):
+                    slow.sendall(b"x")
+                    ended = slow.recv(1) == b""
+            assert 0.4 < time.monotonic() - begin < 5.0
+        assert RemoteEnvironment(server.url).problem(0).prompt == "x"
+
+
+def test_a_refusal_keeps_its_status(told: tuple[Told, EnvironmentServer]) -> None:
+    with pytest.raises(PeerError, match="an environment") as caught:
+        RemoteEnvironment(told[1].url, api_key="another")
+    assert caught.value.status == 401
+
+
+def test_problems_of_a_server_are_waited_for_beside_others_in_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    with EnvironmentServer(Told()) as server:
+        mixed = WeightedMultiTask([RemoteEnvironment(server.url), CharacterShare(["a"], "a")], [1, 1])
+        whole = [mixed.problem(number) for number in range(4)]
+        monkeypatch.setattr(RemoteEnvironment, "problem", None)
+
+        async def ask() -> list[Problem]:
+            return [await mixed.get_prompt() for _ in range(4)]
+
+        assert asyncio.run(ask()) == whole

@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import functools
 import hmac
+import io
 import ipaddress
 import json
 import logging
 import random
+import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,6 +28,8 @@ from mcore_rl.agent._numbered import NumberedProblems
 _log = logging.getLogger(__name__)
 _MOST_BODY_BYTES = 16 << 20
 _END_S, _POLL_S = 2.0, 0.05
+_REQUEST_S = 60.0
+"""From the connection to the last byte of a request; and of a reply, between two of its parts."""
 
 
 @experimental_api
@@ -82,6 +87,7 @@ class EnvironmentServer:
 
     def close(self) -> None:
         """Take no more requests, and give up those that are served; may be called again."""
+        self._http.is_closing.set()
         self._http.shutdown()
         self._http.server_close()
         if self._loop.is_closed():
@@ -163,11 +169,14 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 1024
 
     def __init__(self, address: tuple[str, int], owner: EnvironmentServer, max_requests: int) -> None:
-        self.owner, self._room = owner, threading.BoundedSemaphore(max_requests)
+        self.owner, self._room, self.is_closing = owner, threading.BoundedSemaphore(max_requests), threading.Event()
         super().__init__(address, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        self._room.acquire()
+        while not self._room.acquire(timeout=_POLL_S):
+            if self.is_closing.is_set():
+                self.shutdown_request(request)
+                return
         try:
             super().process_request(request, client_address)
         except BaseException:
@@ -184,9 +193,28 @@ class _Server(ThreadingHTTPServer):
         _log.debug("a client of %r was lost", self.owner.environment.env_id, exc_info=True)
 
 
+class _Request(io.RawIOBase):
+    """What a client sends, all of it in time: one that trickles has no request's place for long."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._end = connection, time.monotonic() + _REQUEST_S
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if (left := self._end - time.monotonic()) <= 0:
+            raise TimeoutError("the request did not come in time")
+        self._connection.settimeout(left)
+        return self._connection.recv_into(buffer)
+
+
 class _Handler(BaseHTTPRequestHandler):
-    timeout = 60.0
     server: _Server
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = io.BufferedReader(_Request(self.connection))
 
     def do_GET(self) -> None:
         if self.path == "/health":
@@ -208,6 +236,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _reply(self, status: int, message: dict[str, Any]) -> None:
         content = json.dumps(message).encode()
+        self.connection.settimeout(_REQUEST_S)
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))

@@ -28,6 +28,9 @@ class JudgedElsewhere(NumberedProblems):
     def problem(self, number: int) -> Problem:
         return self._own.problem(number)
 
+    async def _posed(self, number: int) -> Problem:
+        return await self._own._posed(number)
+
     def num_problems(self, *, validation: bool = False) -> int:
         return self._own.num_problems(validation=validation)
 

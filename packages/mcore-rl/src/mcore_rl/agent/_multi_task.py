@@ -62,6 +62,15 @@ class WeightedMultiTask(NumberedProblems):
             environment.start_at(0, rank=rank, num_ranks=num_ranks)
 
     def problem(self, number: int) -> Problem:
+        environment, own = self._turn(number)
+        return self._named(environment, environment.problem(own))
+
+    async def _posed(self, number: int) -> Problem:
+        environment, own = self._turn(number)
+        return self._named(environment, await environment._posed(own))
+
+    def _turn(self, number: int) -> tuple[NumberedProblems, int]:
+        """Who poses problem ``number``, and which of its own problems that is."""
         if number >= self.FIRST_EVALUATION:
             turn, index = divmod(number - self.FIRST_EVALUATION, len(self.environments))
             own = self.FIRST_EVALUATION + turn
@@ -69,8 +78,7 @@ class WeightedMultiTask(NumberedProblems):
             cycle, turn = divmod(number, len(self._cycle))
             index, earlier = self._cycle[turn]
             own = cycle * self._shares[index] + earlier
-        environment = self.environments[index]
-        return self._named(environment, environment.problem(own))
+        return self.environments[index], own
 
     def _named(self, environment: NumberedProblems, problem: Problem) -> Problem:
         """A problem of an environment, as it is posed here."""

@@ -101,7 +101,9 @@ class RemoteEnvironment(NumberedProblems):
                 return await peer.post(path, content)
             except PeerError as error:
                 if not tries_left or error.status is not None or isinstance(error, PeerReplyError | PeerTimeoutError):
-                    raise type(error)(f"{self._name}: {error}") from error
+                    named = type(error)(f"{self._name}: {error}")
+                    named.status = error.status
+                    raise named from error
             await asyncio.sleep(_FIRST_WAIT_S * 4 ** (self._num_tries - 1 - tries_left))
         raise AssertionError
 
