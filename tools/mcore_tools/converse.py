@@ -6,7 +6,7 @@ mcore chat runs/tuned                               # a run, a checkpoint or a H
 mcore chat http://127.0.0.1:8000                    # what `mcore serve`, or another OpenAI-compatible server, serves
 
 /reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer. A message of several lines begins and ends with three
-quotation marks. Exit code: 0 done; 1 something was refused, and why.
+quotation marks. Exit code: 0 done; 2 an input cannot be used, and why.
 """
 
 import argparse

@@ -6,7 +6,7 @@ mcore eval runs/sft/hf --text notes.txt --text held-out.jsonl
 mcore eval Qwen3-0.6B --choices questions.jsonl
 mcore eval Qwen3-0.6B --tasks hellaswag,arc_easy --limit 200        # pip install "mcore-tools[eval]"
 
-The model is a folder as of ``mcore generate``. Prints one JSON object. Exit code: 0 done; 1 something was refused, and why.
+The model is a folder as of ``mcore generate``. Prints one JSON object. Exit code: 0 done; 1 failed, 2 an input cannot be used, and why.
 """
 
 import argparse

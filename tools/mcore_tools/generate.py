@@ -10,7 +10,8 @@ With --tp N and --pp M the model is split over N x M processes, one a GPU, which
 the environment puts the engine into a process of its own, behind a coordinator as of `mcore serve --data-parallel`.
 --input has a prompt a line, or JSON objects with a "prompt" (.jsonl). --output gets a JSON object a line, in the order in which they end;
 the same command again goes on with the prompts that it has not.
-Exit code: 0 done; 1 something was refused, and why; 75 the engine failed several times in a row, or hangs.
+Exit code: 0 done; 1 failed, or a prompt was refused; 2 an input cannot be used, and why; 75 the engine failed several times in a row, or
+hangs.
 """
 
 import argparse

@@ -12,7 +12,7 @@ them off. With --data-parallel N engines of N processes, one a GPU, stand behind
 its requests go to the others. On GPUs one engine is a process of its own as well (USE_COORDINATOR=0 in the environment keeps it in this
 one, 1 does so on CPUs too). With --expert-parallel engines share the experts of a mixture, and end and start together. With --tp N and
 --pp M each engine is split over N x M processes, one a GPU, which are started here or by torchrun; when one is lost, all of them end.
-Exit code: 0 done; 1 something was refused, and why; 75 the engine failed several times in a row, or hangs: start it again.
+Exit code: 0 done; 1 failed, 2 an input cannot be used, and why; 75 the engine failed several times in a row, or hangs: start it again.
 """
 
 import argparse

@@ -6,7 +6,7 @@ torchrun --nproc-per-node 8 -m mcore_tools.train --recipe moe_tiny --set data.pr
 mcore train --recipe gpt_tiny --set data.prefix=corpus --set data.tokenizer=tokenizer        # one process
 mcore train --set load.path=Qwen3-0.6B --set data.prefix=corpus --set optimizer.lr=1e-5      # without a recipe: the model of these weights
 
-Exit status: 0 the run came to its end; 1 it was refused or failed, and says why; 16 a result that these machines cannot judge, start it
+Exit status: 0 the run came to its end; 1 it failed, 2 it was refused, and says why; 16 a result that these machines cannot judge, start it
 again on others; 17 a result that others found to be the same, and that is no number; 75 a rank was stuck; 143 it was asked to stop
 (SIGTERM, SIGINT, time limit) and saved, start it again to go on.
 """

@@ -264,3 +264,9 @@ def test_a_printing_program_ends_without_a_word_when_nobody_reads() -> None:
     line = f"{sys.executable} -u -m mcore_tools.train --recipe gpt_tiny --write-config - | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("141\n", "")
+
+
+@pytest.mark.parametrize("name", ["train", "serve", "generate", "eval", "chat"])
+def test_what_a_verb_says_of_its_exit_codes_is_what_all_of_them_mean(name: str) -> None:
+    said = " ".join(str(importlib.import_module(VERBS[name].module).__doc__).split())
+    assert ("2 an input cannot be used" in said or "2 it was refused" in said) and "1 something was refused" not in said
