@@ -173,6 +173,7 @@ def test_bodies_that_are_no_json_or_too_long_are_refused(told: tuple[Told, Envir
         post(told[1], "/problem", b"{")[0] == post(told[1], "/problem", b"[" * 100_000)[0] == post(told[1], "/problem", b"\xff")[0] == 400
     )
     assert post(told[1], "/problem", b"", **{"Content-Length": str(1 << 30)})[0] == 413
+    assert post(told[1], "/problem", b"", **{"Content-Length": "9" * 5000})[0] == 413
     assert post(told[1], "/problem", b"", **{"Content-Length": "-1"})[0] == 411
     assert RemoteEnvironment(told[1].url, api_key="secret").problem(0).problem_id == "0"
 

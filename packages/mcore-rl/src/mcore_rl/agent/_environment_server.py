@@ -229,7 +229,7 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdigit()):
             self._reply(411, {"error": "a Content-Length is needed"})
-        elif int(length) > _MOST_BODY_BYTES:
+        elif len(length) > len(str(_MOST_BODY_BYTES)) or int(length) > _MOST_BODY_BYTES:
             self._reply(413, {"error": f"a body of {length[:20]} bytes is larger than {_MOST_BODY_BYTES}"})
         else:
             self._reply(*self.server.owner.answer(self.path, self.rfile.read(int(length))))
