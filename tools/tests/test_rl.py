@@ -163,7 +163,7 @@ def test_answers_are_judged_in_processes_of_their_own(tmp_path: Path, capsys: py
     [row] = rows(tmp_path / "run")
     assert row["num_rollouts"] == 8 and row["num_dropped"] == 0 and 0 <= row["reward"] <= 1
     assert not multiprocessing.active_children()
-    assert run(tmp_path / "other", *changes, "rl.judges.start_timeout_s=0.001") == 1
+    assert run(tmp_path / "other", *changes, "rl.judges.start_timeout_s=0.001") == 2
     assert "error: rl.judges: no process for 'countdown' started: not within start_timeout_s=0.001" in capsys.readouterr().err
 
 
