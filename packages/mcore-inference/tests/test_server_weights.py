@@ -3,6 +3,7 @@
 """A running server takes weights from a folder, when who asks may, and only from below its root."""
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -172,6 +173,9 @@ def test_an_engine_that_started_again_answers_503_until_a_folder_is_loaded_again
             loaded = answer(server)
         with EngineWorker(second, coordinator.address, name="dp-0"):
             coordinator.wait_for_engines(1)
+            # The server asks the coordinator for its engines twice a second.
+            while httpx.get(f"{server.url}/health", timeout=30).status_code != 200:
+                time.sleep(0.05)
             refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 2}, headers=TOKEN, timeout=30)
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "StaleWeightsError"
             assert "version 3" in refused.json()["error"]["message"] and "load them again" in refused.json()["error"]["message"]
