@@ -188,14 +188,19 @@ def test_requests_that_wait_for_a_load_wait_for_the_next_one_too() -> None:
     assert group.got(b"c1", WeightAck)[-1].is_over and len(group.got(b"e1", SubmitRequest)) == 1
 
 
-def test_weights_that_only_some_engines_took_stay_the_ones_to_serve() -> None:
-    group = Group(engines=2, clients=1)
-    load_all(group, b"e0", b"e1", version=3)
-    # One is lost with the next weights on their way, the other has them: the client is told, and they are what is served.
+def load_one_of_two(group: Group) -> None:
+    """The first engine has taken all weights of a load of both, the second has not said so."""
     group.send(b"c0", load(call=2))
     acknowledge(group, b"e0", b"e1")
     group.send(b"c0", bucket(1, "whole", call=2))
     acknowledge(group, b"e0")
+
+
+def test_weights_that_only_some_engines_took_stay_the_ones_to_serve() -> None:
+    group = Group(engines=2, clients=1)
+    load_all(group, b"e0", b"e1", version=3)
+    # One is lost with the next weights on their way, the other has them: the client is told, and they are what is served.
+    load_one_of_two(group)
     group.lose(b"e1")
     assert "engines were lost while weights were loaded" in group.got(b"c0", Refusal)[-1].message
     group.send(b"e2", register("dp-1", weight_version=3))
@@ -224,10 +229,7 @@ def test_weights_of_a_load_that_failed_are_never_taken_for_those_of_the_next() -
     group = Group(engines=2, clients=1)
     load_all(group, b"e0", b"e1", version=3)
     # One engine takes them and is silent then, the other refuses them.
-    group.send(b"c0", load(call=2))
-    acknowledge(group, b"e0", b"e1")
-    group.send(b"c0", bucket(1, "whole", call=2))
-    acknowledge(group, b"e0")
+    load_one_of_two(group)
     acknowledge(group, b"e1", error="WeightLoadError: w has shape [1]")
     taken = group.got(b"e0", LoadWeights)[-1].version
     group.lose(b"e0")

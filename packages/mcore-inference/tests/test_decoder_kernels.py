@@ -70,9 +70,9 @@ def check_linear(device: str, dtype: torch.dtype, tolerance: float) -> None:
 
 def check_parts(device: str, dtype: torch.dtype, tolerance: float) -> None:
     """Sums over D in parts, each in a program of its own, that are added up; twice, for counters that are zero again."""
-    from mcore_inference.decoder._linear import embed, num_counters, streamed_linear, streamed_residual
+    from mcore_inference.decoder._linear import embed, streamed_linear, streamed_residual
 
-    finished = torch.zeros(num_counters(70), dtype=torch.int32, device=device)
+    finished = torch.zeros(70, dtype=torch.int32, device=device)
     for tokens, depth, narrow in ((3, 512, True), (20, 512, False), (40, 512, True), (64, 256, False)):
         table = torch.randn(50, depth).to(device, dtype)
         weight = torch.randn(70, depth, device=device, dtype=dtype)

@@ -360,18 +360,18 @@ def test_state_in_host_memory_is_saved_and_loaded_there(config: dict[str, object
     ddp, optimizer = start(torch.bfloat16, **config)
     advance(ddp, optimizer, range(3))
     saved = {name: shard.tensor.clone() for name, shard in optimizer.state_shards().items()}
-    goes_on, kept = start(torch.bfloat16, **config)
+    resumed, state = start(torch.bfloat16, **config)
     with torch.no_grad():
-        for own, trained in zip(goes_on.module.parameters(), ddp.module.parameters(), strict=True):
+        for own, trained in zip(resumed.module.parameters(), ddp.module.parameters(), strict=True):
             own.copy_(trained)
-    kept.offload_to_cpu()
-    for name, shard in kept.state_shards().items():
+    state.offload_to_cpu()
+    for name, shard in state.state_shards().items():
         shard.tensor.copy_(saved[name])
-    kept.load_step_count(3)
+    state.load_step_count(3)
     advance(ddp, optimizer, range(3, 6))
-    advance(goes_on, kept, range(3, 6))
-    assert torch.equal(weights(ddp), weights(goes_on))
-    assert_equal_states(kept, optimizer)
+    advance(resumed, state, range(3, 6))
+    assert torch.equal(weights(ddp), weights(resumed))
+    assert_equal_states(state, optimizer)
 
 
 def test_a_skipped_step_leaves_state_in_host_memory_as_it_was() -> None:

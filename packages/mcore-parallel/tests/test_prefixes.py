@@ -102,11 +102,11 @@ def test_a_core_gives_what_sequences_alone_give(packing: Packing, backend: str, 
     q, k, v, sink = inputs
     learnt = {"sink": sink} if softmax_type == "learnable" else {}
     expected = alone(packing, q, k, v, window=window, **learnt)
-    found = core(q, k, v, 0, packing.step(), **learnt)  # type: ignore[call-arg]
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    result = core(q, k, v, 0, packing.step(), **learnt)  # type: ignore[call-arg]
+    torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-12)
     grad = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
     wanted = inputs if learnt else inputs[:3]
-    pairs = zip(torch.autograd.grad(found, wanted, grad), torch.autograd.grad(expected, wanted, grad), strict=True)
+    pairs = zip(torch.autograd.grad(result, wanted, grad), torch.autograd.grad(expected, wanted, grad), strict=True)
     for own, theirs in pairs:
         torch.testing.assert_close(own, theirs, rtol=1e-10, atol=1e-12)
 

@@ -167,8 +167,8 @@ def test_an_evaluation_asks_the_prompts_that_the_agent_names() -> None:
 
 
 def test_prompts_of_an_evaluation_are_those_that_are_posed_next_where_an_agent_says_no_others() -> None:
-    asked = asyncio.run(Counting(rising=True).evaluation_prompts(2))
-    assert [problem.problem_id for problem in asked] == [str((1 << 32) + number) for number in range(2)]
+    problems = asyncio.run(Counting(rising=True).evaluation_prompts(2))
+    assert [problem.problem_id for problem in problems] == [str((1 << 32) + number) for number in range(2)]
 
     class Next(Ported):
         evaluation_prompts = RewardOnlyAgent.evaluation_prompts

@@ -274,13 +274,13 @@ def test_closing_gives_up_what_is_judged() -> None:
         except PeerError as error:
             errors.append(error)
 
-    asked = threading.Thread(target=ask)
-    asked.start()
+    client = threading.Thread(target=ask)
+    client.start()
     while not environment.running:
         time.sleep(0.01)
     server.close()
     server.close()
-    asked.join(10)
+    client.join(10)
     assert len(errors) == 1 and environment.running == 0
     with pytest.raises(PeerError, match="was lost"):
         RemoteEnvironment(server.url, num_tries=1)

@@ -67,8 +67,8 @@ def rollouts(*, routed: bool = False) -> list[list[TokenRollout]]:
             experts = torch.rand(len(mask) - 1, 2, 4, generator=generator).argsort(-1)[..., :2].short() if routed else None
             if experts is not None and length:
                 # The engine routes tokens of one prompt alike, and does not record those of its cache.
-                found = any(sum(other.generation_mask) for other in group)
-                experts[: length - 1] = -1 if found else torch.tensor([number % 3, 3])
+                is_cached = any(sum(other.generation_mask) for other in group)
+                experts[: length - 1] = -1 if is_cached else torch.tensor([number % 3, 3])
             group.append(
                 TokenRollout(
                     trajectory=prompt + tokens(len(mask) - length),

@@ -31,14 +31,9 @@ def bounded(x):
 @triton.jit
 def absorb_scaled(scores, v, scales, best, total, result, PRECISION: tl.constexpr):
     """Add a tile of keys to a running softmax; of the values v [keys, d] each key has a scale."""
-    highest = tl.maximum(best, tl.max(scores, 1))
-    weights = tl.exp2(scores - highest[:, None])
-    shrink = tl.exp2(best - highest)
-    # Scales relative to the largest of the tile keep the weights in the range of float16.
-    most = tl.maximum(tl.max(scales, 0), 1e-35)
-    shares = (weights * (scales / most)[None, :]).to(v.dtype)
-    result = result * shrink[:, None] + tl.dot(shares, v, input_precision=PRECISION) * most
-    return highest, total * shrink + tl.sum(weights, 1), result
+    highest, total, shrink, shares, most = _weighed(scores, scales, best, total)
+    result = result * shrink[:, None] + tl.dot(shares.to(v.dtype), v, input_precision=PRECISION) * most
+    return highest, total, result
 
 
 @triton.jit
@@ -47,14 +42,22 @@ def absorb_pairs(scores, pairs, scales, best, total, even, odd, KIND: tl.constex
 
     A tile of 8 bits cannot be turned on its way from shared memory to the tensor cores, one of 16 can.
     """
-    highest = tl.maximum(best, tl.max(scores, 1))
-    weights = tl.exp2(scores - highest[:, None])
-    shrink = tl.exp2(best - highest)
-    most = tl.maximum(tl.max(scales, 0), 1e-35)
-    shares = (weights * (scales / most)[None, :]).to(KIND)
+    highest, total, shrink, shares, most = _weighed(scores, scales, best, total)
+    shares = shares.to(KIND)
     first, second = unpacked(pairs)
     # Of 2^8 that the values are too small.
     most = most * 256.0
     even = even * shrink[:, None] + tl.dot(shares, first.to(KIND), input_precision=PRECISION) * most
     odd = odd * shrink[:, None] + tl.dot(shares, second.to(KIND), input_precision=PRECISION) * most
-    return highest, total * shrink + tl.sum(weights, 1), even, odd
+    return highest, total, even, odd
+
+
+@triton.jit
+def _weighed(scores, scales, best, total):
+    """The running maxima and sums with a tile, what the result before shrinks by, and the tile's weights: shares, and their factor."""
+    highest = tl.maximum(best, tl.max(scores, 1))
+    weights = tl.exp2(scores - highest[:, None])
+    shrink = tl.exp2(best - highest)
+    # Scales relative to the largest of the tile keep the weights in the range of float16.
+    most = tl.maximum(tl.max(scales, 0), 1e-35)
+    return highest, total * shrink + tl.sum(weights, 1), shrink, weights * (scales / most)[None, :], most

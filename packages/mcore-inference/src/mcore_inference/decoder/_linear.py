@@ -23,8 +23,6 @@ MAX_ROWS = 64
 """Tokens up to which a linear layer is bound by reading its weight, and this kernel reads it as fast as any."""
 MAX_FP8_ROWS = 32
 """The same of a weight in e4m3; with more tokens it is faster to multiply in fp8."""
-_LEAST_COLUMNS = 16
-"""Of a program."""
 
 
 def streamed_linear(
@@ -36,7 +34,7 @@ def streamed_linear(
         x: [T, D], last stride 1; or what stands in front of a norm.
         weight_ND: [N, D], contiguous; or in e4m3 with a scale for each row.
         out: contiguous [T, N] in the dtype of x, which is written; None for a new one.
-        finished: int32 zeros, ``num_counters(N)`` or more, which the launch counts in and leaves zero: with them parts of the sums over D
+        finished: int32 zeros, N or more, which the launch counts in and leaves zero: with them parts of the sums over D
             have programs of their own where there are few columns. The parts are added up in one order.
 
     Returns:
@@ -132,11 +130,6 @@ def _launch(
 
 def _lines(tokens: int) -> int:
     return max(16, triton.next_power_of_2(tokens))
-
-
-def num_counters(width: int) -> int:
-    """Counters that a launch for so many columns may need."""
-    return triton.cdiv(width, _LEAST_COLUMNS)
 
 
 def _tile(width: int, depth: int, lines: int, *, gated: bool, fp8: bool) -> tuple[int, int, int, int]:

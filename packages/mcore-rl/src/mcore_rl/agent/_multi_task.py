@@ -95,8 +95,8 @@ class WeightedMultiTask(NumberedProblems):
 
     async def evaluation_prompts(self, num_prompts: int, *, validation: bool = True) -> list[Problem]:
         """``num_prompts`` problems of each environment, in their order; of training, those of weight 0 included."""
-        asked = [await environment.evaluation_prompts(num_prompts, validation=validation) for environment in self.environments]
-        return [self._named(environment, problem) for environment, own in zip(self.environments, asked, strict=True) for problem in own]
+        problems = [await environment.evaluation_prompts(num_prompts, validation=validation) for environment in self.environments]
+        return [self._named(environment, problem) for environment, own in zip(self.environments, problems, strict=True) for problem in own]
 
     async def run_evaluation(
         self, interface: InferenceInterface, *, num_prompts: int, args: GenericGenerationArgs, num_samples: int = 1

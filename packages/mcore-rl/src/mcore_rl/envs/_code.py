@@ -148,8 +148,8 @@ class Code(NumberedProblems):
 
 def find_program(response: str) -> str | None:
     """The last block of a response."""
-    found = _BLOCK.findall(response)
-    return found[-1] if found else None
+    blocks = _BLOCK.findall(response)
+    return blocks[-1] if blocks else None
 
 
 def run_program(program: str, given: str, time_s: float, memory_bytes: int) -> str | None:

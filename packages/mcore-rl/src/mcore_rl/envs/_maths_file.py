@@ -39,8 +39,8 @@ def read_problems(path: Path, question: str = "", answer: str = "") -> list[tupl
             except (json.JSONDecodeError, RecursionError):
                 raise ValueError(f"{path}:{number} is no JSON; write one problem a line") from None
             try:
-                asked = _question(*_field(value, question, _QUESTIONS))
-                rows.setdefault(asked, _answer(*_field(value, answer, _ANSWERS), is_prose=not answer))
+                text = _question(*_field(value, question, _QUESTIONS))
+                rows.setdefault(text, _answer(*_field(value, answer, _ANSWERS), is_prose=not answer))
             except _NoProblemError as error:
                 raise ValueError(f"{path}:{number} {error}, found {line.strip()[:60]}") from None
     return list(rows.items())
