@@ -205,7 +205,7 @@ def test_engines_of_their_own_processes_answer_while_one_is_killed_or_hangs_and_
         assert [ask(url) for _ in range(4)] == [wanted] * 4 and engines() == 2
         children = command.children()
         os.kill(children[0], number)
-        # The coordinator loses one that ended before this line is written, and not until its silence is too long.
+        # The coordinator has lost one that ended when this line is written, not when its silence is too long.
         while f"{what} and is started again" not in command.errors:
             assert ask(url) == wanted
             time.sleep(0.1)

@@ -25,6 +25,8 @@ _MAX_QUEUED = 10_000
 """Messages that wait for one peer; a peer that reads none of so many is gone."""
 _TURN_S = 0.005
 """That messages are taken for, before the loop does something else."""
+_LOOK_S = 0.1
+"""Between two looks at whether the coordinator lives, of one who waits for it."""
 _STRANGER_REPLIES_PER_S = 100.0
 """Answers to peers that are not known: enough for engines and clients that meet a new coordinator, and little to draw by a flood."""
 
@@ -54,8 +56,8 @@ class DataParallelInferenceCoordinator:
         self._failure: BaseException | None = None
         self._closing: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._ended_engines: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
-        """Names and reasons, from ``lose_engine``."""
+        self._ended_engines: asyncio.Queue[tuple[str, str, threading.Event]] = asyncio.Queue()
+        """Names and reasons, from ``lose_engine``, and what to set behind it."""
         self._strangers = _Budget(_STRANGER_REPLIES_PER_S)
         self._address = ""
         self._thread = threading.Thread(target=self._run, name="mcore-coordinator", daemon=True)
@@ -122,16 +124,18 @@ class DataParallelInferenceCoordinator:
     def lose_engine(self, name: str, reason: str) -> None:
         """Give the requests of an engine to others now, for one who knows that it ended; its silence shows only ``engine_timeout_s`` later.
 
-        Nothing happens when no engine has the name, or the coordinator has ended.
+        When it returns the engine gets no more requests. Nothing happens when no engine has the name, or the coordinator has ended.
 
         Args:
             name: of its ``EngineWorker``; one that lives registers again.
             reason: for messages, ``its process was killed``.
         """
-        loop = self._loop
+        loop, done = self._loop, threading.Event()
         if loop is not None and self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._ended_engines.put_nowait, (name, reason))
+                loop.call_soon_threadsafe(self._ended_engines.put_nowait, (name, reason, done))
+                while not done.wait(_LOOK_S) and self._thread.is_alive():
+                    pass
 
     def close(self) -> None:
         """End the thread and free the port; engines go on without, clients get errors. May be called again."""
@@ -227,8 +231,9 @@ class DataParallelInferenceCoordinator:
 
     async def _lose_engines(self, router: zmq.asyncio.Socket) -> None:
         while True:
-            name, reason = await self._ended_engines.get()
+            name, reason, done = await self._ended_engines.get()
             await self._deliver(router, self._core.lose(name, reason, time.monotonic()))
+            done.set()
 
     async def _deliver(self, router: zmq.asyncio.Socket, outbox: Outbox) -> None:
         left = deque(outbox)
