@@ -4,16 +4,19 @@
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 import pytest
 import torch
 
-from mcore_moe import MoEConfig, moe_feed_forward
+from mcore_moe import MoEConfig, TopKRouter, moe_feed_forward, sinkhorn
 from mcore_moe._config import ELSEWHERE, RESERVED
-from mcore_parallel import ParallelPlan
+from mcore_moe._routing import top
+from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.backends import check_grouped_width
 from mcore_parallel.models import TransformerConfig, check_layout
+from mcore_parallel.nn import Step
 
 MODEL = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=4, vocab_size=16)
 
@@ -46,7 +49,7 @@ def test_types_and_sizes_are_checked(values: dict[str, Any], message: str) -> No
         ),
         ({"moe_router_enable_expert_bias": True}, "needs moe_router_score_function='sigmoid' or 'sqrtsoftplus', found 'softmax'"),
         ({"moe_router_score_function": "sigmoid", "moe_router_pre_softmax": True}, "needs moe_router_score_function='softmax'"),
-        ({"moe_router_bias_update_rate": -1.0}, "moe_router_bias_update_rate=-1.0 must not be negative; 0 freezes"),
+        ({"moe_router_bias_update_rate": -1.0}, "moe_router_bias_update_rate=-1.0 must not be negative, and finite; 0 freezes"),
         ({"moe_input_jitter_eps": 1.5}, "moe_input_jitter_eps=1.5 must lie in 0..1"),
         ({"moe_z_loss_coeff": -1.0}, "moe_z_loss_coeff=-1.0 must not be negative"),
         ({"moe_router_load_balancing_type": "loud"}, "moe_router_load_balancing_type='loud' must be aux_loss, seq_aux_loss, "),
@@ -58,6 +61,14 @@ def test_types_and_sizes_are_checked(values: dict[str, Any], message: str) -> No
         ({"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1}, "has no loss to weigh"),
         ({"moe_router_load_balancing_type": "sinkhorn", "moe_router_num_groups": 2, "moe_router_group_topk": 1}, "selects by itself"),
         ({"moe_router_load_balancing_type": "sinkhorn", "moe_router_score_function": "sigmoid"}, "leave that at 'softmax'"),
+        (
+            {"moe_router_load_balancing_type": "sinkhorn", "moe_router_pre_softmax": True},
+            "moe_router_pre_softmax=True changes nothing with",
+        ),
+        ({"moe_router_bias_update_rate": 0.01}, "moe_router_bias_update_rate=0.01 moves no bias; set moe_router_enable_expert_bias=True"),
+        ({"moe_token_drop_policy": "position"}, "moe_token_drop_policy='position' has nothing to drop; set moe_expert_capacity_factor"),
+        ({"moe_router_topk_scaling_factor": 0.0}, "moe_router_topk_scaling_factor=0.0 must be above 0 and finite"),
+        ({"moe_router_topk_scaling_factor": -1.0}, "moe_router_topk_scaling_factor=-1.0 must be above 0 and finite"),
         ({"moe_shared_expert_gate": True}, "has nothing to gate; set moe_shared_expert_intermediate_size"),
         ({"moe_shared_expert_intermediate_size": 0}, "moe_shared_expert_intermediate_size=0 must be at least 1"),
         ({"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input=True needs moe_router_topk=1, found 2"),
@@ -70,6 +81,54 @@ def test_types_and_sizes_are_checked(values: dict[str, Any], message: str) -> No
 def test_rules_name_both_fields(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MoEConfig(**{"num_moe_experts": 8, **values})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "name",
+    ["moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_topk_scaling_factor", "moe_router_bias_update_rate", "moe_input_jitter_eps"],
+)
+def test_numbers_are_finite(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"{name}={value} must "):
+        MoEConfig(num_moe_experts=8, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        *(
+            ({name: value}, f"{name}={value!r} is for moe_token_dispatcher_type='flex', found 'alltoall'; leave one out")
+            for name, value in {
+                "moe_flex_dispatcher_backend": "hybridep",
+                "moe_flex_dispatcher_fallback": "alltoall",
+                "moe_flex_timeout_s": 7.0,
+                "moe_deepep_num_sms": 8,
+                "moe_hybridep_num_sms": 8,
+                "moe_symmetric_exact_rows": True,
+                "moe_symmetric_max_tokens": 8,
+            }.items()
+        ),
+        (
+            {"moe_token_dispatcher_type": "flex", "moe_symmetric_exact_rows": True},
+            "moe_symmetric_exact_rows=True is for moe_flex_dispatcher_backend='symmetric', found 'deepep'; leave one out",
+        ),
+        (
+            {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "symmetric", "moe_deepep_num_sms": 8},
+            "moe_deepep_num_sms=8 is for moe_flex_dispatcher_backend='deepep', found 'symmetric'",
+        ),
+        (
+            {"moe_enable_deepep": True, "moe_flex_dispatcher_backend": "hybridep"},
+            "moe_enable_deepep=True is moe_flex_dispatcher_backend='deepep', found 'hybridep'; leave moe_enable_deepep out",
+        ),
+        (
+            {"moe_enable_deepep": True, "moe_token_dispatcher_type": "allgather"},
+            "moe_enable_deepep=True is moe_token_dispatcher_type='flex', found 'allgather'",
+        ),
+    ],
+)
+def test_what_nobody_would_read_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MoEConfig(num_moe_experts=8, **values)
 
 
 @pytest.mark.parametrize("name", ["moe_dispatch_fwd_dtype", "moe_paged_stash", "moe_router_force_biased", "inference_grouped_gemm_backend"])
@@ -88,8 +147,23 @@ def test_fields_of_megatron_that_lie_elsewhere_say_where(name: str) -> None:
 def test_one_type_and_a_tuple_of_it_are_the_same() -> None:
     one = MoEConfig(num_moe_experts=8, moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.1)
     other = MoEConfig(num_moe_experts=8, moe_router_load_balancing_type=("seq_aux_loss",), moe_aux_loss_coeff=(0.1,))
-    assert dict(one.loss_coefficients) == dict(other.loss_coefficients) == {"seq_aux_loss": 0.1}
+    assert one == other and dict(one.loss_coefficients) == {"seq_aux_loss": 0.1}
     assert MoEConfig(num_moe_experts=8).loss_names == ()
+
+
+def test_sinkhorn_in_a_list_is_sinkhorn() -> None:
+    """Whoever reads the field compares it with a name."""
+    listed = {"num_moe_experts": 8, "moe_router_load_balancing_type": ["sinkhorn"], "moe_aux_loss_coeff": [0.0]}
+    config = MoEConfig.from_dict(listed)
+    assert config == MoEConfig(num_moe_experts=8, moe_router_load_balancing_type="sinkhorn")
+    router = TopKRouter(config, 4, ProcessGroups.single(), dtype=torch.float64)
+    torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(64, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 1
+    routing, _ = router(x, Step.causal(1, 64))
+    logits = x @ router.weight.detach().t()
+    assert torch.equal(routing.experts_TK, top(sinkhorn(logits), 2)) and not torch.equal(routing.experts_TK, top(logits, 2))
+    with pytest.raises(ValueError, match="moe_expert_capacity_factor=1.0 does not go with moe_router_load_balancing_type='sinkhorn'"):
+        MoEConfig.from_dict({**listed, "moe_expert_capacity_factor": 1.0})
 
 
 def test_a_config_survives_being_json() -> None:

@@ -48,6 +48,13 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType({
 })  # fmt: skip
 """Fields of Megatron-LM's configuration that have no counterpart here -> what to do instead."""
 
+OF_FLEX: Mapping[str, str | None] = MappingProxyType({
+    "moe_flex_dispatcher_backend": None, "moe_flex_dispatcher_fallback": None, "moe_flex_timeout_s": None,
+    "moe_deepep_num_sms": "deepep", "moe_hybridep_num_sms": "hybridep",
+    "moe_symmetric_exact_rows": "symmetric", "moe_symmetric_max_tokens": "symmetric",
+})  # fmt: skip
+"""Fields that only flex reads -> the backend that does; None for each of them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
@@ -100,7 +107,7 @@ class MoEConfig:
     """What that bias is moved by; 0 freezes it."""
     moe_router_load_balancing_type: str | tuple[str, ...] = "aux_loss"
     """aux_loss (over a micro-batch), seq_aux_loss (over each sequence), global_aux_loss (over the global batch so far), or several of
-    them; sinkhorn, which balances the selection instead; none."""
+    them; sinkhorn, which balances the selection instead; none. A tuple of one is its element."""
     moe_aux_loss_coeff: float | tuple[float, ...] = 0.0
     """Weight of the load-balancing loss, one for each type; 0 switches it off."""
     moe_z_loss_coeff: float | None = None
@@ -158,6 +165,10 @@ class MoEConfig:
     def __post_init__(self) -> None:
         check_field_types(self)
         self._replace_deprecated()
+        for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
+            # One type is its name, however it is written.
+            if isinstance(value := getattr(self, name), tuple) and len(value) == 1:
+                object.__setattr__(self, name, value[0])
         self._check_sizes()
         self._check_choices()
         self._check_losses()
@@ -273,8 +284,13 @@ class MoEConfig:
             )
         if self.moe_token_dispatcher_type not in ("alltoall", "allgather", "flex"):
             raise ValueError(f"moe_token_dispatcher_type={self.moe_token_dispatcher_type!r} must be alltoall, allgather or flex")
-        if self.moe_router_bias_update_rate < 0:
-            raise ValueError(f"moe_router_bias_update_rate={self.moe_router_bias_update_rate} must not be negative; 0 freezes the bias")
+        scaling, rate = self.moe_router_topk_scaling_factor, self.moe_router_bias_update_rate
+        if scaling is not None and not 0 < scaling < math.inf:
+            raise ValueError(f"moe_router_topk_scaling_factor={scaling} must be above 0 and finite; leave it out for 1")
+        if not 0 <= rate < math.inf:
+            raise ValueError(f"moe_router_bias_update_rate={rate} must not be negative, and finite; 0 freezes the bias")
+        if rate != _default("moe_router_bias_update_rate") and not self.moe_router_enable_expert_bias:
+            raise ValueError(f"moe_router_bias_update_rate={rate} moves no bias; set moe_router_enable_expert_bias=True, or leave it out")
         jitter = self.moe_input_jitter_eps
         if jitter is not None and not 0 <= jitter < 1:
             raise ValueError(f"moe_input_jitter_eps={jitter} must lie in 0..1, 1 excluded")
@@ -293,8 +309,8 @@ class MoEConfig:
             )
         if len(types) > 1 and {"sinkhorn", "none"} & set(types):
             raise ValueError(f"moe_router_load_balancing_type={types!r} combines sinkhorn or none with others; name it alone")
-        if any(weight < 0 for weight in weights):
-            raise ValueError(f"moe_aux_loss_coeff={self.moe_aux_loss_coeff} must not be negative")
+        if not all(0 <= weight < math.inf for weight in weights):
+            raise ValueError(f"moe_aux_loss_coeff={self.moe_aux_loss_coeff} must not be negative, and finite; 0 switches the loss off")
         sinkhorn = "sinkhorn" in types
         if (sinkhorn or "none" in types) and any(weights):
             raise ValueError(
@@ -308,8 +324,13 @@ class MoEConfig:
                 f"moe_router_load_balancing_type='sinkhorn' weighs by softmax, or with topk=1 by sigmoid, whatever "
                 f"moe_router_score_function={self.moe_router_score_function!r} says; leave that at 'softmax'"
             )
-        if self.moe_z_loss_coeff is not None and self.moe_z_loss_coeff < 0:
-            raise ValueError(f"moe_z_loss_coeff={self.moe_z_loss_coeff} must not be negative")
+        if sinkhorn and self.moe_router_pre_softmax:
+            raise ValueError(
+                "moe_router_pre_softmax=True changes nothing with moe_router_load_balancing_type='sinkhorn', whose softmax is over all "
+                "experts; leave one out"
+            )
+        if self.moe_z_loss_coeff is not None and not 0 <= self.moe_z_loss_coeff < math.inf:
+            raise ValueError(f"moe_z_loss_coeff={self.moe_z_loss_coeff} must not be negative, and finite; leave it out for none")
 
     def _check_capacity(self) -> None:
         factor, pad = self.moe_expert_capacity_factor, self.moe_pad_expert_input_to_capacity
@@ -320,6 +341,10 @@ class MoEConfig:
             factor = None
         if factor is not None and not 0 < factor < math.inf:
             raise ValueError(f"moe_expert_capacity_factor={factor} must be above 0 and finite; leave it out for no bound")
+        if self.moe_token_drop_policy != "probs" and factor is None:
+            raise ValueError(
+                f"moe_token_drop_policy={self.moe_token_drop_policy!r} has nothing to drop; set moe_expert_capacity_factor, or leave it out"
+            )
         if pad and factor is None:
             raise ValueError("moe_pad_expert_input_to_capacity=True needs moe_expert_capacity_factor, which says how many rows that are")
         if factor is not None and "sinkhorn" in _tuple(self.moe_router_load_balancing_type):
@@ -343,6 +368,16 @@ class MoEConfig:
             raise ValueError(
                 f"moe_symmetric_max_tokens={self.moe_symmetric_max_tokens} must be at least 1; leave it out for the first batch's"
             )
+        for name, backend in OF_FLEX.items():
+            value, found = getattr(self, name), self.moe_flex_dispatcher_backend
+            if value == _default(name):
+                continue
+            if self.moe_token_dispatcher_type != "flex":
+                raise ValueError(
+                    f"{name}={value!r} is for moe_token_dispatcher_type='flex', found {self.moe_token_dispatcher_type!r}; leave one out"
+                )
+            if backend not in (None, found):
+                raise ValueError(f"{name}={value!r} is for moe_flex_dispatcher_backend={backend!r}, found {found!r}; leave one out")
         if self.moe_token_dispatcher_type == "flex" and self.moe_pad_expert_input_to_capacity:
             raise ValueError(
                 "moe_pad_expert_input_to_capacity=True does not go with moe_token_dispatcher_type='flex', whose backends size the rows "
@@ -357,10 +392,18 @@ class MoEConfig:
         }
         for old, fields in successors.items():
             if getattr(self, old):
+                for name, value in fields.items():
+                    if (found := getattr(self, name)) not in (value, _default(name)):
+                        raise ValueError(f"{old}=True is {name}={value!r}, found {found!r}; leave {old} out")
                 text = " and ".join(f"{name}={value!r}" for name, value in fields.items())
                 warnings.warn(f"{old} is deprecated; set {text}", DeprecationWarning, stacklevel=4)
                 for name, value in {**fields, old: False}.items():
                     object.__setattr__(self, name, value)
+
+
+def _default(name: str) -> Any:
+    """Of a field of `MoEConfig`."""
+    return getattr(MoEConfig, name)
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_moe._align import AlignedRows
-from mcore_moe._config import MoEConfig, check_experts
+from mcore_moe._config import OF_FLEX, MoEConfig, check_experts
 from mcore_moe._experts import GroupedMLP, TEGroupedMLP, experts_class
 from mcore_moe._fp8_stack import Fp8Stack
 from mcore_moe._quantize import get_align_size_for_quantization
@@ -234,6 +234,11 @@ def _choose(config: MoEConfig, site: Site) -> TokenExchange | None:
     return choose_exchange(config, site.groups, width=width, dtype=site.dtype, device=site.device)
 
 
+def _by_all_to_all(config: MoEConfig) -> MoEConfig:
+    """The mixture after flex fell back."""
+    return dataclasses.replace(config, moe_token_dispatcher_type="alltoall", **{name: getattr(MoEConfig, name) for name in OF_FLEX})
+
+
 def _weighted(x_TD: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
     """Tokens times the weight of their only expert, and weights of 1."""
     probs_TK = routing.probs_TK
@@ -279,7 +284,7 @@ class _MixtureBuilder:
         config, exchange = self.config, None
         if config.moe_token_dispatcher_type == "flex" and _exchanges(site.groups):
             exchange = self._exchange(site)
-            config = config if exchange is not None else dataclasses.replace(config, moe_token_dispatcher_type="alltoall")
+            config = config if exchange is not None else _by_all_to_all(config)
         return MoELayer(config, site, dtype=site.dtype, device=site.device, pause=self.pause, exchange=exchange)
 
     def check_layout(self, config: TransformerConfig, plan: ParallelPlan, *, dtype: torch.dtype, device: torch.device | str) -> None:
