@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from mcore_moe import GroupedMLP, MoEConfig, MoELayer, SequentialMLP, choose_experts, moe_feed_forward
+from mcore_moe._experts import _rows_of_experts
 from mcore_parallel import ProcessGroups
 from mcore_parallel.models import GPTModel, Site, TransformerConfig, dense_feed_forward
 from mcore_parallel.nn import ACTIVATIONS, Activation, Step
@@ -62,6 +65,48 @@ def test_a_mixture_is_a_weighted_sum_of_dense_feed_forwards(choice: dict[str, An
         for name, parameter in module.named_parameters():
             stacked = getattr(layer.experts, name.removesuffix(".weight").replace(".bias", "_bias"))
             torch.testing.assert_close(stacked.grad[expert], parameter.grad, rtol=1e-10, atol=1e-12)
+
+
+def by_gathers(rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor, main_grad: Any = None) -> Tensor:
+    """Stands for the grouped GEMM of a GPU, which reads no size on the host."""
+    expert_R = torch.searchsorted(ends_N, torch.arange(len(rows_RI), dtype=ends_N.dtype), right=True)
+    return torch.einsum("ri,roi->ro", rows_RI, F.pad(weight_NOI, (0, 0, 0, 0, 0, 1))[expert_R])
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_a_layer_reads_nothing_back(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The form of ``test_a_layer_waits_for_the_device_nowhere`` that needs no device."""
+    layer = MoELayer(MoEConfig(num_moe_experts=4, moe_aux_loss_coeff=0.1), site(add_bias_linear=bias), dtype=torch.float64)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    x = torch.randn(9, 12, dtype=torch.float64, requires_grad=True)
+
+    def read(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the host reads a value of the device")
+
+    monkeypatch.setattr("mcore_moe._experts.grouped_matmul", by_gathers)
+    for name in ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, read)
+    y, aux = layer(x, Step.causal(1, 9))
+    ((y * y).sum() + aux.total()).backward()
+    monkeypatch.undo()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_gradient_of_a_bias_is_the_sum_over_the_rows_of_its_expert(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for counts in ([3, 0, 40, 1], [0, 0, 0, 0], [700, 0, 0, 3]):
+        bias = torch.randn(4, 5, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        num_rows = sum(counts) + 2
+        grad = torch.randn(num_rows, 5, generator=generator, dtype=torch.float64).to(dtype)
+        grad[sum(counts) :] = torch.nan
+        found = [torch.autograd.grad(_rows_of_experts(bias, num_rows, ends), bias, grad)[0] for _ in range(2)]
+        expected = torch.stack([rows.double().sum(0) for rows in grad[: sum(counts)].split(counts)])
+        assert torch.equal(*found) and found[0].dtype == dtype
+        bounds = {torch.float64: (1e-13, 1e-13), torch.float32: (1e-5, 1e-5), torch.bfloat16: (2**-8, 1e-4)}[dtype]
+        torch.testing.assert_close(found[0].double(), expected, rtol=bounds[0], atol=bounds[1])
 
 
 def test_shapes_follow_the_gate_and_the_biases() -> None:

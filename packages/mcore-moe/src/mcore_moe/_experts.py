@@ -383,7 +383,7 @@ def _rows_of_experts(bias_NO: Tensor, num_rows: int, ends_N: Tensor) -> Tensor:
 
 
 class _RowsOfExperts(torch.autograd.Function):
-    """The gradient is summed in the order of the rows, which needs the sizes on the host."""
+    """The gradient of an expert is the sum over its rows in their order, in float32 or wider."""
 
     @staticmethod
     def forward(ctx: Any, bias_NO: Tensor, num_rows: int, ends_N: Tensor) -> Tensor:
@@ -394,5 +394,8 @@ class _RowsOfExperts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        ends = ctx.saved_tensors[0].tolist()
-        return torch.stack([grads[0][begin:end].sum(0) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]), None, None
+        (ends_N,) = ctx.saved_tensors
+        wide_RO = grads[0].to(torch.promote_types(torch.float32, grads[0].dtype))
+        # Checks of the bounds would read them on the host.
+        sums_NO = torch.segment_reduce(wide_RO, "sum", offsets=F.pad(ends_N, (1, 0)), unsafe=True)
+        return sums_NO.to(grads[0].dtype), None, None
