@@ -67,3 +67,14 @@ def test_what_torch_cannot_shard_is_named() -> None:
             override(tiny, [*changes, "data_parallel=fsdp2"])
     with pytest.raises(ValueError, match="data_parallel='fsdp2' does not divide experts"):
         override(recipe("moe_tiny"), ["plan.dp=2", "data_parallel=fsdp2"])
+
+
+def test_what_runs_again_draws_no_other_noise() -> None:
+    noisy = ["moe.moe_input_jitter_eps=0.01", "recompute.granularity=full"]
+    assert override(recipe("moe_tiny"), noisy).recompute is not None
+    with pytest.raises(ValueError, match=r"preserve_rng_state=False .* moe_input_jitter_eps=0\.01 draws some"):
+        override(recipe("moe_tiny"), [*noisy, "recompute.preserve_rng_state=false"])
+    graphed = ["moe.moe_input_jitter_eps=0.01", "cuda_graphs=[layers.*]"]
+    assert override(recipe("moe_tiny"), graphed).cuda_graphs
+    with pytest.raises(ValueError, match=r"cuda_graph\.recompute=true would draw others .* than moe_input_jitter_eps=0\.01 drew"):
+        override(recipe("moe_tiny"), [*graphed, "cuda_graph.recompute=true"])

@@ -341,6 +341,35 @@ def test_evaluation_stays_eager() -> None:
     assert all("forward" not in vars(layer) for layer in model.layers.values())
 
 
+class Host(nn.Linear):
+    """Says what no graph can hold of it."""
+
+    def graph_obstacle(self) -> str | None:
+        return None if self.bias is None else "bias=True asks the host; set it to False"
+
+
+class Noisy(nn.Dropout):
+    """Draws random numbers."""
+
+    @property
+    def noise_fields(self) -> str:
+        return f"p={self.p}" if self.p else ""
+
+
+def test_a_part_says_why_no_graph_can_hold_it() -> None:
+    with pytest.raises(CaptureError, match="0: bias=True asks the host; set it to False"):
+        ModuleGraphs(nn.Sequential(Host(2, 2)), capture=TapeCapture())
+    ModuleGraphs(nn.Sequential(Host(2, 2, bias=False)), capture=TapeCapture())
+
+
+def test_what_draws_random_numbers_is_not_run_again_in_a_backward() -> None:
+    again = CudaGraphConfig(recompute=True)
+    with pytest.raises(CaptureError, match=r"0 draws random numbers \(p=0.5\).*CudaGraphConfig.recompute=True would draw others"):
+        ModuleGraphs(nn.Sequential(Noisy(0.5)), again, capture=TapeCapture())
+    ModuleGraphs(nn.Sequential(Noisy(0.5)), capture=TapeCapture())
+    ModuleGraphs(nn.Sequential(Noisy(0.0)), again, capture=TapeCapture())
+
+
 def test_what_no_graph_can_hold_is_refused_before_the_first_step() -> None:
     groups = ProcessGroups.single()
     with pytest.raises(CaptureError, match=r"preserve_rng_state=False"):

@@ -177,6 +177,13 @@ class RunConfig:
             raise ValueError(f"load.path={self.load.path!r} lies in output={self.output!r}; begin in another folder, or set load.path=")
         feed_forward = moe_feed_forward(self.moe) if self.moe else dense_feed_forward
         check_layout(self.model, self.plan, feed_forward=feed_forward)
+        if self.moe and self.recompute:
+            self.recompute.check_noise(self.moe.noise_fields)
+        if self.moe and self.cuda_graphs and self.cuda_graph.recompute and self.moe.noise_fields:
+            raise ValueError(
+                f"cuda_graph.recompute=true would draw others in the backward than {self.moe.noise_fields} drew; set it "
+                "to false, or draw none"
+            )
         if self.masked:
             self._check_masked(self.masked)
         if self.spans:

@@ -203,6 +203,12 @@ class MoEConfig:
         drops = ("drop_rate",) if self.moe_expert_capacity_factor is not None else ()
         return (*(LOSS_NAMES[name] for name in self.loss_coefficients), *z_loss, *entropy, *drops)
 
+    @property
+    def noise_fields(self) -> str:
+        """As ``mcore_parallel.nn.DrawsNoise``, of the router."""
+        names = ("moe_input_jitter_eps", "moe_router_force_load_balancing")
+        return " and ".join(f"{name}={getattr(self, name)}" for name in names if getattr(self, name))
+
     def is_moe_layer(self, layer: int, num_layers: int) -> bool:
         """Whether a layer of a model without a pattern has experts.
 

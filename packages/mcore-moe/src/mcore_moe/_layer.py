@@ -131,6 +131,28 @@ class MoELayer(nn.Module):
         on_device = isinstance(experts, GroupedMLP) and experts.up.is_cuda and experts.dtype == torch.bfloat16
         return not on_device or experts.up_bias is not None
 
+    def graph_obstacle(self) -> str | None:
+        """As ``mcore_parallel.graphs.GraphChecked``: a forward or backward that waits for the device, or runs more than kernels."""
+        config, dispatcher, experts = self.router.config, self.dispatcher, self.experts
+        if isinstance(dispatcher, MoEFlexTokenDispatcher):
+            return (
+                f"moe_flex_dispatcher_backend={config.moe_flex_dispatcher_backend!r} sizes and counts its exchanges on the host; set "
+                "moe_token_dispatcher_type='alltoall' and moe_pad_expert_input_to_capacity=True"
+            )
+        if isinstance(dispatcher, MoEAlltoAllTokenDispatcher) and dispatcher.pause is not None:
+            return "pause lets another micro-batch run on the host while tokens travel; leave it out"
+        exchanges = isinstance(dispatcher, MoEAlltoAllTokenDispatcher | MoEAllGatherTokenDispatcher)
+        if exchanges and not config.moe_pad_expert_input_to_capacity:
+            return (
+                f"moe_token_dispatcher_type={config.moe_token_dispatcher_type!r} reads the sizes of its exchange on the host; set "
+                "moe_expert_capacity_factor and moe_pad_expert_input_to_capacity=True"
+            )
+        if not isinstance(experts, GroupedMLP):
+            return f"{type(experts).__name__} reads the rows of each expert on the host; build the model with backend=None"
+        if experts.up.is_cuda and experts.dtype != torch.bfloat16:
+            return f"experts in {experts.dtype} are multiplied one by one, in sizes that the host reads; build the model in bfloat16"
+        return None
+
     def fp8_obstacle(self) -> str | None:
         """Why an engine cannot keep the experts' weights in fp8; None where it can, or does."""
         return self.experts.fp8_obstacle()
@@ -286,6 +308,11 @@ class _MixtureBuilder:
             exchange = self._exchange(site)
             config = config if exchange is not None else _by_all_to_all(config)
         return MoELayer(config, site, dtype=site.dtype, device=site.device, pause=self.pause, exchange=exchange)
+
+    @property
+    def noise_fields(self) -> str:
+        """As ``mcore_parallel.nn.DrawsNoise``."""
+        return self.config.noise_fields
 
     def check_layout(self, config: TransformerConfig, plan: ParallelPlan, *, dtype: torch.dtype, device: torch.device | str) -> None:
         check_experts(self.config, config, plan, dtype=dtype, device=device)

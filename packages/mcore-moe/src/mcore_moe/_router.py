@@ -64,6 +64,11 @@ class TopKRouter(nn.Module):
         if config.moe_router_force_load_balancing:
             warnings.warn("moe_router_force_load_balancing=True routes at random: for benchmarks only", stacklevel=2)
 
+    @property
+    def noise_fields(self) -> str:
+        """As ``mcore_parallel.nn.DrawsNoise``."""
+        return self.config.noise_fields
+
     def shard_specs(self) -> Mapping[str, ShardSpec]:
         # Every rank weighs its own share of the tokens, or of their picks, so gradients over tp add up.
         partial = ("tp",) if self.groups.tp.size > 1 else ()

@@ -13,7 +13,7 @@ from mcore_parallel.graphs._capture import (
 )
 from mcore_parallel.graphs._external import ExternalCapture, GraphedCallables
 from mcore_parallel.graphs._iteration import IterationGraph
-from mcore_parallel.graphs._module import CudaGraphConfig, GraphReport, ModuleGraphs
+from mcore_parallel.graphs._module import CudaGraphConfig, GraphChecked, GraphReport, ModuleGraphs
 from mcore_parallel.graphs._select import GraphableMegatronModule, GraphedModel, graph_modules
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "CudaCapture",
     "CudaGraphConfig",
     "ExternalCapture",
+    "GraphChecked",
     "GraphReport",
     "GraphableMegatronModule",
     "GraphedCallables",

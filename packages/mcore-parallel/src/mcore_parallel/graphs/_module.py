@@ -6,7 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,23 +16,44 @@ from mcore_parallel.graphs._capture import CaptureError, CudaCapture, why_not
 from mcore_parallel.graphs._external import AnyCapture, ExternalCapture, ExternalPair, transformer_engine_capture
 from mcore_parallel.graphs._pair import Pair, capture_pair
 from mcore_parallel.graphs._tree import Tree
-from mcore_parallel.nn import LayerMemory, LogitTracker, ManagedCore
+from mcore_parallel.nn import DrawsNoise, LayerMemory, LogitTracker, ManagedCore
 from mcore_parallel.tensor_parallel import WeightGradientQueue
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def check_inside(module: nn.Module) -> None:
+@runtime_checkable
+class GraphChecked(Protocol):
+    """A module that says before the capture whether a graph can hold it."""
+
+    def graph_obstacle(self) -> str | None:
+        """What of it, or of its fields, no graph can hold, and the remedy; None where one can."""
+        ...
+
+
+def check_inside(module: nn.Module, *, recompute: bool = False) -> None:
     """Refuse what would happen once, at the capture, and never again, and what no graph can hold.
 
+    Args:
+        module: the block.
+        recompute: as of `CudaGraphConfig`.
+
     Raises:
-        CaptureError: hooks inside the block, deferred weight gradients, offloading, random states that are copied, tracked logits.
+        CaptureError: hooks inside the block, deferred weight gradients, offloading, random states that are copied, tracked logits, random
+            numbers that a second run would draw anew, and what a `GraphChecked` part says.
     """
     for name, part in module.named_modules():
         where = name or "the block"
         if name and (hooks := [kind for kind in _HOOKS if getattr(part, kind)]):
             kind = hooks[0].strip("_").replace("_", " ")
             raise CaptureError(f"{where} has {kind}, which a replay does not run; hang hooks on the block itself")
+        if isinstance(part, GraphChecked) and (obstacle := part.graph_obstacle()):
+            raise CaptureError(f"{where}: {obstacle}")
+        if recompute and isinstance(part, DrawsNoise) and (noise := part.noise_fields):
+            raise CaptureError(
+                f"{where} draws random numbers ({noise}), and the backward of CudaGraphConfig.recompute=True would draw others; set it to "
+                "False, or draw none"
+            )
         for key, value in vars(part).items():
             if isinstance(value, WeightGradientQueue):
                 raise CaptureError(f"{where} defers its weight gradients ({key}), but a graph computes them at once; leave that off")
@@ -68,7 +89,7 @@ class CudaGraphConfig:
     warmup_steps: int = 3
     """Calls of each kind (shapes, place in the pipeline) that run as ever before one is captured; kernels are compiled and chosen there."""
     recompute: bool = False
-    """Graphs keep the inputs of the block only, and its backward runs it again."""
+    """Graphs keep the inputs of the block only, and its backward runs it again; not for what draws random numbers."""
     cuda_graph_impl: str = "local"
     """Who captures: "local", or "transformer_engine" (extra ``te``), which waits for the device and so for no pipeline."""
     external_cuda_graph: bool = False
@@ -148,7 +169,7 @@ class ModuleGraphs:
             raise ValueError(
                 f"{type(module).__name__} has its forward replaced already; remove the other graphs, or take it before torch.compile"
             )
-        check_inside(module)
+        check_inside(module, recompute=self.config.recompute)
         self._parameters = tuple(module.parameters())
         self._forward = module.forward
         # As an attribute of the instance, so that names, parameters and hooks stay as they are.
@@ -210,7 +231,7 @@ class ModuleGraphs:
         pair = next((pair for pair in pairs if not pair.busy), None)
         if pair is None:
             assert self._capture is not None
-            check_inside(self.module)
+            check_inside(self.module, recompute=self.config.recompute)
             before = _allocated(tree.tensors)
             if isinstance(self._capture, ExternalCapture):
                 pair = self._capture.pair(self._work(), self.module, tree)

@@ -28,6 +28,7 @@ from mcore_parallel.nn import (
     AttentionCore,
     AttentionCoreBuilder,
     ContextParallelBuilder,
+    DrawsNoise,
     LearnedPositions,
     OffloadConfig,
     RecomputeConfig,
@@ -129,7 +130,9 @@ class GPTModel(nn.Module):
         own = len(depth_symbols(config)) if further else 0
         if offload is not None and is_dense(feed_forward) and (parts := sorted({*EXPERT_PARTS} & {*offload.modules})):
             raise ValueError(f"offload.modules holds {parts}, which lie inside experts; this model has none, name 'mlp'")
-        self.memory = StageMemory(recompute, offload, len(held) + own * len(depths), groups, own_core=mixer is None)
+        noise_fields = feed_forward.noise_fields if isinstance(feed_forward, DrawsNoise) else ""
+        num_layers = len(held) + own * len(depths)
+        self.memory = StageMemory(recompute, offload, num_layers, groups, own_core=mixer is None, noise_fields=noise_fields)
         if mixer is None and config.latent_attention is not None:
             mixer = latent_attention(attention_core, manage=self.memory.core)
         elif mixer is None:

@@ -32,16 +32,26 @@ class StageMemory:
         num_layers: of the stage.
         groups: the layout.
         own_core: whether attention is the model's own, around a core it was given.
+        noise_fields: of the feed-forwards, as of ``DrawsNoise``.
 
     Raises:
         ValueError: choices that exclude one another.
     """
 
     def __init__(
-        self, recompute: RecomputeConfig | None, offload: OffloadConfig | None, num_layers: int, groups: ProcessGroups, *, own_core: bool
+        self,
+        recompute: RecomputeConfig | None,
+        offload: OffloadConfig | None,
+        num_layers: int,
+        groups: ProcessGroups,
+        *,
+        own_core: bool,
+        noise_fields: str = "",
     ) -> None:
         self.recompute, self.offload, self.num_layers, self.groups = recompute, offload, num_layers, groups
         self.offloader = None if offload is None else ActivationOffloader(offload)
+        if recompute is not None:
+            recompute.check_noise(noise_fields)
         recomputed = frozenset() if recompute is None else recompute.parts
         offloaded = frozenset() if offload is None else frozenset(offload.modules)
         if "core_attention" in recomputed | offloaded and not own_core:

@@ -58,6 +58,7 @@ from mcore_parallel.nn.attention import (
 from mcore_parallel.nn.memory import (
     EXPERT_PARTS,
     ActivationOffloader,
+    DrawsNoise,
     LayerMemory,
     ManagedCore,
     OffloadConfig,
@@ -103,6 +104,7 @@ __all__ = [
     "ClipReport",
     "ContextParallelBuilder",
     "CrossAttention",
+    "DrawsNoise",
     "FusedScaleMaskSoftmax",
     "GatedDeltaNet",
     "GatedDeltaNetConfig",

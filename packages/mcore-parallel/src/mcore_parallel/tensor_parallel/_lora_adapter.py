@@ -137,6 +137,11 @@ class LoraAdapter(nn.Module):
         product = self.B.detach().flatten(0, -2).to(dtype) @ self.A.detach().to(dtype)
         return (product * self.config.scaling).unflatten(0, self.B.shape[:-1])
 
+    def graph_obstacle(self) -> str | None:
+        """As ``mcore_parallel.graphs.GraphChecked``."""
+        share = self.config.dropout
+        return f"dropout={share} of LoraConfig is drawn on the host, which no graph replays; set it to 0" if share else None
+
     def extra_repr(self) -> str:
         return f"rank={self.config.rank}, alpha={self.config.alpha:g}, dropout={self.config.dropout:g}"
 

@@ -4,11 +4,12 @@
 
 from mcore_parallel.nn.memory._layer_memory import LayerMemory, ManagedCore
 from mcore_parallel.nn.memory._offload import EXPERT_PARTS, ActivationOffloader, OffloadConfig
-from mcore_parallel.nn.memory._recompute import RecomputeConfig, discard_output, recompute
+from mcore_parallel.nn.memory._recompute import DrawsNoise, RecomputeConfig, discard_output, recompute
 
 __all__ = [
     "EXPERT_PARTS",
     "ActivationOffloader",
+    "DrawsNoise",
     "LayerMemory",
     "ManagedCore",
     "OffloadConfig",

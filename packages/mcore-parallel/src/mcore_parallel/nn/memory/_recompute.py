@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.utils.checkpoint
@@ -17,6 +17,16 @@ from mcore_parallel.comm import all_gather, local_slice
 from mcore_parallel.groups import Group
 
 _PARTS = ("attention", "core_attention", "mlp", "norm")
+
+
+@runtime_checkable
+class DrawsNoise(Protocol):
+    """A module, or a builder of feed-forwards, that may draw random numbers in training; a second run has to draw the same."""
+
+    @property
+    def noise_fields(self) -> str:
+        """The fields that ask for them, with their values; empty where nothing is drawn."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +56,7 @@ class RecomputeConfig:
     distribute_saved_activations: bool = False
     """For "full" without sequence parallelism: each tp rank keeps its share of an input and gathers it for the backward."""
     preserve_rng_state: bool = True
-    """Random numbers of the second run are those of the first; costs a copy of the generators' states."""
+    """Random numbers of the second run are those of the first; costs a copy of the generators' states. False is for what draws none."""
 
     def __post_init__(self) -> None:
         if self.granularity not in ("full", "selective"):
@@ -76,6 +86,22 @@ class RecomputeConfig:
     def parts(self) -> frozenset[str]:
         """Parts of a layer that run again; none for "full", whose layers do so as a whole."""
         return frozenset(self.modules) if self.granularity == "selective" else frozenset()
+
+    def check_noise(self, noise_fields: str) -> None:
+        """Whether a feed-forward that draws random numbers draws the same ones again.
+
+        Args:
+            noise_fields: as of `DrawsNoise`.
+
+        Raises:
+            ValueError: it runs again, and draws others.
+        """
+        again = self.granularity == "full" or "mlp" in self.modules
+        if noise_fields and again and not self.preserve_rng_state:
+            raise ValueError(
+                f"preserve_rng_state=False gives the second run other random numbers, and {noise_fields} draws some: gradients would be "
+                "those of another forward; set preserve_rng_state=True, or draw none"
+            )
 
     def spans(self, num_layers: int, slot: int | None = None) -> list[tuple[int, int, bool]]:
         """Layers of a stage in order as (first, end, run again as one).
