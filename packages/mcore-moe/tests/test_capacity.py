@@ -151,6 +151,30 @@ def test_losses_counts_and_the_bias_know_nothing_of_the_drop() -> None:
 
 
 @pytest.mark.parametrize("pad", [False, True])
+def test_the_bias_moves_by_the_loads_before_the_drop(pad: bool) -> None:
+    """With the even share as capacity every expert keeps, or is filled up to, equally many rows; the bias sees what was chosen."""
+    many: dict[str, Any] = {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.125,
+        "moe_router_load_balancing_type": "none",
+    }
+    whole = build(ProcessGroups.single(), MoEConfig(num_moe_experts=E, moe_router_topk=K, **many))
+    even = dataclasses.replace(MIXTURE, moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=pad, **many)
+    cut = build(ProcessGroups.single(), even)
+    generator, no = torch.Generator().manual_seed(1), torch.tensor(False)
+    for _ in range(3):
+        x = torch.randn(12, D, dtype=F64, generator=generator) + 0.5
+        counts, before = [], cut.router.expert_bias.clone()
+        for layer in (whole, cut):
+            _, aux = layer(x, Step.causal(2, 6))
+            layer.end_of_batch(aux.counts[0], no)
+            counts.append(aux.counts[0])
+        assert counts[0].unique().numel() > 1 and counts[0].sum() == 12 * K and torch.equal(*counts)
+        assert torch.equal(whole.router.expert_bias, cut.router.expert_bias) and not torch.equal(cut.router.expert_bias, before)
+
+
+@pytest.mark.parametrize("pad", [False, True])
 def test_the_share_of_dropped_picks_is_reported_and_costs_nothing(pad: bool) -> None:
     mixture = dataclasses.replace(MIXTURE, moe_expert_capacity_factor=0.3, moe_pad_expert_input_to_capacity=pad)
     x, valid = torch.randn(12, D, dtype=F64, generator=torch.Generator().manual_seed(5)), torch.arange(12) % 3 != 0

@@ -42,15 +42,17 @@ def gradients(model: GPTModel) -> list[Tensor]:
 @pytest.mark.parametrize("noise", NOISY)
 def test_a_second_run_has_the_noise_of_the_first(noise: str) -> None:
     expected = gradients(build(**NOISY[noise]))
-    for choice in ({"granularity": "full"}, {"modules": ("mlp",)}):
+    choices: list[dict[str, Any]] = [{"granularity": "full"}, {"modules": ("mlp",)}]
+    for choice in choices:
         assert all(map(torch.equal, gradients(build(RecomputeConfig(**choice), **NOISY[noise])), expected))
 
 
 @pytest.mark.parametrize("noise", NOISY)
 def test_a_second_run_with_other_noise_is_refused_before_a_tensor_is_made(noise: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    choices: list[dict[str, Any]] = [{"granularity": "full"}, {"modules": ("norm", "mlp")}]
     with monkeypatch.context() as patched:
         patched.setattr(torch, "empty", lambda *_, **__: pytest.fail("something is allocated"))
-        for choice in ({"granularity": "full"}, {"modules": ("norm", "mlp")}):
+        for choice in choices:
             with pytest.raises(
                 ValueError, match=f"preserve_rng_state=False .* and {next(iter(NOISY[noise]))}=.* draws some.*True, or draw"
             ):
