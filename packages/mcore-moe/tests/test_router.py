@@ -253,6 +253,42 @@ def test_what_was_recorded_is_replayed_with_present_or_recorded_weights() -> Non
     assert torch.equal(third.probs_TK, first.probs_TK)
 
 
+def test_a_fresh_choice_among_replayed_ones_has_its_own_weights() -> None:
+    module, x = router(), torch.randn(10, D, dtype=F64)
+    fresh, _ = module(x, Step.causal(2, 5))
+    experts = torch.arange(K).expand(10, 4, K).clone()
+    experts[4, 3, 1] = -1
+    weights = torch.full((10, 4, K), 0.25, dtype=F64)
+    mixed, _ = module(x, dataclasses.replace(Step.causal(2, 5), routed_experts=experts, routed_weights=weights))
+    assert torch.equal(mixed.experts_TK[4], fresh.experts_TK[4]) and torch.equal(mixed.probs_TK[4], fresh.probs_TK[4])
+    others = torch.arange(10) != 4
+    assert (mixed.experts_TK[others] == torch.arange(K)).all() and (mixed.probs_TK[others] == 0.25).all()
+
+
+def recorded(experts: list[int], tokens: int = 10) -> Tensor:
+    return torch.tensor(experts).expand(tokens, 4, len(experts))
+
+
+@pytest.mark.parametrize(
+    ("replayed", "message"),
+    [
+        ({"routed_weights": torch.ones(10, 4, K)}, "step.routed_weights are those of step.routed_experts, which is None"),
+        ({"routed_experts": recorded([*range(K + 1)])}, rf"shape \[10, 4, {K + 1}\], must be \[tokens=10, layers, moe_router_topk={K}\]"),
+        ({"routed_experts": recorded([*range(K)], 9)}, rf"shape \[9, 4, {K}\], must be \[tokens=10, layers, moe_router_topk={K}\]"),
+        ({"routed_experts": recorded([*range(K)])[:, 3]}, rf"shape \[10, {K}\], must be \[tokens=10, layers"),
+        (
+            {"routed_experts": recorded([*range(K)]), "routed_weights": torch.ones(10, 4, 1)},
+            rf"step.routed_weights has shape \[10, 4, 1\], step.routed_experts \[10, 4, {K}\]; give each expert a weight",
+        ),
+        ({"routed_experts": recorded([*range(K - 1), E])}, f"names expert {E} in layer 3, must be below num_moe_experts={E}"),
+        ({"routed_experts": recorded([0] * K)}, "sends a token to expert 0 of layer 3 twice"),
+    ],
+)
+def test_a_replay_that_is_no_routing_of_this_router_is_refused(replayed: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        router()(torch.randn(10, D, dtype=F64), dataclasses.replace(Step.causal(2, 5), **replayed))
+
+
 def test_the_gate_keeps_no_wider_copy_and_its_gradients_are_exact() -> None:
     module = TopKRouter(MoEConfig(num_moe_experts=E, moe_router_bias=True), D, ProcessGroups.single(), dtype=torch.bfloat16)
     for parameter in module.parameters():

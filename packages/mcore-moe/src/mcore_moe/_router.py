@@ -115,6 +115,7 @@ class TopKRouter(nn.Module):
 
     def _routing(self, logits_TE: Tensor, step: Step, tokens: LocalTokens) -> Routing:
         config = self.config
+        experts_TK, weights_TK = tokens.replayed(self.layer, len(logits_TE), config.num_moe_experts, config.moe_router_topk)
         if config.moe_router_load_balancing_type == "sinkhorn":
             if step.routed_experts is not None:
                 raise ValueError(
@@ -138,12 +139,13 @@ class TopKRouter(nn.Module):
                 group_topk=config.moe_router_group_topk,
                 scaling_factor=config.moe_router_topk_scaling_factor,
                 expert_bias=self.expert_bias,
-                experts_TK=tokens.of_layer(step.routed_experts, self.layer),
+                experts_TK=experts_TK,
             )
         probs_TK = routing.probs_TK
-        weights_TK = tokens.of_layer(step.routed_weights, self.layer)
-        if weights_TK is not None:
-            probs_TK = weights_TK.to(probs_TK.dtype)
+        if experts_TK is not None and weights_TK is not None:
+            # The weights of a fresh choice are its own.
+            fresh_T1 = (experts_TK < 0).any(-1, keepdim=True)
+            probs_TK = torch.where(fresh_T1, probs_TK, weights_TK.to(probs_TK.dtype))
         if tokens.valid_T is not None:
             probs_TK = probs_TK.masked_fill(~tokens.valid_T.unsqueeze(-1), 0.0)
         return Routing(routing.experts_TK, probs_TK, tokens.valid_T)

@@ -49,9 +49,35 @@ class LocalTokens:
             return values
         return values.masked_fill(~self.valid_T.view(-1, *[1] * (values.dim() - 1)), 0.0)
 
-    def of_layer(self, values: Tensor | None, layer: int) -> Tensor | None:
-        """[T, K] of this rank's tokens from [all tokens, L, K]; None of a layer that it does not hold."""
-        return None if values is None or layer >= values.shape[1] else self.local(values[:, layer])
+    def replayed(self, layer: int, num_tokens: int, num_experts: int, topk: int) -> tuple[Tensor | None, Tensor | None]:
+        """[T, K] recorded experts of this rank's tokens, and their weights; None where there are none, or none of this layer.
+
+        Numbers are looked at on the CPU only: on a GPU the host would wait for them.
+
+        Raises:
+            ValueError: weights without experts, shapes that are not those of this router, experts that are not its own, or one twice.
+        """
+        experts, weights = self.step.routed_experts, self.step.routed_weights
+        if experts is None:
+            if weights is not None:
+                raise ValueError("step.routed_weights are those of step.routed_experts, which is None; set it too, or leave both out")
+            return None, None
+        total = num_tokens * (self.groups.tp.size if self.groups.sequence_parallel else 1)
+        if experts.dim() != 3 or (experts.shape[0], experts.shape[2]) != (total, topk):
+            raise ValueError(
+                f"step.routed_experts has shape {list(experts.shape)}, must be [tokens={total}, layers, moe_router_topk={topk}]; replay "
+                "what a model like this one recorded of these tokens"
+            )
+        if weights is not None and weights.shape != experts.shape:
+            raise ValueError(
+                f"step.routed_weights has shape {list(weights.shape)}, step.routed_experts {list(experts.shape)}; give each expert a weight"
+            )
+        if layer >= experts.shape[1]:
+            return None, None
+        experts_TK = self.local(experts[:, layer])
+        if experts.device.type == "cpu" and not torch.compiler.is_compiling():
+            _check_experts(experts_TK, layer, num_experts)
+        return experts_TK, None if weights is None else self.local(weights[:, layer])
 
     def sequences(self) -> tuple[Tensor, int]:
         """[T] the sequence of each token, and how many sequences there are."""
@@ -63,3 +89,17 @@ class LocalTokens:
         lengths = torch.tensor([length // cp for length in sequence_lengths(step.cu_seqlens)])
         index = torch.arange(len(lengths)).repeat_interleave(lengths).to(device, non_blocking=True)
         return self.local(index), len(lengths)
+
+
+def _check_experts(experts_TK: Tensor, layer: int, num_experts: int) -> None:
+    sorted_RK = experts_TK[(experts_TK >= 0).all(-1)].sort(-1).values
+    if (sorted_RK >= num_experts).any():
+        raise ValueError(
+            f"step.routed_experts names expert {int(sorted_RK.max())} in layer {layer}, must be below num_moe_experts={num_experts}; "
+            "replay what a model like this one recorded"
+        )
+    if (twice_RK := sorted_RK[:, 1:] == sorted_RK[:, :-1]).any():
+        raise ValueError(
+            f"step.routed_experts sends a token to expert {int(sorted_RK[:, 1:][twice_RK][0])} of layer {layer} twice; a row holds "
+            "distinct experts, or a negative number for a fresh choice"
+        )
