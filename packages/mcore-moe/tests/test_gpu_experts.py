@@ -105,8 +105,10 @@ def test_the_widths_that_are_refused_cannot(hidden_size: int, ffn_size: int) -> 
         experts(rows, ends_of([4, 2], CUDA))
 
 
-def make_layer(dtype: torch.dtype, device: str, fp8: Fp8Config | None = None) -> MoELayer:
-    config = TransformerConfig(num_layers=1, hidden_size=256, num_attention_heads=4, vocab_size=64, ffn_hidden_size=128)
+def make_layer(dtype: torch.dtype, device: str, fp8: Fp8Config | None = None, *, bias: bool = False) -> MoELayer:
+    config = TransformerConfig(
+        num_layers=1, hidden_size=256, num_attention_heads=4, vocab_size=64, ffn_hidden_size=128, add_bias_linear=bias
+    )
     place: Any = {"dtype": dtype, "device": torch.device(device), "layers": choose_backend("torch", fp8=fp8).layers(0, 1)}
     site = Site(layer=0, local_layer=0, config=config, groups=ProcessGroups.single(), **place)
     layer = MoELayer(MoEConfig(num_moe_experts=16, moe_router_topk=4, moe_ffn_hidden_size=128), site, dtype=dtype, device=device)
@@ -118,9 +120,10 @@ def make_layer(dtype: torch.dtype, device: str, fp8: Fp8Config | None = None) ->
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("recipe", [None, "tensorwise", "rowwise"])
-def test_a_layer_waits_for_the_device_nowhere_and_has_the_same_bits_twice(recipe: Any) -> None:
-    layer = make_layer(torch.bfloat16, "cuda", None if recipe is None else Fp8Config(recipe=recipe))
+def test_a_layer_waits_for_the_device_nowhere_and_has_the_same_bits_twice(recipe: Any, bias: bool) -> None:
+    layer = make_layer(torch.bfloat16, "cuda", None if recipe is None else Fp8Config(recipe=recipe), bias=bias)
     layer.experts.parameters_changed()
     totals = {name: torch.zeros_like(getattr(layer.experts, name), dtype=torch.float32) for name in ("up", "down")}
     layer.experts.accumulate_weight_gradients_into({name: MainGradient(total) for name, total in totals.items()})
@@ -140,7 +143,9 @@ def test_a_layer_waits_for_the_device_nowhere_and_has_the_same_bits_twice(recipe
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert layer.experts.up.grad is None and leaf.grad is not None and layer.router.weight.grad is not None
-        results.append([value.clone() for value in (y, leaf.grad, layer.router.weight.grad, *totals.values())])
+        values = [y, leaf.grad, layer.router.weight.grad, *totals.values()]
+        values += [layer.experts.up_bias.grad, layer.experts.down_bias.grad] if bias else []
+        results.append([value.clone() for value in values])
     assert all(torch.equal(a, b) for again in results[1:] for a, b in zip(results[0], again, strict=True))
 
 
