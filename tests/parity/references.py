@@ -195,6 +195,14 @@ REFERENCES: Mapping[str, Reference] = {
             "rope_parameters": _THETA | _YARN | {"truncate": False},
         },
     ),
+    "olmoe": Reference(
+        title="OLMoE", published="OLMoE-1B-7B-0924", family="olmoe", kind="Olmoe",
+        config={"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+    ),
+    "olmoe_grouped": Reference(
+        title="OLMoE with grouped queries, weights renormalised, tied", family="olmoe", kind="Olmoe",
+        config={"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "tie_word_embeddings": True},
+    ),
     "qwen3_moe": Reference(
         title="Qwen3 MoE", published="Qwen3-30B-A3B", family="qwen3_moe", kind="Qwen3Moe",
         config={"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True, "head_dim": 6},

@@ -101,7 +101,7 @@ def test_a_pattern_that_is_none_is_refused_by_name_on_both_sides(frequency: Any)
 
 def test_a_part_that_a_family_has_not_is_refused_with_those_that_have_it() -> None:
     config = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4, vocab_size=32, qk_layernorm=True)
-    with pytest.raises(ValueError, match=r"qk_layernorm=True cannot be expressed by family llama.* gemma3, qwen3"):
+    with pytest.raises(ValueError, match=r"qk_layernorm=True cannot be expressed by family llama.* gemma3, olmoe, qwen3"):
         complete(dataclasses.asdict(config), FAMILIES["llama"])
     sinks = dataclasses.replace(config, softmax_type="learnable")
     with pytest.raises(ValueError, match=r"softmax_type='learnable' cannot be expressed by family qwen3"):

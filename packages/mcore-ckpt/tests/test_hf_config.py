@@ -17,7 +17,7 @@ from mcore_ckpt.hf._config import complete, from_hf_config, measure, to_hf_confi
 from mcore_ckpt.hf._families import FAMILIES  # noqa: E402
 from mcore_ckpt.hf._rules import sites  # noqa: E402
 
-WHOLE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3", "mixtral", "qwen3_moe")
+WHOLE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3", "mixtral", "qwen3_moe", "olmoe")
 """Families whose attention turns all channels."""
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 48, "num_query_groups": 2, "kv_channels": 8}
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2}
@@ -42,7 +42,7 @@ def sizes_of(name):
         return {key: value for key, value in SIZES.items() if key not in ("num_query_groups", "kv_channels")} | {"latent_attention": LATENT}
     if name.endswith("bert"):
         return SIZES | {"num_query_groups": 4, "max_position_embeddings": 64, "num_token_types": 2, "activation": "gelu"}
-    if name in ("mixtral", "qwen3_moe", "gpt_oss"):
+    if name in ("mixtral", "qwen3_moe", "gpt_oss", "olmoe"):
         return SIZES | EXPERTS
     if name == "qwen2_moe":
         return SIZES | EXPERTS | {"moe_shared_expert_intermediate_size": 8}

@@ -68,6 +68,13 @@ PUBLISHED = {
         ),
         30_532_122_624,
     ),
+    "OLMoE-1B-7B-0924": (
+        decoder(
+            "olmoe", 16, 2048, 1024, 16, 16, 50304, num_experts=64, num_experts_per_tok=8, norm_topk_prob=False, clip_qkv=None,
+            attention_bias=False, rope_theta=1e4, rope_scaling=None, router_aux_loss_coef=0.01, output_router_logits=False,
+        ),
+        6_919_161_856,
+    ),
     "Qwen1.5-MoE-A2.7B": (
         decoder(
             "qwen2_moe", 24, 2048, 5632, 16, 16, 151936, moe_intermediate_size=1408, shared_expert_intermediate_size=5632, num_experts=60,
@@ -152,6 +159,7 @@ def test_what_a_family_does_not_describe_is_refused_by_the_name_of_its_setting()
     changes = {
         "Qwen3-30B-A3B": ({"mlp_only_layers": [*range(48)]}, "leaves no layer with experts"),
         "DeepSeek-V3": ({"topk_group": 2}, "topk_group=2 beside num_experts_per_tok=8 is not supported"),
+        "OLMoE-1B-7B-0924": ({"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported for olmoe; only None is"),
         "gpt-oss-20b": ({"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported for gpt_oss; only 1.702 is"),
         "Qwen1.5-MoE-A2.7B": ({"qkv_bias": False}, "qkv_bias=False is not supported"),
         "Qwen2.5-7B": ({"layer_types": ["chunked_attention"] * 28, "use_sliding_window": True}, "layer_types='chunked_attention'"),

@@ -186,10 +186,11 @@ def weights_of(**changes):
         ({"latent_attention": {**LATENT_SIZES, "norm_epsilon": 1e-3}}, r"latent_attention\.norm_epsilon=0\.001 cannot be exported"),
         ({"softmax_scale": 3.0}, r"softmax_scale=3\.0 cannot be exported"),
         ({"position_embedding_type": "none"}, r"position_embedding_type='none' cannot be exported"),
+        ({"qk_layernorm_across_heads": True}, r"qk_layernorm_across_heads=True cannot be exported: .* of single heads there"),
     ],
-    ids=["halves", "epsilon", "scale", "positions"],
+    ids=["halves", "epsilon", "scale", "positions", "norms"],
 )
-def test_latents_that_are_not_theirs_are_refused_before_anything_is_written(changes, words, tmp_path):
+def test_attention_that_is_not_theirs_are_refused_before_anything_is_written(changes, words, tmp_path):
     config = {**BASE, **({"rotary_interleaved": True} if changes else {}), **changes}
     save(weights_of(), tmp_path / "ours", extra={"config": config})
     with pytest.raises(ValueError, match=words):

@@ -45,6 +45,14 @@ def test_heads_that_are_too_wide_for_the_kernel_of_decode_steps_are_left_to_the_
     assert _layer_fits(model.layers["0"]) == fits
 
 
+def test_norms_across_heads_are_left_to_the_model() -> None:
+    shared = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64, "activation": "swiglu", "qk_layernorm": True}
+    for across in (False, True):
+        config = TransformerConfig(**shared, qk_layernorm_across_heads=across)
+        model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention())
+        assert _layer_fits(model.layers["0"]) == (not across)
+
+
 @pytest.mark.parametrize("kind", ["rope", "yarn"])
 def test_heads_that_turn_in_part_or_by_pairs_are_left_to_the_model(kind: str) -> None:
     shared = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64, "position_embedding_type": kind}

@@ -104,6 +104,13 @@ def test_stages_of_split_layers_draw_the_tokens_of_one(world: Callable[..., list
     assert all(tokens == ranks[0] for tokens in ranks)
 
 
+@pytest.mark.world(2)
+def test_split_norms_across_heads_draw_the_tokens_of_one(world: Callable[..., list[Any]]) -> None:
+    config = dataclasses.replace(CONFIG, qk_layernorm=True, qk_layernorm_across_heads=True)
+    one, two = world(functools.partial(check_stages, 2, 1, config))
+    assert one == two
+
+
 def check_unequal_memory() -> tuple[int, int]:
     groups = ProcessGroups.build(ParallelPlan(pp=2))
     model = GPTModel(CONFIG, groups, attention_core=PagedAttention(), dtype=torch.float64)

@@ -63,6 +63,42 @@ def test_the_core_gets_the_turned_heads_the_layer_and_the_step() -> None:
     assert not torch.isclose(plain[1:], turned[1:]).all(1).any()
 
 
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_norms_across_heads_divide_by_the_root_mean_square_of_all_heads(zero_centered: bool) -> None:
+    seen = []
+
+    def core(q: Tensor, k: Tensor, v: Tensor, layer: int, step: Step) -> Tensor:
+        seen.append((q, k, v))
+        return q
+
+    norms = {"qk_norm": True, "qk_norm_across_heads": True, "norm_zero_centered": zero_centered, "norm_epsilon": 1e-2}
+    config = AttentionConfig(hidden_size=8, num_heads=4, num_kv_heads=2, head_dim=2, **norms)
+    attention = SelfAttention(config, ProcessGroups.single(), core=core, dtype=torch.float64)
+    assert attention.q_norm is not None and attention.k_norm is not None
+    weights = [torch.randn(size, dtype=torch.float64) for size in (8, 4)]
+    for norm, weight in zip((attention.q_norm, attention.k_norm), weights, strict=True):
+        assert norm.weight[0].item() == (0.0 if zero_centered else 1.0)
+        norm.weight.data.copy_(weight)
+    x = torch.randn(6, 8, dtype=torch.float64)
+    attention(x, Step.causal(2, 3))
+    rows = (x @ attention.qkv.weight.flatten(0, 1).T).unflatten(1, (2, 4, 2))
+    parts = (rows[:, :, :2].flatten(1), rows[:, :, 2].flatten(1))
+    for found, part, weight in zip(seen[0][:2], parts, weights, strict=True):
+        expected = part / (part.square().mean(1, keepdim=True) + 1e-2).sqrt() * (weight + zero_centered)
+        torch.testing.assert_close(found.flatten(1), expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(seen[0][2], rows[:, :, 3])
+
+
+def test_norms_across_heads_that_cannot_be_are_refused() -> None:
+    sizes = {"hidden_size": 8, "num_heads": 4, "num_kv_heads": 2, "head_dim": 2, "qk_norm_across_heads": True}
+    for fields in ({}, {"qk_norm": True, "normalization": "LayerNorm"}):
+        with pytest.raises(ValueError, match="qk_norm_across_heads=True needs qk_norm=True and normalization='RMSNorm'"):
+            AttentionConfig(**sizes, **fields)
+    groups = dataclasses.replace(ProcessGroups.single(), tp=Group((0, 1, 2, 3), 0))
+    with pytest.raises(ValueError, match=r"tp=4 must divide num_query_groups=2 for norms across heads .*; lower tp"):
+        SelfAttention(AttentionConfig(**sizes, qk_norm=True), groups)
+
+
 def test_a_tp_that_does_not_divide_the_key_value_heads_is_an_error() -> None:
     groups = dataclasses.replace(ProcessGroups.single(), tp=Group((0, 1), 0))
     with pytest.raises(ValueError, match=r"tp=2 must divide num_query_groups=3 .*or be a multiple of it"):

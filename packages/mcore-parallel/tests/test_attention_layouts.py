@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Windows and sinks of a config train on two ranks as on one: losses, gradients of the sinks, global gradient norms."""
+"""Windows, sinks and norms of a config train on two ranks as on one: losses, gradients of the sinks, global gradient norms."""
 
 import dataclasses
 
@@ -66,6 +66,7 @@ def test_two_ranks_train_as_one(world) -> None:
     cases = []
     for changes, layouts in (
         ({}, [(ParallelPlan(tp=2), None), (ParallelPlan(tp=2, sequence_parallel=False), None), (ParallelPlan(cp=2), None)]),
+        ({"qk_layernorm": True, "qk_layernorm_across_heads": True}, [(ParallelPlan(tp=2), None), (ParallelPlan(cp=2), None)]),
         # More ranks than key-value heads.
         ({"num_query_groups": 1, "softmax_type": "off-by-one"}, [(ParallelPlan(tp=2), None), (ParallelPlan(cp=2), "a2a")]),
     ):

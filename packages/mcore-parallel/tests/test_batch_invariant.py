@@ -143,6 +143,7 @@ def test_values_and_gradients_on_a_gpu_are_those_of_the_cpu_and_repeat_bit_by_bi
     ("fields", "message"),
     [
         ({"attention_output_gate": True}, "attention_output_gate=True"),
+        ({"qk_layernorm": True, "qk_layernorm_across_heads": True}, "qk_layernorm_across_heads=True"),
         ({"mtp_num_layers": 1}, "mtp_num_layers"),
         ({"attention_backend": "sdpa"}, "batch_invariant=True"),
         ({"hybrid_layer_pattern": "*-"}, "hybrid_layer_pattern"),

@@ -207,6 +207,9 @@ def test_the_architecture_of_a_published_head_is_read_again(changes: dict[str, A
     states, embedded = [torch.randn(4, 16) for _ in range(3)], torch.randn(4, 16)
     first, second = (each.output(each.draft(each.fuse(states), embedded, Step.causal(1, 4))).logits() for each in (model, other))
     assert torch.equal(first, second)
+    across = dataclasses.replace(config.transformer, qk_layernorm=True, qk_layernorm_across_heads=True)
+    with pytest.raises(ValueError, match="qk_layernorm_across_heads=True has no name in published heads"):
+        published_config(dataclasses.replace(config, transformer=across), dtype=torch.float32)
     with pytest.raises(ValueError, match="has no 'rope_theta'"):
         published_architecture({name: value for name, value in described.items() if name != "rope_theta"}, weights)
     with pytest.raises(ValueError, match="hidden_act"):

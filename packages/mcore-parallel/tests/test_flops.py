@@ -41,6 +41,7 @@ MATRICES_ONLY: dict[str, dict[str, Any]] = {
     "latent, full queries": {"latent_attention": FULL_QUERIES, "add_bias_linear": True},
     "further tokens": {"mtp_num_layers": 2},
     "Qwen": {"add_qkv_bias": True, "qk_layernorm": True},
+    "OLMoE": {"num_query_groups": 2, "qk_layernorm": True, "qk_layernorm_across_heads": True},
     "Gemma": {"sandwich_norm": True, "layernorm_zero_centered_gamma": True, "activation": "geglu_tanh", "embedding_multiplier": 5.0},
     "GPT-2": {
         "normalization": "LayerNorm", "add_bias_linear": True, "add_qkv_bias": True, "activation": "gelu_tanh", "qk_layernorm": True,

@@ -26,6 +26,11 @@ CASES = {
         {"tp": 6},
         r"tp=6 must divide num_query_groups=4 \(key-value heads\) or be a multiple of it; change tp or num_query_groups",
     ),
+    "norms across heads": (
+        TransformerConfig(**{**SIZES, "num_query_groups": 1}, qk_layernorm=True, qk_layernorm_across_heads=True),
+        {"tp": 2},
+        "tp=2 must divide num_query_groups=1 with qk_layernorm_across_heads=True; lower tp",
+    ),
     "shared kv rows": (
         TransformerConfig(**{**SIZES, "num_query_groups": 1, "kv_channels": 2, "num_attention_heads": 12}),
         {"tp": 3},

@@ -97,16 +97,18 @@ def test_a_core_that_does_not_take_the_heads_gets_ordinary_ones() -> None:
     assert len(core.asked) == 1 and not core.packed
 
 
-@pytest.mark.parametrize("fields", [{"qk_norm": True, "normalization": "LayerNorm"}, {"qk_norm": True}, {}])
+@pytest.mark.parametrize(
+    "fields", [{"qk_norm": True, "normalization": "LayerNorm"}, {"qk_norm": True}, {"qk_norm": True, "qk_norm_across_heads": True}, {}]
+)
 def test_what_packed_heads_cannot_say_is_computed_as_ever(fields: dict[str, Any]) -> None:
-    """Layer norms, norms of a batch-invariant mode, and logits that somebody watches."""
+    """Layer norms, norms of a batch-invariant mode, norms across heads, and logits that somebody watches."""
     core = SplitsItself()
     module = build(core, **fields)
-    if fields:
+    if not fields:
+        track_max_logits(module)
+    elif "qk_norm_across_heads" not in fields:
         assert module.q_norm is not None and module.k_norm is not None
         module.q_norm.batch_invariant = module.k_norm.batch_invariant = True
-    else:
-        track_max_logits(module)
     module(torch.randn(14, 24, dtype=torch.float64), steps(8)[1])
     assert not core.asked and (module.logits is not None) == (not fields)
 

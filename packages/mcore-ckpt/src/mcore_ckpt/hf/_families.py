@@ -27,7 +27,6 @@ NOT_COVERED = MappingProxyType(
         "gemma2": "soft caps of scores and logits",
         "gemma3": "the part that sees images; the text model alone, gemma3_text, is covered",
         "mamba": "the first Mamba's layers",
-        "olmoe": "norms over all heads of queries and keys",
         "qwen3_next": "gated delta nets beside experts",
     }
 )

@@ -104,11 +104,12 @@ _LATENT_CODECS = (
     *(renamed(f"latent_attention.{name}", name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
 )
 _LATENT_RULES = (*ENDS, *_ATTENTION, FFN_NORM, *DENSE_FFN)
-_DEEPSEEK_LAYER = "model.layers.{layer}.mlp."
+_LAYER = "model.layers.{layer}."
+_PROJECTED_EXPERTS = experts(
+    _LAYER + "mlp.gate.weight", *(f"{_LAYER}mlp.experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down"))
+)
 _DEEPSEEK_EXPERTS = (
-    *experts(
-        _DEEPSEEK_LAYER + "gate.weight", *(f"{_DEEPSEEK_LAYER}experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down"))
-    ),
+    *_PROJECTED_EXPERTS,
     WeightRule(
         "layers.{layer}.mlp.router.expert_bias",
         ("E",),
@@ -153,7 +154,6 @@ _DEEPSEEK3 = Family(
 LATENT = (_DEEPSEEK2, _DEEPSEEK3)
 
 
-_LAYER = "model.layers.{layer}."
 _MIXTRAL = Family(
     name="mixtral",
     model_type="mixtral",
@@ -185,13 +185,7 @@ _QWEN_CODECS = (
     rotary(base=1e4),
     softmax_router(),
 )
-_QWEN_RULES = (
-    *ENDS,
-    *ATTENTION,
-    FFN_NORM,
-    *DENSE_FFN,
-    *experts(_LAYER + "mlp.gate.weight", *(f"{_LAYER}mlp.experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down"))),
-)
+_QWEN_RULES = (*ENDS, *ATTENTION, FFN_NORM, *DENSE_FFN, *_PROJECTED_EXPERTS)
 _QWEN_FIXED = {"hidden_act": "silu", "use_sliding_window": False}
 _QWEN_INERT = frozenset({"layer_types", "max_window_layers", "sliding_window"})
 _QWEN2_MOE = Family(
@@ -214,6 +208,28 @@ _QWEN3_MOE = Family(
     fixed={**_QWEN_FIXED, "attention_bias": False},
     inert=_QWEN_INERT,
     rules=_QWEN_RULES,
+    ignored=(".rotary_emb.inv_freq",),
+)
+_OLMOE = Family(
+    name="olmoe",
+    model_type="olmoe",
+    architecture="OlmoeForCausalLM",
+    codecs=(
+        *(codec for codec in SIZES if codec.ours[0] != "kv_channels"),
+        renamed("norm_epsilon", "rms_norm_eps", 1e-5),
+        renamed("share_embeddings_and_output_weights", "tie_word_embeddings", False),
+        expert_count(),
+        renamed("moe_router_topk", "num_experts_per_tok"),
+        rotary(base=1e4),
+        softmax_router(),
+    ),
+    implies={
+        "qk_layernorm": True,
+        "qk_layernorm_across_heads": True,
+        "kv_channels": lambda full: full["hidden_size"] // full["num_attention_heads"],
+    },
+    fixed={"hidden_act": "silu", "attention_bias": False, "clip_qkv": None},
+    rules=(*ENDS, *ATTENTION, FFN_NORM, *_PROJECTED_EXPERTS),
     ignored=(".rotary_emb.inv_freq",),
 )
 
@@ -261,4 +277,4 @@ _GPT_OSS = Family(
     ),
     ignored=(".rotary_emb.inv_freq",),
 )  # fmt: skip
-MIXTURE = (_MIXTRAL, _QWEN2_MOE, _QWEN3_MOE, _GPT_OSS)
+MIXTURE = (_MIXTRAL, _QWEN2_MOE, _QWEN3_MOE, _OLMOE, _GPT_OSS)

@@ -45,6 +45,7 @@ DEFAULTS: Config = MappingProxyType(
         "norm_epsilon": 1e-5,
         "layernorm_zero_centered_gamma": False,
         "qk_layernorm": False,
+        "qk_layernorm_across_heads": False,
         "sandwich_norm": False,
         "post_norm": False,
         "add_bias_linear": False,
@@ -275,8 +276,11 @@ INPUT_NORM = same("layers.{layer}.input_norm.weight", _LAYER + "input_layernorm.
 ATTENTION = (
     INPUT_NORM,
     *attention_projections("layers.{layer}.attention.", *(f"{_LAYER}self_attn.{name}_proj" for name in "qkvo")),
-    same("layers.{layer}.attention.q_norm.weight", _LAYER + "self_attn.q_norm.weight", "H", when="qk_layernorm"),
-    same("layers.{layer}.attention.k_norm.weight", _LAYER + "self_attn.k_norm.weight", "H", when="qk_layernorm"),
+    *(
+        same(f"layers.{{layer}}.attention.{name}.weight", f"{_LAYER}self_attn.{name}.weight", size, when=when)
+        for name, across in (("q_norm", "Q"), ("k_norm", "C"))
+        for size, when in (("H", "qk_layernorm and not qk_layernorm_across_heads"), (across, "qk_layernorm_across_heads"))
+    ),
 )
 FFN_NORM = same("layers.{layer}.ffn_norm.weight", _LAYER + "post_attention_layernorm.weight", "D")
 # Of models with experts, the layers without.

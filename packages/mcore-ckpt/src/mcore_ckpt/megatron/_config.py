@@ -153,8 +153,10 @@ def args_of(sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Their settings of a config of ours.
 
     Raises:
-        ValueError: latent attention that is not theirs.
+        ValueError: latent attention, or norms of queries and keys, that are not theirs.
     """
+    if sizes.get("qk_layernorm_across_heads"):
+        raise ValueError("qk_layernorm_across_heads=True cannot be exported: norms of queries and keys are of single heads there")
     args = {name: sizes[name] for name in (*_SAME, *_ROUTER, *_SHARED) if name in sizes}
     args |= {theirs: sizes[ours] for theirs, ours in _RENAMED.items() if ours in sizes}
     if "num_moe_experts" in sizes:

@@ -57,6 +57,8 @@ class TransformerConfig:
     """Norm weights are stored less 1."""
     qk_layernorm: bool = False
     """Normalise each query and key head before the rotary embedding."""
+    qk_layernorm_across_heads: bool = False
+    """These norms go over all query heads, and all key heads, together (OLMo 2, OLMoE); needs ``qk_layernorm`` and RMSNorm."""
     sandwich_norm: bool = False
     """Normalise what mixer and feed-forward give, too, before it is added."""
     post_norm: bool = False
@@ -324,6 +326,11 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
     ConfigRule(
         "one-norm-order", ("post_norm", "sandwich_norm"), lambda c: not (c.post_norm and c.sandwich_norm),
         "exclude one another", "set one of them",
+    ),
+    ConfigRule(
+        "norms-across-heads", ("qk_layernorm_across_heads", "qk_layernorm", "normalization"),
+        lambda c: not c.qk_layernorm_across_heads or (c.qk_layernorm and c.normalization == "RMSNorm"),
+        "are no norms of queries and keys that go across heads", "set qk_layernorm=True and normalization='RMSNorm'",
     ),
     ConfigRule(
         "window-range", ("window_size",), lambda c: c.window_size is None or (len(c.window_size) == 2 and min(c.window_size) >= -1),

@@ -105,7 +105,8 @@ def _mixer(config: TransformerConfig, symbol: str, visible: float, norms: int) -
 def _attention(config: TransformerConfig, visible: float, norms: int) -> _Cost:
     D, A, K, d = config.hidden_size, config.num_attention_heads, config.kv_heads, config.head_dim
     others = (A + 2 * K) * d * config.add_qkv_bias + D * config.add_bias_linear + A * (config.softmax_type == "learnable")
-    others += 2 * _norm(config, d) if config.qk_layernorm else 0
+    if config.qk_layernorm:
+        others += _norm(config, (A + K) * d) if config.qk_layernorm_across_heads else 2 * _norm(config, d)
     return _Cost(matrices=(2 * A + 2 * K + A * config.attention_output_gate) * d * D, others=norms + others, mixing=2 * A * d * visible)
 
 

@@ -164,6 +164,7 @@ def self_attention(
             rotary=layer_rotary(config, site.layer),
             rotary_interleaved=config.rotary_interleaved,
             qk_norm=config.qk_layernorm,
+            qk_norm_across_heads=config.qk_layernorm_across_heads,
             normalization=config.normalization,
             norm_zero_centered=config.layernorm_zero_centered_gamma,
             norm_epsilon=config.norm_epsilon,

@@ -112,6 +112,7 @@ def check_batch_invariant(
         f"hybrid_layer_pattern={config.hybrid_layer_pattern!r}": config.hybrid_layer_pattern is not None,
         "latent_attention": config.latent_attention is not None,
         "attention_output_gate=True": config.attention_output_gate,
+        "qk_layernorm_across_heads=True": config.qk_layernorm_across_heads,
         "mtp_num_layers": config.mtp_num_layers > 0,
         "position_embedding_type='mrope'": config.position_embedding_type == "mrope",
         "feed_forward of its own": not is_dense(feed_forward),
@@ -150,6 +151,8 @@ def _check_attention(config: TransformerConfig, plan: ParallelPlan, exchange: in
         raise ValueError(
             f"tp={tp} must divide num_query_groups={groups} (key-value heads) or be a multiple of it; change tp or num_query_groups"
         )
+    if config.qk_layernorm_across_heads:
+        raise ValueError(f"tp={tp} must divide num_query_groups={groups} with qk_layernorm_across_heads=True; lower tp")
     rows = (heads // groups + 2) * config.head_dim
     what = f"the rows of a key-value head, (num_attention_heads/num_query_groups + 2) * kv_channels = {rows},"
     if rows % tp:

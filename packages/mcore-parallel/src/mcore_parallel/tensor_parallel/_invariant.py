@@ -26,9 +26,9 @@ def make_tp_invariant(model: nn.Module, blocks: int) -> None:
 
     For comparisons of layouts, not for speed: GEMMs are cut into ``blocks``, and their sums gathered whole. Outputs, losses
     (``ModelOutput.token_losses``, ``loss_sum``, ``log_probs``), and the gradients of all parameters of dense layers with grouped-query
-    attention then do not depend on tp. What sums over the heads or channels of a rank in its own way (latent attention, linear
-    mixers, experts) does, and so does the gradient norm: compare with ``clip_grad=0``. On a CPU, blocks of queries, keys and values and of
-    the feed-forward must be multiples of 32 channels: what is left over goes through other instructions there.
+    attention then do not depend on tp. What sums over the heads or channels of a rank in its own way (latent attention, norms across
+    heads, linear mixers, experts) does, and so does the gradient norm: compare with ``clip_grad=0``. On a CPU, blocks of queries, keys
+    and values and of the feed-forward must be multiples of 32 channels: what is left over goes through other instructions there.
 
     Args:
         model: its ``ColumnParallelLinear``, ``RowParallelLinear`` and output layers are changed in place; call it in every layout

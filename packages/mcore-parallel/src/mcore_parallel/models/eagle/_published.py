@@ -111,7 +111,7 @@ def published_config(config: EagleConfig, *, dtype: torch.dtype) -> dict[str, An
         dtype: of the weights.
 
     Raises:
-        ValueError: modules of the target that are no layers, positions that the format does not know.
+        ValueError: modules of the target that are no layers, positions or norms that the format does not know.
     """
     sizes = config.transformer
     numbers = [name.removeprefix("layers.") for name in config.aux_modules]
@@ -119,6 +119,8 @@ def published_config(config: EagleConfig, *, dtype: torch.dtype) -> dict[str, An
         raise ValueError(f"aux_modules={config.aux_modules} must be layers of the target; name them layers.N")
     if sizes.position_embedding_type != "rope" or sizes.rotary_percent != 1.0 or sizes.rotary_interleaved:
         raise ValueError("published heads turn all channels by halves: set position_embedding_type='rope', rotary_percent=1.0")
+    if sizes.qk_layernorm_across_heads:
+        raise ValueError("qk_layernorm_across_heads=True has no name in published heads; set it to False, which normalises each head")
     scaling = sizes.rope_scaling
     return {
         "architectures": ["LlamaForCausalLMEagle3"],

@@ -15,6 +15,7 @@ from mcore_parallel.nn._factory import LayerFactory, TorchLayers
 from mcore_parallel.nn._norm import RMSNorm
 from mcore_parallel.nn._step import Step
 from mcore_parallel.nn.attention._cores import AttentionCore, AttentionSpec, SinkAttentionCore, causal_attention, check_prefixes
+from mcore_parallel.nn.attention._norm_across_heads import RMSNormAcrossHeads
 from mcore_parallel.nn.attention._packed import HeadNorms, PackedAttentionCore, PackedHeads
 from mcore_parallel.nn.attention._qk_clip import LogitTracker, shared_key_factors
 from mcore_parallel.nn.attention._shared_kv import SharedKVProjection
@@ -27,7 +28,8 @@ class AttentionConfig:
     """Sizes and choices of a ``SelfAttention``.
 
     Raises:
-        ValueError: num_kv_heads that does not divide num_heads; an unknown softmax_type or rotary.
+        ValueError: num_kv_heads that does not divide num_heads; an unknown softmax_type or rotary; qk_norm_across_heads without qk_norm
+            or with layer norms.
 
     Example:
         >>> AttentionConfig(hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=8).qkv_rows
@@ -52,6 +54,9 @@ class AttentionConfig:
     """Channel 2 i pairs with 2 i + 1."""
     qk_norm: bool = False
     """Normalise each query and key head (``q_norm``, ``k_norm``: [head_dim]) before the rotation."""
+    qk_norm_across_heads: bool = False
+    """These norms go over all query heads, and all key heads, together: ``q_norm`` is [num_heads head_dim], ``k_norm``
+    [num_kv_heads head_dim]. RMS norms only."""
     normalization: str = "RMSNorm"
     """Kind of these norms."""
     norm_zero_centered: bool = False
@@ -72,6 +77,10 @@ class AttentionConfig:
             raise ValueError(f'rotary={self.rotary!r} must be "default", "window" or None')
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_query_groups={self.num_kv_heads} must divide num_attention_heads={self.num_heads}")
+        if self.qk_norm_across_heads and not (self.qk_norm and self.normalization == "RMSNorm"):
+            raise ValueError(
+                f"qk_norm_across_heads=True needs qk_norm=True and normalization='RMSNorm', found {self.qk_norm} and {self.normalization!r}"
+            )
 
     @property
     def qkv_rows(self) -> int:
@@ -104,7 +113,7 @@ class SelfAttention(nn.Module):
         init: as in the linear layers.
 
     Raises:
-        ValueError: tp neither divides K nor is a multiple of it, or does not divide A.
+        ValueError: tp neither divides K nor is a multiple of it, or does not divide A; norms across heads and tp does not divide K.
     """
 
     def __init__(
@@ -142,12 +151,23 @@ class SelfAttention(nn.Module):
         self.gate = layers.column_linear(c.in_features, width, groups, init=init, **place) if c.output_gate else None
         self.out = layers.row_linear(width, c.hidden_size, groups, bias=c.out_bias, init=init, **place)
 
-        def head_norm() -> nn.Module | None:
+        if c.qk_norm_across_heads and c.num_kv_heads % tp.size:
+            raise ValueError(
+                f"tp={tp.size} must divide num_query_groups={c.num_kv_heads} for norms across heads (qk_layernorm_across_heads); lower tp"
+            )
+
+        def head_norm(num_heads: int) -> nn.Module | None:
+            if not c.qk_norm:
+                return None
+            if c.qk_norm_across_heads:
+                return RMSNormAcrossHeads(
+                    num_heads, c.head_dim, groups, epsilon=c.norm_epsilon, zero_centered=c.norm_zero_centered, **place
+                )
             # A rank sees its share of the heads.
             kind = {"normalization": c.normalization, "zero_centered": c.norm_zero_centered, "epsilon": c.norm_epsilon}
-            return layers.norm(c.head_dim, partial=("tp",), **kind, **place) if c.qk_norm else None
+            return layers.norm(c.head_dim, partial=("tp",), **kind, **place)
 
-        self.q_norm, self.k_norm = head_norm(), head_norm()
+        self.q_norm, self.k_norm = head_norm(c.num_heads), head_norm(c.num_kv_heads)
         self._sinks = ShardSpec(shape=(c.num_heads,), shards={"tp": 0})
         self.softmax_offset: nn.Parameter | None = None
         if c.softmax_type == "learnable":
@@ -181,7 +201,7 @@ class SelfAttention(nn.Module):
 
     @experimental_api
     def packed_heads(self, qkv: Tensor, step: Step) -> PackedHeads | None:
-        """What a ``PackedAttentionCore`` is asked about and gets; None where head norms are no RMS norms, or batch-invariant.
+        """What a ``PackedAttentionCore`` is asked about and gets; None where norms are no RMS norms of single heads, or batch-invariant.
 
         Args:
             qkv: [T, K, A / K + 2, d], the projection's result.
