@@ -26,6 +26,11 @@ _SIZES = {
     "initializer_range": 0.3,
 }
 _NO_GROUPS = {name: value for name, value in _SIZES.items() if name != "num_key_value_heads"}
+_NO_LAYERS = {name: value for name, value in _SIZES.items() if name != "num_hidden_layers"}
+_NEMOTRON = {
+    "head_dim": 8, "ssm_state_size": 6, "mamba_num_heads": 8, "mamba_head_dim": 4, "n_groups": 4, "chunk_size": 8,
+    "use_mamba_kernels": False,
+}  # fmt: skip
 _THETA = {"rope_theta": 500.0}
 _LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
@@ -127,10 +132,22 @@ REFERENCES: Mapping[str, Reference] = {
     ),
     "nemotron_h": Reference(
         title="Nemotron-H", published="Nemotron-H-8B-Base-8K", family="nemotron_h", kind="NemotronH",
-        sizes={name: value for name, value in _SIZES.items() if name != "num_hidden_layers"},
+        sizes=_NO_LAYERS, config={**_NEMOTRON, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
+    ),
+    "nemotron_h_moe": Reference(
+        title="Nemotron 3 Nano (Nemotron-H with experts)", published="NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", family="nemotron_h",
+        kind="NemotronH", sizes=_NO_LAYERS,
         config={
-            "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "head_dim": 8, "ssm_state_size": 6,
-            "mamba_num_heads": 8, "mamba_head_dim": 4, "n_groups": 4, "chunk_size": 8, "use_mamba_kernels": False,
+            **_NEMOTRON, "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe"], "n_routed_experts": 4,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 14, "routed_scaling_factor": 2.5,
+        },
+    ),
+    "nemotron_h_latent": Reference(
+        title="Nemotron-H with narrower experts in groups", family="nemotron_h", kind="NemotronH", sizes=_NO_LAYERS,
+        config={
+            **_NEMOTRON, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "n_routed_experts": 8,
+            "num_experts_per_tok": 4, "moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 14, "moe_latent_size": 8,
+            "n_group": 4, "topk_group": 2,
         },
     ),
     "bamba": Reference(

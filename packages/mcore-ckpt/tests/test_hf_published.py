@@ -7,7 +7,7 @@ import math
 import pytest
 
 from mcore_ckpt import CheckpointingException
-from mcore_ckpt.hf._config import from_hf_config, measure, to_hf_config
+from mcore_ckpt.hf._config import complete, from_hf_config, measure, to_hf_config
 from mcore_ckpt.hf._rules import sites
 
 LLAMA3 = {
@@ -15,6 +15,8 @@ LLAMA3 = {
 }  # fmt: skip
 QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28}
 NEMOTRON = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+
+NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 
 
 def decoder(kind, layers, hidden, ffn, heads, groups, vocabulary, **more):
@@ -123,6 +125,16 @@ PUBLISHED = {
         ),
         8.1e9,
     ),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (
+        decoder(
+            "nemotron_h", 52, 2688, 1856, 32, 2, 131072, head_dim=128, hybrid_override_pattern=NANO, mlp_hidden_act="relu2", norm_eps=1e-5,
+            ssm_state_size=128, mamba_num_heads=64, mamba_head_dim=64, n_groups=8, expand=2, conv_kernel=4, layer_norm_epsilon=1e-5,
+            n_routed_experts=128, num_experts_per_tok=6, n_shared_experts=1, moe_intermediate_size=1856, n_group=1, topk_group=1,
+            moe_shared_expert_intermediate_size=3712, norm_topk_prob=True, routed_scaling_factor=2.5, rope_theta=10000,
+            partial_rotary_factor=1.0, num_logits_to_keep=1, rescale_prenorm_residual=True, residual_in_fp32=False, mlp_bias=False,
+        ),
+        31.6e9,
+    ),
     "Bamba-9B-v2": (
         decoder(
             "bamba", 32, 4096, 14336, 32, 8, 128256, attn_layer_indices=[9, 18, 27], mamba_d_state=128, mamba_d_head=64, mamba_n_heads=128,
@@ -165,7 +177,7 @@ def test_what_a_family_does_not_describe_is_refused_by_the_name_of_its_setting()
         "Qwen2.5-7B": ({"layer_types": ["chunked_attention"] * 28, "use_sliding_window": True}, "layer_types='chunked_attention'"),
         "gemma-3-1b-pt": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
         "Llama-3.1-8B": ({"model_type": "gemma2"}, "not covered: soft caps of scores and logits"),
-        "Nemotron-H-8B-Base-8K": ({"hybrid_override_pattern": "ME*-"}, "layers_block_type='E'"),
+        "Nemotron-H-8B-Base-8K": ({"hybrid_override_pattern": "MG*-"}, "layers_block_type='G' is not supported"),
         "bert-base-uncased": ({"architectures": ["BertForQuestionAnswering"]}, "architectures='BertForQuestionAnswering'"),
         "Mamba-Codestral-7B-v0.1": ({"num_heads": 12}, "mamba.num_groups=8 must divide its num_heads=12"),
     }
@@ -173,3 +185,44 @@ def test_what_a_family_does_not_describe_is_refused_by_the_name_of_its_setting()
         with pytest.raises(CheckpointingException) as caught:
             from_hf_config(PUBLISHED[name][0] | change, IGNORED.get(name, ()))
         assert words in str(caught.value), name
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"n_shared_experts": 2}, "n_shared_experts=2 is not supported; only 1 is"),
+        ({"n_routed_experts": None}, "lacks n_routed_experts"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=False is not supported; only True is"),
+        ({"num_experts_per_tok": 1}, "moe_router_topk=1 has no name there"),
+        ({"n_group": 8, "topk_group": 2}, "topk_group=2 beside num_experts_per_tok=6 is not supported; only half of that is"),
+        ({"mlp_bias": True}, "mlp_bias=True is not supported"),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1 is not supported"),
+    ],
+)
+def test_experts_of_a_hybrid_that_are_not_described_are_refused_by_name(change, words):
+    with pytest.raises(CheckpointingException) as caught:
+        from_hf_config(PUBLISHED["NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"][0] | change)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_moe_experts": None}, r"num_moe_experts=None is needed for the layers E of hybrid_layer_pattern='MEM"),
+        ({"hybrid_layer_pattern": "M-" * 26}, r"hybrid_layer_pattern=.* has no E for num_moe_experts=128; leave that out"),
+        ({"moe_shared_expert_intermediate_size": None}, "every mixture of this family has a shared expert"),
+        ({"moe_shared_expert_gate": True}, "moe_shared_expert_gate=True cannot be expressed by family nemotron_h"),
+        ({"moe_router_score_function": "softmax"}, "moe_router_score_function='softmax' has no name there; only 'sigmoid' has"),
+        ({"activation": "swiglu"}, "activation='swiglu' has no name in mlp_hidden_act"),
+    ],
+)
+def test_experts_of_a_hybrid_that_have_no_name_are_not_exported(change, words):
+    family, config = from_hf_config(PUBLISHED["NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"][0])
+    with pytest.raises(ValueError, match=words):
+        complete({**config, **change}, family)
+
+
+def test_a_hybrid_whose_experts_are_as_wide_as_its_feed_forward_says_both_widths():
+    family, config = from_hf_config(PUBLISHED["NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"][0])
+    short = {name: value for name, value in config.items() if name != "moe_ffn_hidden_size"}
+    assert complete(short, family) == config and config["ffn_hidden_size"] == config["moe_ffn_hidden_size"] == 1856

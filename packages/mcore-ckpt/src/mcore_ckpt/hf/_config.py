@@ -131,7 +131,11 @@ def _complete_experts(full: dict[str, Any]) -> None:
     freq, layers = full["moe_layer_freq"], full["num_layers"]
     if isinstance(freq, tuple) and (len(freq) != layers or set(freq) - {0, 1} or 1 not in freq):
         refuse("moe_layer_freq", freq, f"must have a 0 or 1 for each of the {layers} layers, and a 1 among them")
-    if freq == 1 or (isinstance(freq, tuple) and all(freq)):
+    if full["hybrid_layer_pattern"] is not None:
+        # Its symbols say which layers have experts; a dense one has a width of its own.
+        if full["num_moe_experts"] is not None and full["moe_ffn_hidden_size"] is None:
+            full["moe_ffn_hidden_size"] = full["ffn_hidden_size"]
+    elif freq == 1 or (isinstance(freq, tuple) and all(freq)):
         full["moe_layer_freq"] = 1
         if full["num_moe_experts"] is not None and full["moe_ffn_hidden_size"] is not None:
             full["ffn_hidden_size"], full["moe_ffn_hidden_size"] = full["moe_ffn_hidden_size"], None
@@ -218,6 +222,7 @@ def measure(full: Config) -> dict[str, int]:
         "F": ffn,
         "X": full["moe_ffn_hidden_size"] or ffn,
         "2X": 2 * (full["moe_ffn_hidden_size"] or ffn),
+        "XD": full["moe_latent_size"] or full["hidden_size"],
         "SX": full["moe_shared_expert_intermediate_size"] or 0,
         "A": heads,
         "K": groups,

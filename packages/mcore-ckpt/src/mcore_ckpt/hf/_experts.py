@@ -2,27 +2,35 @@
 # Copyright (c) 2026 the mcore authors
 """Mixtures of experts in config.json and in files: their counts and widths, which layers have them, how a router weighs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mcore_ckpt.hf._fields import Codec, Config, refuse, renamed, same
-from mcore_ckpt.hf._rules import Form, HFPart, PartLayout, WeightRule
+from mcore_ckpt.hf._rules import Dim, Form, HFPart, PartLayout, WeightRule
 
 __all__ = [
+    "DEEPSEEK_ROUTER",
+    "NEMOTRON_ROUTER",
     "PACKED_EXPERTS",
+    "expert_bias",
     "expert_count",
     "experts",
     "experts_by_list",
+    "experts_by_pattern",
     "experts_from",
+    "has_routed_layers",
+    "pattern_has_experts",
     "shared_rules",
     "shared_width",
     "sigmoid_router",
     "softmax_router",
+    "ungated_experts",
 ]
 
 _LAYER = "model.layers.{layer}."
 _MLP = "layers.{layer}.mlp."
 _GATES = ("gate", "up")
+_SHARED = "moe_shared_expert_intermediate_size"
 
 
 def experts(router: str, gate: str, up: str, down: str) -> tuple[WeightRule, ...]:
@@ -71,7 +79,7 @@ PACKED_EXPERTS = (
 
 def shared_rules(theirs: str) -> tuple[WeightRule, ...]:
     """The feed-forward that every token goes through, from the prefix of the other side's three projections."""
-    when, place = "moe_shared_expert_intermediate_size", _LAYER + theirs
+    when, place = _SHARED, _LAYER + theirs
     up = tuple(HFPart(f"{place}.{name}_proj.weight", ("SX", "D")) for name in _GATES)
     return (
         WeightRule(_MLP + "shared_experts.up.weight", (2, "SX", "D"), (Form(up),), when, "E"),
@@ -80,6 +88,33 @@ def shared_rules(theirs: str) -> tuple[WeightRule, ...]:
             _MLP + "shared_expert_gate.weight", _LAYER + "mlp.shared_expert_gate.weight", 1, "D", when="moe_shared_expert_gate", kinds="E"
         ),
     )
+
+
+def ungated_experts(theirs: str) -> tuple[WeightRule, ...]:
+    """A mixture without gates in its activation, from the prefix of the other side's tensors (Nemotron-H)."""
+
+    def each(ours: str, name: str, *shape: Dim) -> WeightRule:
+        part = HFPart(f"{theirs}experts.{{expert}}.{name}.weight", shape)
+        return WeightRule(f"{_MLP}experts.{ours}", ("E", *shape), (Form((part,)),), kinds="E")
+
+    def one(ours: str, name: str, *shape: Dim, when: str = "") -> WeightRule:
+        return same(f"{_MLP}{ours}.weight", f"{theirs}{name}.weight", *shape, when=when, kinds="E")
+
+    return (
+        one("router", "gate", "E", "D"),
+        expert_bias(f"{theirs}gate.e_score_correction_bias"),
+        each("up", "up_proj", "X", "XD"),
+        each("down", "down_proj", "XD", "X"),
+        one("shared_experts.up", "shared_experts.up_proj", "SX", "D", when=_SHARED),
+        one("shared_experts.down", "shared_experts.down_proj", "D", "SX", when=_SHARED),
+        one("latent_down", "fc1_latent_proj", "XD", "D", when="moe_latent_size"),
+        one("latent_up", "fc2_latent_proj", "D", "XD", when="moe_latent_size"),
+    )
+
+
+def expert_bias(theirs: str) -> WeightRule:
+    """The bias that the choice of experts adds to their scores."""
+    return WeightRule(_MLP + "router.expert_bias", ("E",), (Form((HFPart(theirs, ("E",)),)),), kinds="E", float32=True)
 
 
 def expert_count() -> Codec:
@@ -167,9 +202,9 @@ def experts_from() -> Codec:
         }
 
     def read(config: Config) -> dict[str, Any]:
-        layers, dense, count = (config.get(name) or 0 for name in ("num_hidden_layers", "first_k_dense_replace", "n_routed_experts"))
-        if not count or dense >= layers:
+        if not has_routed_layers(config):
             return {"ffn_hidden_size": config["intermediate_size"]}
+        layers, dense, count = config["num_hidden_layers"], config.get("first_k_dense_replace") or 0, config["n_routed_experts"]
         if config.get("moe_layer_freq", 1) != 1:
             refuse("moe_layer_freq", config["moe_layer_freq"], "is not supported; only 1 is")
         width = config["moe_intermediate_size"]
@@ -183,8 +218,63 @@ def experts_from() -> Codec:
     return Codec(ours=(*_WIDTHS, "num_moe_experts", shared), theirs=theirs, write=write, read=read)
 
 
-def sigmoid_router() -> tuple[Codec, ...]:
-    """Sigmoid scores with a bias for the choice, in groups of experts of which each is worth the sum of its two best (DeepSeek-V3)."""
+def experts_by_pattern() -> Codec:
+    """Layers of the pattern's E have experts of a width of their own, perhaps behind a projection, and one shared expert (Nemotron-H)."""
+    names = {
+        "num_moe_experts": "n_routed_experts",
+        "moe_ffn_hidden_size": "moe_intermediate_size",
+        "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+    }
+
+    def write(full: Config) -> dict[str, Any]:
+        pattern, latent = full["hybrid_layer_pattern"], full["moe_latent_size"]
+        if full["num_moe_experts"] is None:
+            if "E" in (pattern or ""):
+                refuse("num_moe_experts", None, f"is needed for the layers E of hybrid_layer_pattern={pattern!r}")
+            return {}
+        if "E" not in (pattern or ""):
+            refuse("hybrid_layer_pattern", pattern, f"has no E for num_moe_experts={full['num_moe_experts']}; leave that out")
+        if full["moe_shared_expert_intermediate_size"] is None:
+            refuse("moe_shared_expert_intermediate_size", None, "has no name there; every mixture of this family has a shared expert")
+        return {theirs: full[ours] for ours, theirs in names.items()} | {"n_shared_experts": 1, "moe_latent_size": latent}
+
+    def read(config: Config) -> dict[str, Any]:
+        if not pattern_has_experts(config):
+            return {}
+        if config.get("n_shared_experts", 1) != 1:
+            refuse("n_shared_experts", config["n_shared_experts"], "is not supported; only 1 is")
+        if lacking := [theirs for theirs in names.values() if config.get(theirs) is None]:
+            raise ValueError(f"lacks {', '.join(lacking)}")
+        return {ours: config[theirs] for ours, theirs in names.items()} | {"moe_latent_size": config.get("moe_latent_size")}
+
+    theirs = (*names.values(), "n_shared_experts", "moe_latent_size")
+    return Codec(ours=(*names, "moe_latent_size"), theirs=theirs, write=write, read=read)
+
+
+def pattern_has_experts(config: Config) -> bool:
+    """Whether config.json of a hybrid names a layer with experts."""
+    return bool({"moe", "E"} & {*(config.get("layers_block_type") or config.get("hybrid_override_pattern") or ())})
+
+
+def has_routed_layers(config: Config) -> bool:
+    """Whether config.json leaves experts in a layer behind the dense ones."""
+    layers, dense = config.get("num_hidden_layers") or 0, config.get("first_k_dense_replace") or 0
+    return bool(config.get("n_routed_experts")) and dense < layers
+
+
+DEEPSEEK_ROUTER: Config = {"n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "routed_scaling_factor": 2.5}
+NEMOTRON_ROUTER: Config = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "routed_scaling_factor": 1.0}
+
+
+def sigmoid_router(silent: Config, *, routes: Callable[[Config], bool], said: Config) -> Codec:
+    """Sigmoid scores with a bias for the choice, in groups of experts of which each is worth the sum of its two best (DeepSeek-V3).
+
+    Args:
+        silent: what it means to leave an entry out.
+        routes: whether a config.json has layers with experts.
+        said: further entries, which have one value.
+    """
+    fixed = {"norm_topk_prob": True, **said}
 
     def write(full: Config) -> dict[str, Any]:
         if full["num_moe_experts"] is None:
@@ -207,32 +297,26 @@ def sigmoid_router() -> tuple[Codec, ...]:
             "topk_group": chosen or 1,
             "num_experts_per_tok": topk,
             "routed_scaling_factor": 1.0 if scaling is None else scaling,
-            "norm_topk_prob": True,
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
+            **fixed,
         }
 
     def read(config: Config) -> dict[str, Any]:
-        layers, dense = config.get("num_hidden_layers") or 0, config.get("first_k_dense_replace") or 0
-        if not config.get("n_routed_experts") or dense >= layers:
+        if not routes(config):
             return {}
-        for name, only in (("norm_topk_prob", True), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        for name, only in fixed.items():
             if config.get(name, only) != only:
                 refuse(name, config[name], f"is not supported; only {only!r} is")
-        groups, chosen, topk = (
-            config.get(name, silent) or 1 for name, silent in (("n_group", 8), ("topk_group", 4), ("num_experts_per_tok", 8))
-        )
+        groups, chosen, topk = (config.get(name, silent[name]) or 1 for name in ("n_group", "topk_group", "num_experts_per_tok"))
         ours: dict[str, Any] = {"moe_router_topk": topk, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
         if groups > 1:
             if topk != 2 * chosen:
                 refuse("topk_group", chosen, f"beside num_experts_per_tok={topk} is not supported; only half of that is")
             ours |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
-        scaling = config.get("routed_scaling_factor", 2.5)
+        scaling = config.get("routed_scaling_factor", silent["routed_scaling_factor"])
         return ours | {"moe_router_topk_scaling_factor": None if scaling in (None, 1.0) else float(scaling)}
 
     ours = ("topk", "score_function", "enable_expert_bias", "num_groups", "group_topk", "topk_scaling_factor")
-    theirs = ("n_group", "topk_group", "num_experts_per_tok", "routed_scaling_factor", "norm_topk_prob", "scoring_func", "topk_method")
-    return (Codec(ours=tuple(f"moe_router_{name}" for name in ours), theirs=theirs, write=write, read=read),)
+    return Codec(ours=tuple(f"moe_router_{name}" for name in ours), theirs=(*silent, *fixed), write=write, read=read)
 
 
 def shared_width() -> Codec:

@@ -6,13 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mcore_ckpt.hf._experts import NEMOTRON_ROUTER, experts_by_pattern, pattern_has_experts, sigmoid_router, ungated_experts
 from mcore_ckpt.hf._fields import ENDS, SIZES, Codec, Family, attention_projections, named, refuse, renamed, same
 from mcore_ckpt.hf._positions import rotary
 from mcore_ckpt.hf._rules import Form, HFPart, PartLayout, WeightRule
 
 __all__ = ["HYBRID"]
 
-_SYMBOLS = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
+_SYMBOLS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _WORDS = {word: symbol for symbol, word in _SYMBOLS.items()} | {"mamba": "M", "attention": "*"}
 
 
@@ -47,7 +48,7 @@ def _named_layers() -> Codec:
     """A word for each layer, or one string of symbols, as releases before had it."""
 
     def write(full: Mapping[str, Any]) -> dict[str, Any]:
-        pattern = _pattern_of(full, "M*-")
+        pattern = _pattern_of(full, "M*-E")
         return {
             "num_hidden_layers": len(pattern),
             "hybrid_override_pattern": pattern,
@@ -206,6 +207,8 @@ _NEMOTRON_H = Family(
             128,
         ),
         _least_step(),
+        experts_by_pattern(),
+        sigmoid_router(NEMOTRON_ROUTER, routes=pattern_has_experts, said={}),
     ),
     implies={"position_embedding_type": "none"},
     free={"rotary_base": 1e4, "rotary_percent": 1.0},
@@ -213,20 +216,19 @@ _NEMOTRON_H = Family(
         "mamba_hidden_act": "silu", "use_bias": False, "mamba_proj_bias": False, "attention_bias": False, "mlp_bias": False,
         "sliding_window": None, "num_nextn_predict_layers": 0,
     },
-    # All that routes is of layers that this stack does not have.
+    # No head is turned, and the epsilon of norms has one name.
     inert=_FIRST_STEPS
     | {
-        "attention_head_dim", "hidden_act", "mamba_ssm_cache_dtype", "moe_intermediate_size", "moe_latent_size",
-        "moe_shared_expert_intermediate_size", "moe_shared_expert_overlap", "mtp_layers_block_type", "n_group", "n_routed_experts",
-        "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "rms_norm_eps", "routed_scaling_factor", "time_step_limit",
-        "topk_group", "use_mamba_kernels",
+        "attention_head_dim", "hidden_act", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "mtp_layers_block_type", "norm_eps",
+        "partial_rotary_factor", "rms_norm_eps", "rope_theta", "time_step_limit", "use_mamba_kernels",
     },
     rules=(
         *_BACKBONE_ENDS,
         *attention_projections("layers.{layer}.attention.", *(f"{_BACKBONE}mixer.{name}_proj" for name in "qkvo"), kinds="*"),
-        same("layers.{layer}.ffn_norm.weight", _BACKBONE + "norm.weight", "D", kinds="-"),
+        same("layers.{layer}.ffn_norm.weight", _BACKBONE + "norm.weight", "D", kinds="-E"),
         same("layers.{layer}.mlp.up.weight", _BACKBONE + "mixer.up_proj.weight", "F", "D", kinds="-"),
         same("layers.{layer}.mlp.down.weight", _BACKBONE + "mixer.down_proj.weight", "D", "F", kinds="-"),
+        *ungated_experts(_BACKBONE + "mixer."),
     ),
 )  # fmt: skip
 _BAMBA_LAYER = "model.layers.{pair}."

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.hf._experts import (
+    DEEPSEEK_ROUTER,
     PACKED_EXPERTS,
+    expert_bias,
     expert_count,
     experts,
     experts_by_list,
     experts_from,
+    has_routed_layers,
     shared_rules,
     shared_width,
     sigmoid_router,
@@ -110,13 +113,7 @@ _PROJECTED_EXPERTS = experts(
 )
 _DEEPSEEK_EXPERTS = (
     *_PROJECTED_EXPERTS,
-    WeightRule(
-        "layers.{layer}.mlp.router.expert_bias",
-        ("E",),
-        (Form((HFPart("model.layers.{layer}.mlp.gate.e_score_correction_bias", ("E",)),)),),
-        kinds="E",
-        float32=True,
-    ),
+    expert_bias(_LAYER + "mlp.gate.e_score_correction_bias"),
     *shared_rules("mlp.shared_experts"),
 )
 _LATENT_FREE = {"num_query_groups": None, "kv_channels": None, "rotary_interleaved": True}
@@ -129,6 +126,7 @@ _ROUTING = frozenset(
         *("routed_scaling_factor", "scoring_func", "topk_group", "topk_method"),
     )
 )
+_DEEPSEEK_ROUTING = sigmoid_router(DEEPSEEK_ROUTER, routes=has_routed_layers, said={"scoring_func": "sigmoid", "topk_method": "noaux_tc"})
 _DEEPSEEK2 = Family(
     name="deepseek2",
     model_type="deepseek_v2",
@@ -144,7 +142,7 @@ _DEEPSEEK3 = Family(
     name="deepseek3",
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    codecs=(*(codec for codec in _LATENT_CODECS if codec.ours[:1] != ("ffn_hidden_size",)), experts_from(), *sigmoid_router()),
+    codecs=(*(codec for codec in _LATENT_CODECS if codec.ours[:1] != ("ffn_hidden_size",)), experts_from(), _DEEPSEEK_ROUTING),
     free=_LATENT_FREE,
     fixed={"hidden_act": "silu", "attention_bias": False, "rope_interleave": True},
     inert=_LATENT_INERT,

@@ -3,9 +3,8 @@
 """The language in which the weights of a family are described, and the tensor transforms it needs.
 
 Sizes by letter: D hidden, V vocabulary, F feed-forward, A attention heads, K key-value heads, H width of a head,
-Q = A*H, C = K*H, QKV = Q + 2*C,
-R = (A/K + 2)*H rows of one key-value group in our fused QKV, E experts, X width of one, SX of the shared ones, L layers;
-`measure` lists the others.
+Q = A*H, C = K*H, QKV = Q + 2*C, R = (A/K + 2)*H rows of one key-value group in our fused QKV,
+E experts, X width of one, XD of its input, SX of the shared ones, L layers; `measure` lists the others.
 """
 
 import enum
@@ -26,7 +25,7 @@ __all__ = ["LETTERS", "RANK", "Dim", "Form", "HFPart", "PartLayout", "WeightRule
 Dim = int | str
 LETTERS = frozenset(
     (
-        *("L", "D", "V", "F", "X", "2X", "SX", "A", "K", "H", "Q", "C", "QKV", "R", "E", "P", "types"),
+        *("L", "D", "V", "F", "X", "2X", "XD", "SX", "A", "K", "H", "Q", "C", "QKV", "R", "E", "P", "types"),
         *("qr", "kr", "krr", "qh", "vh", "kvh", "qrope", "Aqh", "Akvh", "Avh"),
         *("mh", "mi", "mg", "ms", "mk", "mc", "mp", "mc/g", "mp/g"),
     )
