@@ -221,6 +221,7 @@ def test_numbers_of_each_layer_may_be_left_out(corpora: Path, tmp_path: Path) ->
         (["fsdp.zero_dp_strategy=optim"], "fsdp is set, but data_parallel='ddp'"),
         (["fsdp.num_prefetch_units=-1"], "num_prefetch_units=-1 must not be negative"),
         (["offload.modules=[expert_fc1]"], "this model has none, name mlp"),
+        (["recompute.modules=[moe_act]"], r"recompute.modules holds \['moe_act'\], .* this model has none, name mlp"),
         (["offload.modules=[layer]", "cuda_graphs=['layers.*']"], "exclude one another"),
         (["backend=cudnn"], "backend='cudnn' is not of type"),
         (["recompute.granularity=all"], "recompute.granularity='all' is not of type"),

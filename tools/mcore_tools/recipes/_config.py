@@ -253,6 +253,10 @@ class RunConfig:
             raise ValueError("masked trains a BertModel, which has torch's layers in its dtype; set fp8=none and backend=torch")
         if self.offload and not self.moe and (parts := sorted({*EXPERT_PARTS} & {*self.offload.modules})):
             raise ValueError(f"offload.modules holds {parts}, which lie inside experts; this model has none, name mlp")
+        if self.recompute and not self.moe and self.recompute.expert_parts:
+            raise ValueError(
+                f"recompute.modules holds {self.recompute.expert_parts}, which lie inside experts; this model has none, name mlp"
+            )
         if self.offload and self.cuda_graphs:
             raise ValueError("offload and cuda_graphs exclude one another: a graph keeps its own activations; set one of them to none")
 

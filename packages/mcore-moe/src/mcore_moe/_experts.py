@@ -25,7 +25,7 @@ from mcore_parallel.backends import (
     grouped_products,
     quantization,
 )
-from mcore_parallel.nn import Activation, LayerFactory, LayerMemory
+from mcore_parallel.nn import Activation, LayerFactory, LayerMemory, discard_output
 from mcore_parallel.tensor_parallel import LoraConfig, MainGradient
 
 # R rows in expert order, N experts of this rank, D model, F width of an expert, W width of the activation's input (2 F with a gate).
@@ -45,12 +45,13 @@ class _StackedExperts(nn.Module):
         groups: ep and expert tensor parallelism are used.
         activation: its name, or the whole choice.
         bias: of both projections.
-        memory: which saved tensors wait in host memory: "expert_fc1", the rows, and "moe_act", the input of the activation; None for none.
+        memory: which saved tensors wait in host memory: "expert_fc1", the rows, and "moe_act", the input of the activation; or whether
+            the output of that is dropped and recomputed ("moe_act"). None for neither.
         dtype: of the parameters.
         device: of the parameters.
 
     Raises:
-        ValueError: etp does not divide ``ffn_size``, or an unknown activation.
+        ValueError: etp does not divide ``ffn_size``, an unknown activation, or one that stores its input in fp8 and is recomputed.
     """
 
     def __init__(
@@ -73,6 +74,8 @@ class _StackedExperts(nn.Module):
         self._main_grads: Mapping[str, MainGradient] = {}
         self.activation = Activation(name=activation) if isinstance(activation, str) else activation
         self.memory = LayerMemory() if memory is None else memory
+        if "moe_act" in self.memory.recomputed and self.activation.fp8_input_store:
+            raise ValueError("recompute.modules holds 'moe_act', which keeps the input that fp8_input_store=True narrows; leave one out")
         self._adds_down_bias = groups.expt_tp.is_first
         features = (2, ffn_size) if self.activation.gated else (ffn_size,)
         wide = {"ep": 0, "tp": len(features)}
@@ -110,6 +113,14 @@ class _StackedExperts(nn.Module):
     def dtype(self) -> torch.dtype:
         """Of the weights, or of what those in fp8 were rounded from."""
         return self.fp8["up"].dtype if self.fp8 else self.up.dtype
+
+    def _check_recomputed(self, layers: LayerFactory | None) -> None:
+        """Products of a backend keep their rows in a form of their own, which no recomputation of the activation replaces."""
+        if self._has_own_products and "moe_act" in self.memory.recomputed:
+            raise ValueError(
+                f"recompute.modules holds 'moe_act', and {type(layers).__name__} multiply experts in a form of their own, which they keep; "
+                "leave 'moe_act' out, or build the model without fp8 and without backend te"
+            )
 
     def fp8_obstacle(self) -> str | None:
         """Why an engine cannot round the weights to fp8; None where it can, or has."""
@@ -208,10 +219,19 @@ class _StackedExperts(nn.Module):
             x_RW = self._multiply_base("up", rows_RD, self.up.flatten(1, -2), ends_N)
             x_RW = x_RW if self.up_lora is None else x_RW + self._low_rank(self.up_lora, rows_RD, ends_N)
             x_RW = x_RW if self.up_bias is None else x_RW + _rows_of_experts(self.up_bias.flatten(1), len(rows_RD), ends_N)
-        with self.memory.offloading("moe_act", self):
-            y_RF = self.activation(x_RW, weights=weights_R, num_rows=ends_N[-1:])
-        y_RD = self._multiply_base("down", y_RF, self.down, ends_N)
-        y_RD = y_RD if self.down_lora is None else y_RD + self._low_rank(self.down_lora, y_RF, ends_N)
+
+        def activate(x_RW: Tensor) -> Tensor:
+            with self.memory.offloading("moe_act", self):
+                return self.activation(x_RW, weights=weights_R, num_rows=ends_N[-1:])
+
+        def project(y_RF: Tensor) -> Tensor:
+            y_RD = self._multiply_base("down", y_RF, self.down, ends_N)
+            return y_RD if self.down_lora is None else y_RD + self._low_rank(self.down_lora, y_RF, ends_N)
+
+        if "moe_act" in self.memory.recomputed:
+            y_RD = discard_output(activate, project, x_RW, preserve_rng_state=False)
+        else:
+            y_RD = project(activate(x_RW))
         bias_ND = self._down_bias()
         if bias_ND is None:
             return y_RD
@@ -260,7 +280,8 @@ class GroupedMLP(_StackedExperts):
             dtype of the parameters.
 
     Raises:
-        ValueError: as of `SequentialMLP`; layers whose products `TEGroupedMLP` calls, or that say nothing of experts.
+        ValueError: as of `SequentialMLP`; layers whose products `TEGroupedMLP` calls, or that say nothing of experts; layers with products
+            of their own beside a recomputed activation.
     """
 
     def __init__(
@@ -285,6 +306,7 @@ class GroupedMLP(_StackedExperts):
                 raise ValueError(f"layers={type(layers).__name__} take the rows of experts on the host; use TEGroupedMLP")
             self._products[name] = products
         self._has_own_products = bool(self._products)
+        self._check_recomputed(layers)
 
     @property
     def is_quantized(self) -> bool:
@@ -340,6 +362,7 @@ class TEGroupedMLP(_StackedExperts):
         super().__init__(num_experts, hidden_size, ffn_size, groups, **options)
         self._products = _products(self, layers)
         self._has_own_products = bool(self._products)
+        self._check_recomputed(layers)
         self._multiple = max(1, get_align_size_for_quantization(quantization(layers)))
 
     def parameters_changed(self) -> None:

@@ -32,7 +32,7 @@ from mcore_parallel import Group, ParallelPlan, ProcessGroups
 from mcore_parallel.backends import GroupedProductsFactory, quantization
 from mcore_parallel.comm import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
 from mcore_parallel.models import Aux, AuxSpec, FeedForwardBuilder, Site, TransformerConfig, dense_feed_forward
-from mcore_parallel.nn import MLP, Activation, Step
+from mcore_parallel.nn import MLP, Activation, Step, recompute
 from mcore_parallel.tensor_parallel import ReplicatedLinear
 
 
@@ -60,7 +60,7 @@ class MoELayer(nn.Module):
 
     Raises:
         ValueError: ep does not divide the experts, or etp their width; a backend that does not multiply experts; padding for quantisation
-            without a recipe; ``pause`` with another exchange than all-to-all.
+            without a recipe; ``pause`` with another exchange than all-to-all; recomputed parts that the mixture or the backend has not.
     """
 
     def __init__(
@@ -117,6 +117,11 @@ class MoELayer(nn.Module):
             size = config.moe_shared_expert_intermediate_size
             self.shared_experts = MLP(hidden_size, size, groups, activation=activation, layers=site.layers, **place)
             self.shared_expert_gate = ReplicatedLinear(hidden_size, 1, groups, **place) if config.moe_shared_expert_gate else None
+        self._memory = site.memory
+        if "shared_experts" in site.memory.recomputed and self.shared_experts is None:
+            raise ValueError(
+                "recompute.modules holds 'shared_experts', and moe_shared_expert_intermediate_size=None; leave it out, or set a width"
+            )
 
     @property
     def drops_tokens(self) -> bool:
@@ -217,6 +222,12 @@ class MoELayer(nn.Module):
     def _shared(self, x_TD: Tensor, step: Step) -> Tensor | None:
         if self.shared_experts is None:
             return None
+        if "shared_experts" in self._memory.recomputed:
+            return recompute(self._run_shared, x_TD, step, preserve_rng_state=self._memory.preserve_rng_state)
+        return self._run_shared(x_TD, step)
+
+    def _run_shared(self, x_TD: Tensor, step: Step) -> Tensor:
+        assert self.shared_experts is not None
         y_TD, _ = self.shared_experts(x_TD, step)
         return y_TD if self.shared_expert_gate is None else self.shared_expert_gate(x_TD).sigmoid() * y_TD
 

@@ -74,7 +74,7 @@ class BertModel(nn.Module):
         check_layout(config, groups.plan, ends=here.embedding or here.loss)
         self.is_first, self.is_last, self.stage_layers = here.embedding, here.loss, here.layers
         tied, shared = config.share_embeddings_and_output_weights, shares_table(config, groups.pp, here)
-        self.memory = StageMemory(recompute, offload, len(here.layers), groups, own_core=True)
+        self.memory = StageMemory(recompute, offload, len(here.layers), groups, own_core=True, dense=True)
         attention = self_attention(MaskedAttention(config.attention_backend), causal=False, manage=self.memory.core)
         stack = LayerStack(config=config, mixers={"*": attention}, feed_forward=dense_feed_forward, layer_configs={})
         place: dict[str, Any] = {"dtype": dtype, "device": device}

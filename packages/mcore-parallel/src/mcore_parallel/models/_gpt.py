@@ -24,7 +24,6 @@ from mcore_parallel.models._output import ModelOutput, OutputLayer
 from mcore_parallel.models._slots import FeedForwardBuilder, MixerBuilder, Site
 from mcore_parallel.models._stack import LayerStack, depth_symbols, place_stage, shares_table
 from mcore_parallel.nn import (
-    EXPERT_PARTS,
     AttentionCore,
     AttentionCoreBuilder,
     ContextParallelBuilder,
@@ -128,11 +127,11 @@ class GPTModel(nn.Module):
         tied, shared = config.share_embeddings_and_output_weights, shares_table(config, stages, here)
         further = len(depths) > 0
         own = len(depth_symbols(config)) if further else 0
-        if offload is not None and is_dense(feed_forward) and (parts := sorted({*EXPERT_PARTS} & {*offload.modules})):
-            raise ValueError(f"offload.modules holds {parts}, which lie inside experts; this model has none, name 'mlp'")
-        noise_fields = feed_forward.noise_fields if isinstance(feed_forward, DrawsNoise) else ""
         num_layers = len(held) + own * len(depths)
-        self.memory = StageMemory(recompute, offload, num_layers, groups, own_core=mixer is None, noise_fields=noise_fields)
+        noise_fields = feed_forward.noise_fields if isinstance(feed_forward, DrawsNoise) else ""
+        self.memory = StageMemory(
+            recompute, offload, num_layers, groups, own_core=mixer is None, dense=is_dense(feed_forward), noise_fields=noise_fields
+        )
         if mixer is None and config.latent_attention is not None:
             mixer = latent_attention(attention_core, manage=self.memory.core)
         elif mixer is None:

@@ -32,10 +32,11 @@ class StageMemory:
         num_layers: of the stage.
         groups: the layout.
         own_core: whether attention is the model's own, around a core it was given.
+        dense: no feed-forward has experts.
         noise_fields: of the feed-forwards, as of ``DrawsNoise``.
 
     Raises:
-        ValueError: choices that exclude one another.
+        ValueError: choices that exclude one another, or name parts of experts where there are none.
     """
 
     def __init__(
@@ -46,8 +47,12 @@ class StageMemory:
         groups: ProcessGroups,
         *,
         own_core: bool,
+        dense: bool,
         noise_fields: str = "",
     ) -> None:
+        if dense:
+            _check_dense("recompute", [] if recompute is None else recompute.expert_parts)
+            _check_dense("offload", [] if offload is None else sorted({*EXPERT_PARTS} & {*offload.modules}))
         self.recompute, self.offload, self.num_layers, self.groups = recompute, offload, num_layers, groups
         self.offloader = None if offload is None else ActivationOffloader(offload)
         if recompute is not None:
@@ -120,6 +125,11 @@ class StageMemory:
 
     def _keeps_random(self) -> bool:
         return self.recompute is None or self.recompute.preserve_rng_state
+
+
+def _check_dense(field: str, parts: list[str]) -> None:
+    if parts:
+        raise ValueError(f"{field}.modules holds {parts}, which lie inside experts; this model has none, name 'mlp'")
 
 
 def _run(layers: Sequence[RunLayer], x: Tensor, step: Step) -> tuple[Tensor, Aux | None]:

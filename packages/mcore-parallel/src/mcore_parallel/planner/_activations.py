@@ -68,9 +68,11 @@ def layer_bytes(s: RankSizes, recompute: RecomputeConfig | None, *, fusion: bool
         next(iter(parts & {"attention", "core_attention"}), ""), s.attention
     )
     feed_forward = s.gated + s.routed
-    kept_mlp = 0 if "mlp" in parts else feed_forward
+    shared = s.gated if "shared_experts" in parts and s.num_experts else 0
+    again_mlp = feed_forward if "mlp" in parts else shared + (s.expert_activation if "moe_act" in parts else 0)
+    kept_mlp = feed_forward - again_mlp
     brought = s.norm + s.hidden - norm - out if "norm" in parts else 0
-    again_mlp, again_attention = feed_forward - kept_mlp, s.attention - attention
+    again_attention = s.attention - attention
     # A part that runs again reads its norm first; one that does not, when the gradients of its projections are due.
     at_once = brought if "mlp" in parts else 0
     moments = list(_feed_forward_moments(s, fusion, again=again_mlp + at_once, inner=brought - at_once)) if mlp else []

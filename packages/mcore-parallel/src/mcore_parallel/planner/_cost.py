@@ -137,7 +137,8 @@ def recompute_share(model: ModelSizes, recompute: RecomputeConfig | None) -> flo
         return 1 / 3
     inside = model.feed_forward_flops_share
     # Norms and cores are little arithmetic, but their memory traffic takes time.
-    shares = {"norm": 0.01, "core_attention": 0.03, "attention": (1.0 - inside) / 3 + 0.02, "mlp": inside / 3}
+    shares = {"norm": 0.01, "core_attention": 0.03, "attention": (1.0 - inside) / 3 + 0.02, "mlp": inside / 3, "moe_act": 0.01}
+    shares["shared_experts"] = model.shared_experts_share * inside / 3
     return sum(shares[part] for part in recompute.parts)
 
 

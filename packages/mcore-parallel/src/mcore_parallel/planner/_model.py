@@ -72,6 +72,15 @@ class ModelSizes:
         """Part of the layers' GEMMs that their feed-forwards have."""
         return feed_forward_share(self.config, feed_forward=self._feed_forward())
 
+    @property
+    def shared_experts_share(self) -> float:
+        """Part of the experts' GEMMs that the shared ones have; 0 without."""
+        if self.experts is None:
+            return 0.0
+        shared = self.config.hidden_size * self.experts.shared_ffn_hidden_size
+        routed = (self.experts.latent_size or self.config.hidden_size) * self.experts.topk * self.experts.ffn_hidden_size
+        return shared / (shared + routed)
+
     def _feed_forward(self, *, all_experts: bool = False, biases: bool = False) -> int | None:
         """Parameters of a layer's mixture, of all experts or of those one token meets; None for a dense layer."""
         experts, config = self.experts, self.config

@@ -111,6 +111,11 @@ class RankSizes:
             return router + rows + self.picks * (self.e * self.D + 2 * 8)
         return router + rows + WIDE * (self.picks + self.rows)
 
+    @property
+    def expert_activation(self) -> int:
+        """Of that, the results of the experts' activation."""
+        return self.e * self.rows * self.expert_F
+
 
 def sizes(workload: Workload, layout: Layout, *, kernels: bool = True) -> RankSizes:
     """What one rank sees of a micro-batch, on a GPU with Triton or (``kernels=False``) in torch operators."""

@@ -19,7 +19,7 @@ class LayerMemory:
     """Runs the parts of one layer; with no argument it keeps everything.
 
     Args:
-        recomputed: parts that run again: "attention", "mlp" and "norm".
+        recomputed: parts that run again: "attention", "mlp" and "norm", or of experts "moe_act" and "shared_experts".
         offloaded: parts whose saved tensors go to the host: those too, "layer", or of experts "expert_fc1" and "moe_act".
         offloader: where to; None for nowhere.
         preserve_rng_state: as in ``recompute``.

@@ -16,7 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from mcore_parallel.comm import all_gather, local_slice
 from mcore_parallel.groups import Group
 
-_PARTS = ("attention", "core_attention", "mlp", "norm")
+_EXPERT_PARTS = ("moe_act", "shared_experts")
+_PARTS = ("attention", "core_attention", "mlp", "norm", *_EXPERT_PARTS)
 
 
 @runtime_checkable
@@ -45,7 +46,8 @@ class RecomputeConfig:
     """"full" keeps the inputs of layers only, "selective" runs the chosen parts of every layer again."""
     modules: tuple[str, ...] = ("core_attention",)
     """Parts for "selective": "core_attention" (attention without its projections), "attention", "mlp" (whole), and "norm", whose
-    output is dropped once the projections have read it, and refilled."""
+    output is dropped once the projections have read it, and refilled. Of a mixture "mlp" repeats the exchange of tokens, too; inside it
+    "moe_act" drops and refills the output of the experts' activation, and "shared_experts" runs the shared experts again."""
     method: Literal["uniform", "block"] = "uniform"
     """For "full": "uniform" runs ``num_layers`` layers again at a time, "block" only the first ``num_layers`` of a stage, one at a time."""
     num_layers: int = 1
@@ -79,6 +81,8 @@ class RecomputeConfig:
             raise ValueError("modules is empty; name a part, or pass no config")
         if {"attention", "core_attention"} <= set(self.modules):
             raise ValueError("modules holds 'attention' and the 'core_attention' inside it; drop one")
+        if "mlp" in self.modules and (parts := sorted({*_EXPERT_PARTS} & {*self.modules})):
+            raise ValueError(f"modules holds 'mlp' and {parts} inside it; drop one")
         if self.distribute_saved_activations and self.granularity != "full":
             raise ValueError("distribute_saved_activations=True needs granularity='full'")
 
@@ -102,6 +106,11 @@ class RecomputeConfig:
                 f"preserve_rng_state=False gives the second run other random numbers, and {noise_fields} draws some: gradients would be "
                 "those of another forward; set preserve_rng_state=True, or draw none"
             )
+
+    @property
+    def expert_parts(self) -> list[str]:
+        """Those of ``parts`` that lie inside experts, sorted."""
+        return sorted(self.parts & {*_EXPERT_PARTS})
 
     def spans(self, num_layers: int, slot: int | None = None) -> list[tuple[int, int, bool]]:
         """Layers of a stage in order as (first, end, run again as one).
