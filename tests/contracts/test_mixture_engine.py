@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""An engine over tensor-parallel ranks serves a mixture of experts: the tokens are those of one rank."""
+"""An engine over tensor-parallel ranks serves a mixture of experts: the tokens are those of one rank, and those of transformers."""
+
+import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 
+from mcore_ckpt.hf import import_hf
 from mcore_inference import (
     DynamicInferenceContext,
     DynamicInferenceEngine,
@@ -16,6 +20,8 @@ from mcore_inference import (
 from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
+from tests.parity.ours import transformer_config
+from tests.parity.references import build
 from tests.support.mixtures import compare_records
 
 CONFIG = TransformerConfig(
@@ -68,3 +74,24 @@ def test_recorded_steps_give_the_tokens_of_plain_ones() -> None:
     reference = GPTModel(config, ProcessGroups.single(), feed_forward=experts, dtype=torch.float64).eval()
     reference.load_state_dict(model.state_dict())
     assert compare_records(reference, prompts, *records) >= 24
+
+
+@pytest.mark.parametrize("name", ["olmoe_grouped", "nemotron_h_latent"])
+def test_an_imported_mixture_is_served_with_the_best_tokens_of_transformers(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    theirs = build(name)
+    theirs.save_pretrained(tmp_path)
+    read = import_hf(tmp_path)
+    known = {field.name for field in dataclasses.fields(MoEConfig)}
+    experts = moe_feed_forward(MoEConfig.from_dict({key: value for key, value in read.config.items() if key in known}))
+    config = transformer_config(read.config)
+    model = GPTModel(config, ProcessGroups.single(), feed_forward=experts, attention_core=PagedAttention(), seed=None).eval()
+    sizes = InferenceConfig(max_sequence_length=40, num_blocks=40, block_size_tokens=4, max_tokens=8, max_requests=4)
+    engine = DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes))
+    engine.load_weights(read.tensors)
+    for prompt, record in zip(PROMPTS, engine.generate(PROMPTS, SamplingParams(temperature=0, num_tokens_to_generate=8)), strict=True):
+        tokens = torch.tensor([[*prompt, *record.generated_tokens]])
+        with torch.no_grad():
+            scores = theirs(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        picked = scores.gather(1, tokens[0, len(prompt) :, None])[:, 0]
+        assert len(record.generated_tokens) == 8 and (scores.amax(1) - picked).max() <= 1e-4 * scores.std()
