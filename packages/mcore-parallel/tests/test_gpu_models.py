@@ -59,6 +59,7 @@ KINDS: dict[str, Build] = {
         attention_output_gate=True,
         qk_layernorm=True,
     ),
+    "norms across heads": gpt(num_query_groups=2, qk_layernorm=True, qk_layernorm_across_heads=True),
     "further tokens, tied": gpt(mtp_num_layers=2, share_embeddings_and_output_weights=True),
     "latent": gpt(latent_attention=LATENT),
     "sandwich, squared relu, recomputed": lambda **place: GPTModel(
