@@ -160,6 +160,8 @@ def test_a_client_that_ends_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
         run_scripted(LOAD, lambda body, write: None, num_clients=2)
 
 
+# Its parts have tests of their own: engines of two processes in test_serve.py, loads and rows above.
+@pytest.mark.slow
 def test_engines_behind_a_coordinator_are_measured_beside_one() -> None:
     load = PoissonLoad(rate=math.inf, num_requests=6, inputs=12, outputs=6, vocab_size=512)
     bare, *rows = replica_rows(f"{OURS} --device cpu --memory-gb 0.05", "tiny", [load], 60.0, 2)
