@@ -119,10 +119,10 @@ def _watch(folder: Path, passes: _Killer) -> None:
     update: Callable[..., Any] = loop_module.update
     iteration: Callable[..., Any] = run_module._Run._iteration
 
-    def noted_update(config: Any, groups: Any, *arguments: Any, **options: Any) -> Any:
+    def noted_update(config: Any, collected: Any, *arguments: Any, **options: Any) -> Any:
         passes("update")
-        done = update(config, groups, *arguments, **options)
-        answers = [[rollout.problem_id, list(rollout.trajectory)] for group in groups for rollout in group]
+        done = update(config, collected, *arguments, **options)
+        answers = [[rollout.problem_id, list(rollout.trajectory)] for _, rollout in sorted(collected.rollouts.items())]
         with (folder / "trained.jsonl").open("a") as file:
             file.write(json.dumps({"step": step[0], "answers": answers}) + "\n")
         return done

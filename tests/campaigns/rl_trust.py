@@ -45,7 +45,7 @@ from mcore_rl import (
     plan_refit,
     refit,
 )
-from mcore_rl._collect import checked, draw, exchange
+from mcore_rl._collect import draw, exchange
 from mcore_rl.envs import CharacterShare
 from tests.campaigns._rl_resume import PHASES, mismatches, resume
 from tests.support.environments import Hostile
@@ -89,7 +89,7 @@ def stragglers(runs: int) -> dict[str, Any]:
         answers[run % 64] = None
         interface, begin = _Scripted(answers), time.monotonic()
         drawn = draw(config, CharacterShare(["x"], "a"), interface, 8)
-        groups = checked(config, exchange(drawn, ProcessGroups.single(), torch.device("cpu"))).groups
+        groups = exchange(config, drawn, ProcessGroups.single(), torch.device("cpu")).groups
         seconds.append(time.monotonic() - begin)
         lost += 64 - sum(map(len, groups))
         left += interface.running

@@ -182,8 +182,8 @@ def die_after_arrival(lost: int, rows: int) -> str:
         # As a rank that is killed between the length of its value and the value.
         original = placement_module._swap
 
-        def swap(group: Group, own: Tensor, lengths: list[int], timeout_s: float) -> Any:
-            if own.dtype == torch.uint8:
+        def swap(group: Group, own: list[Tensor], lengths: list[int], timeout_s: float) -> Any:
+            if own[0].dtype == torch.uint8:
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(group, own, lengths, timeout_s)
 
@@ -294,9 +294,8 @@ def draw_across_refits(max_lag: int, iterations: int, own_lag: int | None) -> li
 
     def take() -> Any:
         batch = original()
-        taken.append(
-            [(r.problem_id, list(r.weight_versions or ()), sum(r.generation_mask)) for group in batch.collected.groups for r in group]
-        )
+        rollouts = [rollout for _, rollout in sorted(batch.collected.rollouts.items())]
+        taken.append([(r.problem_id, list(r.weight_versions or ()), sum(r.generation_mask)) for r in rollouts])
         return batch
 
     loop._take = take  # type: ignore[method-assign]

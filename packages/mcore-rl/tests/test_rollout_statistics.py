@@ -4,13 +4,14 @@
 
 import itertools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from mcore_rl import TokenRollout
-from mcore_rl._rollout_statistics import examples, group_similarity, token_versions, truncated_share
+from mcore_rl._header import RolloutHeader
+from mcore_rl._rollout_statistics import example_numbers, pair_counts, token_versions, truncated_share
 
 
 def rollout(*answer: int, prompt: tuple[int, ...] = (1, 2), reward: float = 0.0, **fields: Any) -> TokenRollout:
@@ -23,6 +24,15 @@ def rollout(*answer: int, prompt: tuple[int, ...] = (1, 2), reward: float = 0.0,
         problem_id="p",
         **fields,
     )
+
+
+def headers(groups: Sequence[Sequence[TokenRollout]]) -> list[list[RolloutHeader]]:
+    return [[RolloutHeader.of(one) for one in group] for group in groups]
+
+
+def group_similarity(groups: Sequence[Sequence[TokenRollout]]) -> float | None:
+    shared, most = pair_counts(groups)
+    return shared / most if most else None
 
 
 def test_equal_answers_are_alike_and_those_without_a_common_pair_are_not() -> None:
@@ -55,14 +65,11 @@ def test_tokens_are_counted_by_the_weights_that_drew_them() -> None:
 
 
 def test_examples_are_the_best_and_the_worst_of_the_first_group_that_has_two() -> None:
-    experts = torch.zeros((2, 1, 1), dtype=torch.int16)
-    group = [rollout(3, reward=0.5), rollout(4, reward=1.0, routed_experts=experts), rollout(5, reward=-1.0)]
-    best, worst = examples([[], [rollout(9)], group])
-    assert (best.reward, worst.reward, best.routed_experts) == (1.0, -1.0, None)
-    first, second = examples([[rollout(3), rollout(4)]])
-    assert first.trajectory != second.trajectory
-    assert [one.trajectory[-1] for one in examples([[], [rollout(9)]])] == [9] and examples([]) == ()
+    group = [rollout(3, reward=0.5), rollout(4, reward=1.0), rollout(5, reward=-1.0)]
+    assert example_numbers(headers([[], [rollout(9)], group])) == (2, 3)
+    assert example_numbers(headers([[rollout(3), rollout(4)]])) == (0, 1)
+    assert example_numbers(headers([[], [rollout(9)]])) == (0,) and example_numbers([]) == ()
 
 
 def test_the_share_of_truncated_answers() -> None:
-    assert truncated_share([[rollout(3, finish_reason="length"), rollout(4)], [rollout(5), rollout(6)]]) == 0.25
+    assert truncated_share(headers([[rollout(3, finish_reason="length"), rollout(4)], [rollout(5), rollout(6)]])) == 0.25

@@ -33,6 +33,8 @@ from mcore_rl import (
     TokenRollout,
     ValueObjective,
 )
+from mcore_rl._collect import Collection
+from mcore_rl._header import RolloutHeader
 from mcore_rl._loop import check_iteration
 from mcore_rl._reference import token_logprobs
 from mcore_rl._shared_prompts import pack_units
@@ -159,7 +161,7 @@ def test_groups_lie_in_bins_that_hold_them(algorithm: str) -> None:
             for length in [generator.randint(0, 15)]
             for answer in [generator.randint(1, 6) for _ in range(generator.randint(1, 12))]
         ]
-        units = pack_units(drawn, packing)
+        units = pack_units([RolloutHeader.of(rollout) for rollout in drawn], packing)
         assert sorted(number for unit in units for number in unit.members) == list(range(len(drawn))), trial
         assert all(unit.length <= size and len(unit.members) <= most for unit in units)
         packed = PackingContext.pack(drawn, packing)
@@ -250,7 +252,7 @@ def updates(groups: ProcessGroups, share: bool, **fields: Any) -> tuple[list[Any
     config = config_of(share, **fields)
     check_iteration(config, learner)
     drawn = rollouts()[:-1] if fields.get("gae") is not None else rollouts()
-    done = update(config, drawn, learner, 1e-2)
+    done = update(config, Collection.of(config, drawn, num_ranks=groups.dp.size), learner, 1e-2)
     return [*done.policy, *done.critic], [parameter.detach() for parameter in learner.model.parameters()]
 
 

@@ -1,33 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The rollouts of one iteration: each rank asks for its share, all see all."""
+"""The rollouts of one iteration: each rank asks for its share, and gets those that it trains on."""
 
 import asyncio
+import dataclasses
 import logging
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from mcore_parallel import ProcessGroups
 from mcore_rl._config import GRPOConfig
-from mcore_rl._exchange import all_gather_json
+from mcore_rl._delivery import Delivery
+from mcore_rl._exchange import all_gather_json, all_to_all_bytes
+from mcore_rl._header import RolloutHeader
+from mcore_rl._rollout_statistics import example_numbers, pair_counts, token_versions
 from mcore_rl._shaping import same_reward
 from mcore_rl._types import TokenRollout
+from mcore_rl._update_plan import UpdatePlan, plan_updates
 from mcore_rl.agent import GroupedRolloutGenerator
 from mcore_rl.inference import InferenceInterface
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collection:
-    """What is there to train on, in the order of the ranks."""
+    """What is there to train on, the same on every rank but for ``rollouts``."""
 
-    groups: list[list[TokenRollout]]
-    num_filtered: int
+    groups: list[list[RolloutHeader]]
+    """Of all ranks, in their order."""
+    rollouts: Mapping[int, TokenRollout]
+    """By their numbers among all, those that this rank trains on."""
+    updates: Sequence[UpdatePlan]
+    """Who trains on which, in their order."""
+    examples: tuple[TokenRollout, ...]
+    """The best and the worst answer to the first problem, without routing."""
+    num_filtered: int = 0
     """Groups of equal rewards that others replaced."""
+    pair_counts: tuple[int, int] = (0, 0)
+    """As of the function."""
+    token_versions: Counter[int] = field(default_factory=Counter)
+    """Number of tokens by the weights that drew them, of those of which that is known."""
+
+    @classmethod
+    def of(
+        cls, config: GRPOConfig, groups: Sequence[Sequence[TokenRollout]], *, num_ranks: int = 1, num_filtered: int = 0, pairs: bool = False
+    ) -> "Collection":
+        """Of rollouts that all are here.
+
+        Args:
+            config: of the iteration.
+            groups: all rollouts.
+            num_ranks: data ranks that share them.
+            num_filtered: as of the field.
+            pairs: as of ``plan_updates``.
+
+        Raises:
+            RuntimeError: there is none.
+            ValueError: as of ``plan_updates``.
+        """
+        share = share_of(groups, num_filtered, None, pairs=pairs)
+        collected, _ = joined(config, [share], num_ranks=num_ranks)
+        return dataclasses.replace(collected, **_here(collected, dict(enumerate(flat(groups)))))
+
+    @property
+    def headers(self) -> list[RolloutHeader]:
+        """Of all rollouts."""
+        return flat(self.groups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,53 +94,142 @@ def draw(config: GRPOConfig, agent: GroupedRolloutGenerator, interface: Inferenc
     return Drawn(groups=groups, num_filtered=num_filtered)
 
 
-def exchange(drawn: Drawn, groups: ProcessGroups, device: torch.device) -> Collection:
-    """What all ranks have drawn; where one of them failed, all raise.
+def exchange(config: GRPOConfig, drawn: Drawn, groups: ProcessGroups, device: torch.device, *, pairs: bool = False) -> Collection:
+    """What all ranks have drawn, with the rollouts that this rank trains on; where one of them failed, all raise.
+
+    Args:
+        config: of the iteration.
+        drawn: of this rank.
+        groups: the layout of the policy.
+        device: where tensors must be to go over its world.
+        pairs: rollouts are pairs.
 
     Raises:
-        RuntimeError: drawing failed on some rank.
+        RuntimeError: drawing failed on some rank, or nothing is there to train on.
+        ValueError: a rollout that cannot be trained on.
     """
     if groups.world.size == 1:
         if drawn.failure is not None:
             raise drawn.failure
-        return Collection(groups=drawn.groups, num_filtered=drawn.num_filtered)
-    gathered = all_gather_json(share(drawn.groups, drawn.num_filtered, drawn.failure), groups.world, device)
+        return Collection.of(config, drawn.groups, num_filtered=drawn.num_filtered, pairs=pairs)
+    share = share_of(drawn.groups, drawn.num_filtered, drawn.failure, replica=groups.dp.rank, pairs=pairs)
+    shares = all_gather_json(share, groups.world, device)
     if drawn.failure is not None:
         raise drawn.failure
-    return joined(gathered)
+    collected, delivery = joined(config, shares)
+    own = own_rollouts(delivery, groups.world.rank, drawn.groups)
+    sizes = [delivery.size(source, groups.world.rank) for source in range(groups.world.size)]
+    parcels = all_to_all_bytes(delivery.parcels(groups.world.rank, own), sizes, groups.world, device)
+    return received(collected, delivery, groups.world.rank, parcels, own)
 
 
-def share(groups: Sequence[Sequence[TokenRollout]], num_filtered: int, failure: BaseException | None) -> dict[str, Any]:
-    """What a rank tells the others, as JSON."""
+def share_of(
+    groups: Sequence[Sequence[TokenRollout]],
+    num_filtered: int,
+    failure: BaseException | None,
+    *,
+    replica: int | None = None,
+    pairs: bool = False,
+) -> dict[str, Any]:
+    """What a rank tells all others of what it has drawn, as JSON: headers, and counts over its tokens.
+
+    Args:
+        groups: what it drew.
+        num_filtered: groups of equal rewards that others replaced.
+        failure: why there is nothing.
+        replica: data rank of the rank; None where it does not train.
+        pairs: rollouts are pairs.
+    """
     return {
         "failure": failure and repr(failure),
-        "groups": [[rollout.to_json() for rollout in group] for group in groups],
+        "groups": [[RolloutHeader.of(rollout).to_json() for rollout in group] for group in groups],
         "num_filtered": num_filtered,
+        "pair_counts": pair_counts(groups),
+        "token_versions": sorted(token_versions(groups).items()),
+        "replica": replica,
+        "pairs": pairs,
     }
 
 
-def joined(shares: Sequence[Mapping[str, Any]]) -> Collection:
-    """The rollouts of all ranks, in their order.
-
-    Raises:
-        RuntimeError: ranks failed; carries what they raised.
+def check_failures(shares: Sequence[Mapping[str, Any]]) -> None:
+    """Raises:
+    RuntimeError: ranks failed; carries what they raised.
     """
     if failed := {rank: part["failure"] for rank, part in enumerate(shares) if part["failure"] is not None}:
         raise RuntimeError(f"ranks failed: {failed}")
-    rollouts = [[TokenRollout.from_json(rollout) for rollout in group] for part in shares for group in part["groups"]]
-    return Collection(groups=rollouts, num_filtered=sum(part["num_filtered"] for part in shares))
 
 
-def checked(config: GRPOConfig, collected: Collection) -> Collection:
-    """Raises:
-    RuntimeError: nothing is there to train on.
+def joined(config: GRPOConfig, shares: Sequence[Mapping[str, Any]], *, num_ranks: int = 0) -> tuple[Collection, Delivery]:
+    """What the shares of all ranks say, in their order, without rollouts, and how those come to where they are trained on.
+
+    Args:
+        config: of the iteration.
+        shares: as of ``share_of``.
+        num_ranks: data ranks; 0 for as many as ``shares`` names.
+
+    Raises:
+        RuntimeError: ranks failed, which carries what they raised; or nothing is there to train on.
+        ValueError: as of ``plan_updates``.
     """
-    if not any(collected.groups):
-        raise RuntimeError(
-            f"no rollout of {config.num_groups} groups of {config.group_size} is left: all came late (rollout_timeout_s="
-            f"{config.rollout_timeout_s}) or lost their judge; the log names each"
-        )
-    return collected
+    check_failures(shares)
+    pairs = any(part["pairs"] for part in shares)
+    groups = [[RolloutHeader.from_json(header) for header in group] for part in shares for group in part["groups"]]
+    headers = flat(groups)
+    if not headers:
+        raise RuntimeError(_nothing(config, pairs))
+    replicas = [part["replica"] for part in shares]
+    num_ranks = num_ranks or 1 + max(replica for replica in replicas if replica is not None)
+    updates = plan_updates(config, headers, num_ranks, pairs=pairs)
+    wanted = [frozenset(number for update in updates for number in update.shares[rank]) for rank in range(num_ranks)]
+    collected = Collection(
+        groups=groups,
+        rollouts={},
+        updates=updates,
+        examples=(),
+        num_filtered=sum(part["num_filtered"] for part in shares),
+        pair_counts=(sum(part["pair_counts"][0] for part in shares), sum(part["pair_counts"][1] for part in shares)),
+        token_versions=sum((Counter(dict(part["token_versions"])) for part in shares), Counter()),
+    )
+    delivery = Delivery(
+        headers=headers,
+        sources=[rank for rank, part in enumerate(shares) for group in part["groups"] for _ in group],
+        wanted=[frozenset() if replica is None else wanted[replica] for replica in replicas],
+        examples=example_numbers(groups),
+    )
+    return collected, delivery
+
+
+def own_rollouts(delivery: Delivery, rank: int, groups: Sequence[Sequence[TokenRollout]]) -> dict[int, TokenRollout]:
+    """By their numbers among all, what ``rank`` has drawn."""
+    return dict(enumerate(flat(groups), bisect_left(delivery.sources, rank)))
+
+
+def received(
+    collected: Collection, delivery: Delivery, rank: int, parcels: Sequence[Tensor], own: Mapping[int, TokenRollout]
+) -> Collection:
+    """With the rollouts that ``rank`` trains on, and the examples, out of what the ranks sent it."""
+    return dataclasses.replace(collected, **_here(collected, delivery.received(rank, parcels, own), delivery.wanted[rank]))
+
+
+def flat(groups: Sequence[Sequence[T]]) -> list[T]:
+    """All members of all groups."""
+    return [member for group in groups for member in group]
+
+
+def _here(collected: Collection, rollouts: Mapping[int, TokenRollout], wanted: frozenset[int] | None = None) -> dict[str, Any]:
+    """The fields of a collection that hold rollouts."""
+    numbers = rollouts.keys() if wanted is None else sorted(wanted)
+    examples = tuple(dataclasses.replace(rollouts[number], routed_experts=None) for number in example_numbers(collected.groups))
+    return {"rollouts": {number: rollouts[number] for number in numbers}, "examples": examples}
+
+
+def _nothing(config: GRPOConfig, pairs: bool) -> str:
+    if pairs:
+        return f"no pair of {config.num_groups}: in every group all answers earned the same; ask harder or easier problems"
+    return (
+        f"no rollout of {config.num_groups} groups of {config.group_size} is left: all came late (rollout_timeout_s="
+        f"{config.rollout_timeout_s}) or lost their judge; the log names each"
+    )
 
 
 async def ask(

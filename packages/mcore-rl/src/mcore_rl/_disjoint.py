@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mcore_rl._collect import Collection, ask, checked, joined, share
+from mcore_rl._collect import ask, check_failures, joined, own_rollouts, received, share_of
 from mcore_rl._config import GRPOConfig
-from mcore_rl._dpo import ask_pairs, check_pairs, checked_pairs, update_pairs
+from mcore_rl._dpo import ask_pairs, check_pairs, update_pairs
 from mcore_rl._handover import Handover, RolloutBatch
 from mcore_rl._loop import IterationReport, check_iteration
 from mcore_rl._memory import MemorySwitch
-from mcore_rl._placement import Placement
+from mcore_rl._placement import Placement, exchange_parcels
 from mcore_rl._preference import DPOObjective
 from mcore_rl._refit import WeightSink
 from mcore_rl._rollout_stream import LiveWeights, RolloutStream
@@ -199,7 +199,7 @@ class DisjointLoop:
         return Handover(self.config, self.placement, self._stream, layout, self.timeout_s)
 
     def _work(self, lr: float, batch: RolloutBatch | None, *, draws: bool, train_policy: bool = True) -> dict[str, Any]:
-        """Each half does its part, then all see what was drawn; a failure of one is raised on all."""
+        """Each half does its part, then what was drawn goes to those who train on it; a failure of one is raised on all."""
         begin = time.perf_counter()
         own: list[list[TokenRollout]] = []
         num_filtered, failure, pairs = 0, None, False
@@ -213,13 +213,14 @@ class DisjointLoop:
         except Exception as error:
             failure = error
         seconds = time.perf_counter() - begin
-        sent = {**share(own, num_filtered, failure), "seconds": seconds, "position": self._posed(), "pairs": pairs}
+        replica = None if self._learner is None else self._learner.groups.dp.rank
+        sent = share_of(own, num_filtered, failure, replica=replica, pairs=pairs) | {"seconds": seconds, "position": self._posed()}
         shares = self.placement.gather(sent, self.timeout_s, "rollouts" if draws else "updates")
         if failure is not None:
             raise failure
-        collected = joined(shares)
+        check_failures(shares)
         if draws:
-            self._keep(collected, shares[self.placement.num_trainers :])
+            self._keep(shares, own)
         return updates
 
     async def _ask(self, server: RolloutServer) -> tuple[list[list[TokenRollout]], int]:
@@ -228,11 +229,15 @@ class DisjointLoop:
             return await ask_pairs(self.config, server.agent, server.interface, self._own_groups()), 0
         return await ask(self.config, server.agent, server.interface, self._own_groups())
 
-    def _keep(self, collected: Collection, served: Sequence[Mapping[str, Any]]) -> None:
+    def _keep(self, shares: Sequence[Mapping[str, Any]], drawn: Sequence[Sequence[TokenRollout]]) -> None:
         """What was drawn, for an iteration to come."""
-        pairs = any(part["pairs"] for part in served)
-        collected = (checked_pairs if pairs else checked)(self.config, collected)
-        num_asked = self.config.num_groups * (2 if pairs else self.config.group_size)
+        placement, rank = self.placement, self.placement.world.rank
+        collected, delivery = joined(self.config, shares)
+        own = own_rollouts(delivery, rank, drawn)
+        sizes = [delivery.size(source, rank) for source in range(placement.world.size)]
+        parcels = exchange_parcels(placement, delivery.parcels(rank, own), sizes, self.timeout_s, "rollouts")
+        collected, served = received(collected, delivery, rank, parcels, own), shares[placement.num_trainers :]
+        num_asked = self.config.num_groups * (2 if any(part["pairs"] for part in served) else self.config.group_size)
         self._drawn.append(RolloutBatch.of(self.config, collected, served, self.version, num_asked))
 
     def _posed(self) -> int:
@@ -244,9 +249,9 @@ class DisjointLoop:
 
     def _train(self, learner: Learner, batch: RolloutBatch, lr: float, train_policy: bool) -> dict[str, Any]:
         if isinstance(learner.objective, DPOObjective):
-            return {"updates": tuple(update_pairs(self.config, batch.collected.groups, learner, lr))}
+            return {"updates": tuple(update_pairs(self.config, batch.collected, learner, lr))}
         written = None if batch.written is None else batch.written.result()
-        done = update(self.config, batch.collected.groups, learner, lr, train_policy=train_policy, written=written)
+        done = update(self.config, batch.collected, learner, lr, train_policy=train_policy, written=written)
         if not done.policy and not done.critic:
             raise RuntimeError(
                 f"no token of the rollouts counts: mask_truncated={self.config.mask_truncated}, and all are truncated or empty"

@@ -23,7 +23,7 @@ from mcore_rl._stability import experimental_api
 from mcore_rl._trajectories import BatchStyle
 from mcore_rl._transfer import refit
 from mcore_rl._types import TokenRollout
-from mcore_rl._update import Learner, mini_batch_share
+from mcore_rl._update import Learner
 from mcore_rl.agent import ContrastiveRollout, ContrastiveRolloutGenerator
 from mcore_rl.inference import InferenceInterface
 
@@ -45,8 +45,8 @@ def dpo_iteration(
 ) -> IterationReport:
     """One iteration of direct preference optimisation on every rank of ``learner.groups``.
 
-    The ranks share ``config.num_groups`` pairs, then all see all, and each update is one `train_step` of ``learner.objective``, a
-    `DPOObjective`, beside ``learner.reference``. The rewards of the report are those of the answers in the pairs.
+    The ranks share ``config.num_groups`` pairs, each rank gets those that it trains on, and each update is one `train_step` of
+    ``learner.objective``, a `DPOObjective`, beside ``learner.reference``. The rewards of the report are those of the answers in the pairs.
 
     Args:
         config: ``num_groups`` pairs, rows, updates; what is for advantages stays at its default.
@@ -71,9 +71,9 @@ def dpo_iteration(
         config.memory.training(engine)
         with config.memory.generating(**parts):
             drawn = _draw(config, pairs, interface, learner)
-    collected = checked_pairs(config, exchange(drawn, groups, next(model.parameters()).device))
+    collected = exchange(config, drawn, groups, next(model.parameters()).device, pairs=True)
     rolled_out = time.perf_counter()
-    updates = update_pairs(config, collected.groups, learner, lr)
+    updates = update_pairs(config, collected, learner, lr)
     trained = time.perf_counter()
     if engine is not None:
         refit(model, groups, engine, learner.transfer)
@@ -143,15 +143,6 @@ def _draw(config: GRPOConfig, pairs: ContrastiveRolloutGenerator, interface: Inf
     return Drawn(groups=own)
 
 
-def checked_pairs(config: GRPOConfig, collected: Collection) -> Collection:
-    """Raises:
-    RuntimeError: there is none.
-    """
-    if not collected.groups:
-        raise RuntimeError(f"no pair of {config.num_groups}: in every group all answers earned the same; ask harder or easier problems")
-    return collected
-
-
 async def ask_pairs(
     config: GRPOConfig, pairs: ContrastiveRolloutGenerator, interface: InferenceInterface | None, num_pairs: int
 ) -> list[list[TokenRollout]]:
@@ -167,20 +158,17 @@ async def ask_pairs(
         raise TimeoutError(f"{num_pairs} pairs were not there within rollout_timeout_s={config.rollout_timeout_s}; raise it") from error
 
 
-def update_pairs(config: GRPOConfig, drawn: Sequence[Sequence[TokenRollout]], learner: Learner, lr: float) -> list[TrainReport]:
-    """All updates of one iteration, from the pairs of all ranks."""
-    objective, pairs = check_pairs(config, learner), [_pair(group) for group in drawn]
-    groups, reference = learner.groups, learner.reference
+def update_pairs(config: GRPOConfig, collected: Collection, learner: Learner, lr: float) -> list[TrainReport]:
+    """All updates of one iteration, from the pairs of this rank."""
+    objective, groups, reference = check_pairs(config, learner), learner.groups, learner.reference
     assert reference is not None
     style = BatchStyle(pad_id=config.pad_id, device=next(learner.model.parameters()).device)
     sizes = {"seq_len": config.seq_len, "micro_batch_size": config.micro_batch_size, "style": style}
     parts = []
-    for number in range(config.num_mini_batches):
-        begin, end = mini_batch_share(len(pairs), number, config.num_mini_batches)
-        if begin == end:
-            continue
-        first, last = mini_batch_share(end - begin, groups.dp.rank, groups.dp.size)
-        batches = pair_batches(pairs[begin + first : begin + last], num_pairs=-(-(end - begin) // groups.dp.size), **sizes)
+    for planned in collected.updates:
+        own = [collected.rollouts[number] for number in planned.shares[groups.dp.rank]]
+        pairs = [ContrastiveRollout(chosen=chosen, rejected=rejected) for chosen, rejected in zip(own[::2], own[1::2], strict=True)]
+        batches = pair_batches(pairs, num_pairs=planned.num_rows // 2, **sizes)
         parts.append(with_ref_logprobs(reference, batches, groups, temperature=objective.temperature))
     learner.model.train()
     return [
@@ -188,8 +176,3 @@ def update_pairs(config: GRPOConfig, drawn: Sequence[Sequence[TokenRollout]], le
         for _ in range(config.num_epochs)
         for batches in parts
     ]
-
-
-def _pair(group: Sequence[TokenRollout]) -> ContrastiveRollout:
-    chosen, rejected = group
-    return ContrastiveRollout(chosen=chosen, rejected=rejected)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""JSON values between ranks, as bytes: nothing that arrives can run."""
+"""JSON values and bytes between ranks: nothing that arrives can run."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_parallel import Group
-from mcore_parallel.comm import all_gather
+from mcore_parallel.comm import all_gather, all_to_all
 
 
 def broadcast_json(value: Any, group: Group, source: int, device: torch.device) -> Any:
@@ -36,6 +37,19 @@ def all_gather_json(value: Any, group: Group, device: torch.device) -> list[Any]
     padded[: len(data)] = data
     rows = all_gather(padded, group).view(group.size, -1)
     return [decode_json(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+
+
+def all_to_all_bytes(parcels: Sequence[Tensor], sizes: Sequence[int], group: Group, device: torch.device) -> list[Tensor]:
+    """On the host, what each rank of the group sends to this one.
+
+    Args:
+        parcels: uint8, for each rank.
+        sizes: bytes that come from each rank.
+        group: all its ranks call it.
+        device: where tensors must be to go over the group.
+    """
+    sent = torch.cat(list(parcels)).to(device)
+    return list(all_to_all(sent, sizes, [len(parcel) for parcel in parcels], group).cpu().split(list(sizes)))
 
 
 def encode_json(value: Any, device: torch.device) -> Tensor:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The rollouts of the next iteration on their way to all ranks of a placement, while those of this one are trained on."""
+"""The rollouts of the next iteration on their way to those who train on them, while those of this one are trained on."""
 
 import dataclasses
 import logging
@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_parallel import ProcessGroups
-from mcore_rl._collect import Collection, checked, joined, share
+from mcore_rl._collect import Collection, joined, own_rollouts, received, share_of
 from mcore_rl._config import GRPOConfig
 from mcore_rl._loop import rollout_means
-from mcore_rl._placement import Placement
-from mcore_rl._rollout_statistics import token_versions
+from mcore_rl._placement import Placement, exchange_parcels
 from mcore_rl._rollout_stream import RolloutStream
 from mcore_rl._update import MiniBatch, mini_batches
 
@@ -25,7 +24,7 @@ _CLOSE_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutBatch:
-    """Rollouts of one iteration, the same on every rank but for ``written``."""
+    """Rollouts of one iteration, the same on every rank but for ``written`` and the rollouts themselves."""
 
     collected: Collection
     version: int
@@ -61,7 +60,7 @@ class RolloutBatch:
             seconds=seconds,
             position=position,
             means=rollout_means(config, collected, num_asked),
-            token_versions=token_versions(collected.groups),
+            token_versions=collected.token_versions,
         )
 
     def token_lag(self, version: int) -> float | None:
@@ -76,7 +75,7 @@ class RolloutBatch:
 
 
 class Handover:
-    """One batch of rollouts, from the engines to all ranks, in a thread of its own: drawn to their end, exchanged, decoded, and written
+    """One batch of rollouts, from the engines to the trainers, in a thread of its own: drawn to their end, exchanged, decoded, and written
     into micro-batches. Nothing of it touches a device.
 
     Args:
@@ -128,22 +127,29 @@ class Handover:
             self._batch.set_exception(error)
 
     def _hand_over(self) -> RolloutBatch:
-        sent: dict[str, Any] = share([], 0, None)
+        replica, drawn = (None if self._layout is None else self._layout.dp.rank), []
+        sent: dict[str, Any] = share_of([], 0, None, replica=replica)
         failure = None
         try:
             if self._stream is not None:
                 taken = self._stream.draw()
                 about = {name: getattr(taken, name) for name in ("seconds", "position", "num_asked", "oldest")}
-                sent = {**share(taken.groups, taken.num_filtered, None), **about}
+                drawn = taken.groups
+                sent = {**share_of(drawn, taken.num_filtered, None), **about}
         except Exception as error:
             failure = error
-            sent = share([], 0, failure)
+            sent = share_of([], 0, failure)
         finally:
             self._is_drawn.set()
         shares = self._placement.gather_ahead(sent, self._timeout_s, "rollouts")
         if failure is not None:
             raise failure
-        collected = checked(self._config, joined(shares))
+        placement, rank = self._placement, self._placement.world.rank
+        collected, delivery = joined(self._config, shares)
+        own = own_rollouts(delivery, rank, drawn)
+        sizes = [delivery.size(source, rank) for source in range(placement.world.size)]
+        parcels = exchange_parcels(placement, delivery.parcels(rank, own), sizes, self._timeout_s, "rollouts", ahead=True)
+        collected = received(collected, delivery, rank, parcels, own)
         served = shares[self._placement.num_trainers :]
         oldest, num_asked = min(part["oldest"] for part in served), sum(part["num_asked"] for part in served)
         batch = RolloutBatch.of(self._config, collected, served, oldest, num_asked)
@@ -153,7 +159,7 @@ class Handover:
         """A failure is of the training, of which the other half is told then."""
         written: Future[list[MiniBatch]] = Future()
         try:
-            written.set_result(mini_batches(self._config, collected.groups, layout))
+            written.set_result(mini_batches(self._config, collected, layout))
         except Exception as error:
             written.set_exception(error)
         return written

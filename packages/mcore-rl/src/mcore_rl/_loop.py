@@ -14,12 +14,12 @@ from mcore_parallel.models import check_follows_prefixes
 from mcore_parallel.training import TrainReport
 from mcore_parallel.training.distill import DistillationObjective
 from mcore_rl._aggregation import Aggregation
-from mcore_rl._collect import Collection, checked, draw, exchange
+from mcore_rl._collect import Collection, draw, exchange
 from mcore_rl._config import GRPOConfig
 from mcore_rl._objective import GRPOObjective
 from mcore_rl._preference import DPOObjective
 from mcore_rl._refit import WeightSink
-from mcore_rl._rollout_statistics import examples, group_similarity, truncated_share
+from mcore_rl._rollout_statistics import truncated_share
 from mcore_rl._stability import experimental_api
 from mcore_rl._transfer import refit
 from mcore_rl._types import TokenRollout
@@ -55,7 +55,7 @@ class IterationReport:
     generate_s: float = 0.0
     """Of ``rollout_s``, until this rank's answers are judged. Where engines are ahead of the trainer, it is beside ``train_s`` instead."""
     exchange_s: float = 0.0
-    """Of ``rollout_s``, until all ranks have all rollouts."""
+    """Of ``rollout_s``, until all ranks have the rollouts that they train on."""
     pack_s: float = 0.0
     """Of ``train_s``, until rollouts are in micro-batches on the device."""
     score_s: float = 0.0
@@ -97,7 +97,7 @@ def grpo_iteration(
 ) -> IterationReport:
     """One iteration of group-relative policy optimisation on every rank of ``learner.groups``.
 
-    The ranks share the problems: each asks the engine it holds, then all see all answers. Each update is one
+    The ranks share the problems: each asks the engine it holds, then gets the answers that it trains on. Each update is one
     `train_step`, after the last of which every engine receives the new weights.
 
     Args:
@@ -126,9 +126,9 @@ def grpo_iteration(
         answered = time.perf_counter()
     # The trainer's memory comes back, and its state with it, while ranks that are done sooner wait for the others' answers.
     handed_over = time.perf_counter()
-    collected = checked(config, exchange(drawn, groups, next(model.parameters()).device))
+    collected = exchange(config, drawn, groups, next(model.parameters()).device)
     rolled_out = time.perf_counter()
-    done = update(config, collected.groups, learner, lr, train_policy=train_policy)
+    done = update(config, collected, learner, lr, train_policy=train_policy)
     trained = time.perf_counter()
     if not done.policy and not done.critic:
         raise RuntimeError(f"no token of the rollouts counts: mask_truncated={config.mask_truncated}, and all are truncated or empty")
@@ -158,17 +158,17 @@ def iteration_report(config: GRPOConfig, collected: Collection, *, num_asked: in
 
 def rollout_means(config: GRPOConfig, collected: Collection, num_asked: int | None) -> dict[str, Any]:
     """The fields of a report that the rollouts alone say."""
-    flat = [rollout for group in collected.groups for rollout in group]
-    rewards = torch.tensor([rollout.reward for rollout in flat], dtype=torch.float64)
-    lengths = [sum(rollout.generation_mask) for rollout in flat]
+    flat, (shared, most) = collected.headers, collected.pair_counts
+    rewards = torch.tensor([header.reward for header in flat], dtype=torch.float64)
+    lengths = [header.num_generated for header in flat]
     return {
         "mean_reward": rewards.mean().item(),
         "std_reward": rewards.std(correction=0).item(),
         "mean_length": sum(lengths) / len(flat),
         "max_length": max(lengths),
         "truncated": truncated_share(collected.groups),
-        "group_similarity": group_similarity(collected.groups),
-        "examples": examples(collected.groups),
+        "group_similarity": shared / most if most else None,
+        "examples": collected.examples,
         "num_rollouts": len(flat),
         "num_dropped": (config.num_groups * config.group_size if num_asked is None else num_asked) - len(flat),
         "num_filtered": collected.num_filtered,

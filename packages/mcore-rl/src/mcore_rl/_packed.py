@@ -2,14 +2,51 @@
 # Copyright (c) 2026 the mcore authors
 """Trajectories packed into bins without padding between them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mcore_rl._header import RolloutHeader
 from mcore_rl._packing import PackingConfig, balance
-from mcore_rl._shared_prompts import BinLayout, pack_units
+from mcore_rl._shared_prompts import BinLayout, PackUnit, pack_units
 from mcore_rl._stability import experimental_api
 from mcore_rl._trajectories import BatchStyle, TrajectoryBatches, write_batches
 from mcore_rl._types import TokenRollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class BinPlan:
+    """What lies in the bins of each data rank, planned from headers alone."""
+
+    shares: list[list[list[PackUnit]]]
+    """Units of each bin of each rank; all ranks have equally many bins, some may be empty."""
+    efficiency: float
+    """Places that labels fill, of those of all bins that are not empty."""
+
+    def members(self, rank: int) -> list[int]:
+        """Numbers of a rank's rollouts, in the order of their places."""
+        return [member for held in self.shares[rank] for unit in held for member in unit.members]
+
+
+def plan_bins(headers: Sequence[RolloutHeader], packing: PackingConfig, num_ranks: int) -> BinPlan:
+    """The bins of ``num_ranks`` data ranks, with the squared lengths of their sequences balanced.
+
+    Raises:
+        ValueError: a trajectory that is longer than a bin; names its problem.
+    """
+    for header in headers:
+        if packing.room(max(0, header.num_tokens - 1)) > packing.bin_size:
+            raise ValueError(
+                f"trajectory of {header.problem_id} has {header.num_tokens} tokens, bin_size={packing.bin_size} admits "
+                f"{packing.bin_size + 1}; raise bin_size"
+            )
+    units = pack_units(headers, packing)
+    bins = packing.bins([unit.length for unit in units], [len(unit.members) for unit in units])
+    shares = balance([sum(units[number].cost for number in held) for held in bins], num_ranks)
+    # Every rank takes part in every collective.
+    num_bins = max(1, *map(len, shares))
+    own: list[list[list[PackUnit]]] = [[[units[number] for number in bins[held]] for held in share] for share in shares]
+    own = [[*share, *([] for _ in range(num_bins - len(share)))] for share in own]
+    return BinPlan(shares=own, efficiency=sum(unit.length for unit in units) / max(1, len(bins) * packing.bin_size))
 
 
 @experimental_api
@@ -56,32 +93,23 @@ class PackingContext(TrajectoryBatches):
         Raises:
             ValueError: a trajectory that is longer than a bin; names its problem.
         """
-        lengths = [max(0, len(rollout.trajectory) - 1) for rollout in rollouts]
-        for rollout, length in zip(rollouts, lengths, strict=True):
-            if packing.room(length) > packing.bin_size:
-                raise ValueError(
-                    f"trajectory of {rollout.problem_id} has {length + 1} tokens, bin_size={packing.bin_size} admits "
-                    f"{packing.bin_size + 1}; raise bin_size"
-                )
-        units = pack_units(rollouts, packing)
-        bins = packing.bins([unit.length for unit in units], [len(unit.members) for unit in units])
-        shares = balance([sum(units[number].cost for number in held) for held in bins], num_ranks)
-        own = [[units[number] for number in bins[share]] for share in shares[rank]]
-        # Every rank takes part in every collective.
-        own += [[] for _ in range(max(1, *map(len, shares)) - len(own))]
-        places, bounds = [], []
-        for number, held in enumerate(own):
-            layout = BinLayout(packing.bin_size)
-            for unit in held:
-                places += layout.add(unit, packing, number)
-            bounds.append(layout.finish())
-        members = [tuple(member for unit in held for member in unit.members) for held in own]
-        numbers = [member for some in members for member in some]
-        own_rollouts, shape = [rollouts[number] for number in numbers], (len(own), 1, packing.bin_size)
-        return cls(
-            batches=write_batches(own_rollouts, places, shape, style or BatchStyle(), bounds),
-            places=places,
-            bins=tuple(members),
-            rollouts=tuple(numbers),
-            efficiency=sum(unit.length for unit in units) / max(1, len(bins) * packing.bin_size),
-        )
+        plan = plan_bins([RolloutHeader.of(rollout) for rollout in rollouts], packing, num_ranks)
+        return write_bins(plan, dict(enumerate(rollouts)), packing, style or BatchStyle(), rank)
+
+
+def write_bins(plan: BinPlan, rollouts: Mapping[int, TokenRollout], packing: PackingConfig, style: BatchStyle, rank: int) -> PackingContext:
+    """The bins of data rank ``rank``, whose rollouts are those numbers of the plan."""
+    own, places, bounds = plan.shares[rank], [], []
+    for number, held in enumerate(own):
+        layout = BinLayout(packing.bin_size)
+        for unit in held:
+            places += layout.add(unit, packing, number)
+        bounds.append(layout.finish())
+    numbers, shape = plan.members(rank), (len(own), 1, packing.bin_size)
+    return PackingContext(
+        batches=write_batches([rollouts[number] for number in numbers], places, shape, style, bounds),
+        places=places,
+        bins=tuple(tuple(member for unit in held for member in unit.members) for held in own),
+        rollouts=tuple(numbers),
+        efficiency=plan.efficiency,
+    )

@@ -114,34 +114,58 @@ class Placement:
 
     def _gather(self, group: Group, value: Any, arrival_s: float, timeout_s: float, purpose: str) -> list[Any]:
         data = encode_json(value, torch.device("cpu"))
-        arrivals, late = _swap(group, torch.tensor([data.numel()]), [1] * group.size, arrival_s)
+        arrivals, late = _swap(group, [torch.tensor([data.numel()])] * group.size, [1] * group.size, arrival_s)
         if late:
             raise RankTimeoutError(
                 f"{self._name(late)} did not come within timeout_s={arrival_s:g} ({purpose}); look at the log of that rank"
             )
         lengths = [int(length) for length in arrivals]
-        values, lost = _swap(group, data, lengths, timeout_s)
+        return [decode_json(received) for received in self._swapped(group, [data] * group.size, lengths, timeout_s, purpose)]
+
+    def _swapped(self, group: Group, parcels: Sequence[Tensor], lengths: Sequence[int], timeout_s: float, purpose: str) -> list[Tensor]:
+        values, lost = _swap(group, parcels, lengths, timeout_s)
         if lost:
             raise RankTimeoutError(
                 f"{self._name(lost)} came, and did not exchange its {purpose} within timeout_s={timeout_s:g}; look at the log of that rank"
             )
-        return [decode_json(received) for received in values]
+        return values
 
     def _name(self, ranks: Iterable[int]) -> str:
         return " and ".join(f"rank {self.world.ranks[rank]} ({'trains' if rank < self.num_trainers else 'serves'})" for rank in ranks)
 
 
-def _swap(group: Group, own: Tensor, lengths: Sequence[int], timeout_s: float) -> tuple[list[Tensor], list[int]]:
-    """What each rank of a gloo group sends to all others, and the ranks with whom that failed within a limit; all call it together.
+def exchange_parcels(
+    placement: Placement, parcels: Sequence[Tensor], lengths: Sequence[int], timeout_s: float, purpose: str, *, ahead: bool = False
+) -> list[Tensor]:
+    """What each rank of a placement sends to this one; all call it together, right after a ``gather``.
+
+    Args:
+        placement: these ranks.
+        parcels: uint8 on the host, for each rank.
+        lengths: bytes that come from each rank.
+        timeout_s: limit of it all.
+        purpose: what they bring, in the error.
+        ahead: in the thread of ``gather_ahead``.
+
+    Raises:
+        RankTimeoutError: ranks that were lost, or whose bytes were not here in time; names them and their half.
+    """
+    group = placement.ahead if ahead else placement.host
+    assert group is not None
+    return placement._swapped(group, parcels, lengths, timeout_s, purpose)
+
+
+def _swap(group: Group, own: Sequence[Tensor], lengths: Sequence[int], timeout_s: float) -> tuple[list[Tensor], list[int]]:
+    """What each rank of a gloo group sends to this one, and the ranks with whom that failed within a limit; all call it together.
 
     Args:
         group: these ranks.
-        own: of this rank, one dimension.
+        own: for each rank, of one dimension; empty ones are not sent.
         lengths: numbers of elements that the ranks send.
         timeout_s: limit of it all.
     """
     end = time.monotonic() + timeout_s
-    values = [own if peer == group.rank else torch.empty(length, dtype=own.dtype) for peer, length in enumerate(lengths)]
+    values = [part if peer == group.rank else part.new_empty(length) for peer, (part, length) in enumerate(zip(own, lengths, strict=True))]
     arrivals: dict[int, dist.Work | None] = {}
     departures: dict[int, dist.Work | None] = {}
     late: list[int] = []
@@ -149,8 +173,10 @@ def _swap(group: Group, own: Tensor, lengths: Sequence[int], timeout_s: float) -
         if peer == group.rank:
             continue
         try:
-            arrivals[peer] = dist.irecv(values[peer], group=group.pg, group_src=peer)
-            departures[peer] = dist.isend(own, group=group.pg, group_dst=peer)
+            if lengths[peer]:
+                arrivals[peer] = dist.irecv(values[peer], group=group.pg, group_src=peer)
+            if len(own[peer]):
+                departures[peer] = dist.isend(own[peer], group=group.pg, group_dst=peer)
         except RuntimeError:
             # Its connection is closed: it died.
             late.append(peer)

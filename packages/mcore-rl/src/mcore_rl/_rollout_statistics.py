@@ -2,20 +2,21 @@
 # Copyright (c) 2026 the mcore authors
 """What the rollouts of an iteration say of themselves."""
 
-import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
+from mcore_rl._header import RolloutHeader
 from mcore_rl._types import TokenRollout
 
 Groups = Sequence[Sequence[TokenRollout]]
+Headers = Sequence[Sequence[RolloutHeader]]
 
 
-def group_similarity(groups: Groups) -> float | None:
-    """How alike the answers of a group are: of pairs of neighbouring tokens, the share that two answers have in common.
+def pair_counts(groups: Groups) -> tuple[int, int]:
+    """How alike the answers of a group are: of pairs of neighbouring tokens, those that two answers have in common, and all.
 
-    Of all pairs of answers A, B of one group, 2 sum |A and B| / sum (|A| + |B|), where an answer is the set of its pairs of neighbours, the
-    first token having none before it. 1 where all answers of each group are equal, 0 where none shares a pair; None without two answers.
+    Of all pairs of answers A, B of one group, 2 sum |A and B| and sum (|A| + |B|), where an answer is the set of its pairs of neighbours,
+    the first token having none before it. Their quotient is 1 where all answers of each group are equal, 0 where none shares a pair.
     The time is linear in the tokens.
     """
     shared = most = 0
@@ -24,7 +25,7 @@ def group_similarity(groups: Groups) -> float | None:
         counts = Counter(pair for answer in answers for pair in answer)
         shared += sum(count * (count - 1) for count in counts.values())
         most += (len(answers) - 1) * sum(map(len, answers))
-    return shared / most if most else None
+    return shared, most
 
 
 def token_versions(groups: Groups) -> Counter[int]:
@@ -32,18 +33,21 @@ def token_versions(groups: Groups) -> Counter[int]:
     return Counter(drawn for group in groups for rollout in group for drawn in rollout.weight_versions or ())
 
 
-def examples(groups: Groups) -> tuple[TokenRollout, ...]:
-    """The best and the worst answer of the first group that has two, without its routing; else the first answer."""
+def example_numbers(groups: Headers) -> tuple[int, ...]:
+    """Numbers among all of the best and the worst answer of the first group that has two; else of the first answer."""
+    begin = 0
     for group in groups:
         if len(group) > 1:
-            pair = max(group, key=lambda one: one.reward), min(reversed(group), key=lambda one: one.reward)
-            return tuple(dataclasses.replace(one, routed_experts=None) for one in pair)
-    return tuple(dataclasses.replace(one, routed_experts=None) for group in groups for one in group)[:1]
+            places = range(len(group))
+            best, worst = max(places, key=lambda i: group[i].reward), min(reversed(places), key=lambda i: group[i].reward)
+            return begin + best, begin + worst
+        begin += len(group)
+    return (0,) if begin else ()
 
 
-def truncated_share(groups: Groups) -> float:
+def truncated_share(groups: Headers) -> float:
     """Of the answers, those that the limit of tokens ended."""
-    flat = [rollout.finish_reason == "length" for group in groups for rollout in group]
+    flat = [header.finish_reason == "length" for group in groups for header in group]
     return sum(flat) / len(flat)
 
 

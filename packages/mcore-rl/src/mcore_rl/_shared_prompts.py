@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Which answers lie in a bin behind one prompt, and where: planned from tokens alone, alike on every rank."""
+"""Which answers lie in a bin behind one prompt, and where: planned from headers alone, alike on every rank."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from mcore_rl._header import RolloutHeader
 from mcore_rl._packing import PackingConfig
 from mcore_rl._trajectories import Place
-from mcore_rl._types import TokenRollout, as_array
 
 
 @dataclass(frozen=True)
@@ -40,26 +40,25 @@ class PackUnit:
         return shared**2 + sum((shared + length) ** 2 - shared**2 for length in self.lengths)
 
 
-def pack_units(rollouts: Sequence[TokenRollout], packing: PackingConfig) -> list[PackUnit]:
+def pack_units(headers: Sequence[RolloutHeader], packing: PackingConfig) -> list[PackUnit]:
     """All rollouts, each in one unit.
 
     Answers share a prompt where their tokens up to the first one that the policy wrote are equal. A group that no bin holds is divided
     among several.
 
     Args:
-        rollouts: none of which is longer than a bin.
+        headers: of rollouts, none of which is longer than a bin.
         packing: sizes, and whether prompts are shared.
     """
-    lengths = [max(0, len(rollout.trajectory) - 1) for rollout in rollouts]
+    lengths = [max(0, header.num_tokens - 1) for header in headers]
     if not packing.share_prompts:
         return [PackUnit((number,), (length,)) for number, length in enumerate(lengths)]
-    groups: dict[bytes | int, list[int]] = {}
-    for number, rollout in enumerate(rollouts):
-        groups.setdefault(_prompt(rollout) or number, []).append(number)
+    groups: dict[str | int, list[int]] = {}
+    for number, header in enumerate(headers):
+        groups.setdefault(header.prompt or number, []).append(number)
     units: list[PackUnit] = []
     for key, members in groups.items():
-        # Of 8 bytes a token.
-        shared = len(key) // 8 - 1 if isinstance(key, bytes) else 0
+        shared = headers[members[0]].num_prompt - 1 if isinstance(key, str) else 0
         own = [lengths[number] - shared for number in members]
         parts = [list(range(len(members)))]
         if shared + sum(own) > packing.bin_size or len(members) > packing.max_sequences_per_bin:
@@ -70,12 +69,6 @@ def pack_units(rollouts: Sequence[TokenRollout], packing: PackingConfig) -> list
             else:
                 units.append(PackUnit(tuple(members[i] for i in part), tuple(own[i] for i in part), shared))
     return units
-
-
-def _prompt(rollout: TokenRollout) -> bytes | None:
-    """The tokens of a prompt that others may share; None where it has fewer than two, or no answer."""
-    length = as_array(rollout.generation_mask, "b").tobytes().find(1)
-    return None if length < 2 else as_array(rollout.trajectory[:length], "q").tobytes()
 
 
 @dataclass

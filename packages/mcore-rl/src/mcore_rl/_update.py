@@ -3,7 +3,6 @@
 """From judged rollouts to updated weights."""
 
 import dataclasses
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,16 +14,15 @@ from mcore_parallel import ProcessGroups
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.training import Batch, GradSync, Objective, Optimizer, TrainReport, train_step
 from mcore_parallel.training.distill import Teacher
+from mcore_rl._collect import Collection
 from mcore_rl._config import GRPOConfig
 from mcore_rl._critic import Critic, estimate, with_estimates
-from mcore_rl._packed import PackingContext
+from mcore_rl._header import RolloutHeader
+from mcore_rl._packed import write_bins
 from mcore_rl._reference import FrozenWeights, token_logprobs
 from mcore_rl._stability import experimental_api
 from mcore_rl._trajectories import BatchStyle, TrajectoryBatches, place_rows, routed_afresh, write_batches
 from mcore_rl._transfer import WeightTransfer
-from mcore_rl._types import TokenRollout
-
-_log = logging.getLogger(__name__)
 
 
 @experimental_api
@@ -70,24 +68,23 @@ class Updates:
     """Until the log-probabilities and values that they need were queued."""
 
 
-def mini_batches(config: GRPOConfig, rollouts: Sequence[Sequence[TokenRollout]], groups: ProcessGroups) -> list[MiniBatch]:
+def mini_batches(config: GRPOConfig, collected: Collection, groups: ProcessGroups) -> list[MiniBatch]:
     """The rollouts of all updates on the host, with their advantages where these take no log-probabilities; needs no device and no other
     rank, so that a thread may write them while something else is trained on.
 
     Args:
         config: sizes, advantages, aggregation.
-        rollouts: the groups of all ranks.
+        collected: what all ranks drew.
         groups: the layout of the policy.
     """
-    flat = [rollout for group in rollouts for rollout in group]
     style = BatchStyle(pad_id=config.pad_id, aggregation=config.aggregation, mask_truncated=config.mask_truncated)
-    parts = _mini_batches(config, flat, groups, style)
-    return parts if _needs_scores(config) else _with_advantages(parts, _advantages(config, rollouts, parts, groups))
+    parts = _mini_batches(config, collected, groups, style)
+    return parts if _needs_scores(config) else _with_advantages(parts, _advantages(config, collected, parts, groups))
 
 
 def update(
     config: GRPOConfig,
-    rollouts: Sequence[Sequence[TokenRollout]],
+    collected: Collection,
     learner: Learner,
     lr: float,
     *,
@@ -100,7 +97,7 @@ def update(
 
     Args:
         config: sizes, advantages, aggregation.
-        rollouts: the groups of all ranks.
+        collected: what all ranks drew.
         learner: the policy.
         lr: learning rate of the policy.
         train_policy: False leaves the policy as it is.
@@ -108,14 +105,14 @@ def update(
     """
     begin = time.perf_counter()
     device = next(learner.model.parameters()).device
-    on_host = mini_batches(config, rollouts, learner.groups) if written is None else written
+    on_host = mini_batches(config, collected, learner.groups) if written is None else written
     parts = [MiniBatch(part.numbers, part.written.on(device)) for part in on_host]
     packed = time.perf_counter()
     parts = [_score(config, part, learner) for part in parts]
     if config.gae is not None:
-        parts = _estimated(config, [rollout for group in rollouts for rollout in group], parts, learner.groups)
+        parts = _estimated(config, collected.headers, parts, learner.groups)
     elif _needs_scores(config):
-        parts = _with_advantages(parts, _advantages(config, rollouts, parts, learner.groups))
+        parts = _with_advantages(parts, _advantages(config, collected, parts, learner.groups))
     scored = time.perf_counter()
     critic, teacher, reports, critic_reports = learner.critic, learner.teacher, [], []
     learner.model.train()
@@ -155,30 +152,19 @@ def _labelled(teacher: Teacher, batches: Sequence[Batch]) -> list[Batch]:
     return [dataclasses.replace(theirs, extras={**batch.extras, **theirs.extras}) for batch, theirs in zip(shares, labelled, strict=True)]
 
 
-def _mini_batches(config: GRPOConfig, flat: Sequence[TokenRollout], groups: ProcessGroups, style: BatchStyle) -> list[MiniBatch]:
-    """Consecutive shares of the rollouts; one without a token that counts, on no rank, is left out."""
+def _mini_batches(config: GRPOConfig, collected: Collection, groups: ProcessGroups, style: BatchStyle) -> list[MiniBatch]:
+    """This rank's share of each update."""
     parts = []
-    for number in range(config.num_mini_batches):
-        begin, end = mini_batch_share(len(flat), number, config.num_mini_batches)
-        if not any(style.num_counted(rollout) for rollout in flat[begin:end]):
-            _log.warning("mini-batch %d of %d is left out: none of its %d rollouts counts", number, config.num_mini_batches, end - begin)
+    for planned in collected.updates:
+        numbers = planned.shares[groups.dp.rank]
+        own = [collected.rollouts[number] for number in numbers]
+        if config.packing is not None and planned.bins is not None:
+            rollouts = {number - planned.begin: rollout for number, rollout in zip(numbers, own, strict=True)}
+            parts.append(MiniBatch(numbers, write_bins(planned.bins, rollouts, config.packing, style, groups.dp.rank)))
             continue
-        if config.packing is not None:
-            context = PackingContext.pack(flat[begin:end], config.packing, style, rank=groups.dp.rank, num_ranks=groups.dp.size)
-            parts.append(MiniBatch([begin + i for i in context.rollouts], context))
-            continue
-        first, last = mini_batch_share(end - begin, groups.dp.rank, groups.dp.size)
-        numbers = list(range(begin + first, begin + last))
-        own = [flat[i] for i in numbers]
-        # Answers may be missing, but all ranks have as many micro-batches.
-        places, shape = place_rows(own, config.seq_len, config.micro_batch_size, -(-(end - begin) // groups.dp.size))
+        places, shape = place_rows(own, config.seq_len, config.micro_batch_size, planned.num_rows)
         parts.append(MiniBatch(numbers, TrajectoryBatches(batches=write_batches(own, places, shape, style), places=places)))
     return parts
-
-
-def mini_batch_share(count: int, rank: int, size: int) -> tuple[int, int]:
-    """First and last but one of a consecutive part of ``count``."""
-    return rank * count // size, (rank + 1) * count // size
 
 
 def _score(config: GRPOConfig, part: MiniBatch, learner: Learner) -> MiniBatch:
@@ -195,22 +181,20 @@ def _score(config: GRPOConfig, part: MiniBatch, learner: Learner) -> MiniBatch:
     return MiniBatch(part.numbers, written)
 
 
-def _advantages(
-    config: GRPOConfig, rollouts: Sequence[Sequence[TokenRollout]], parts: Sequence[MiniBatch], groups: ProcessGroups
-) -> list[float]:
+def _advantages(config: GRPOConfig, collected: Collection, parts: Sequence[MiniBatch], groups: ProcessGroups) -> list[float]:
     """One a rollout, in order, the same on every rank."""
-    rewards = [[_shaped(config, rollout) for rollout in group] for group in rollouts]
+    rewards = [[_shaped(config, header) for header in group] for group in collected.groups]
     if config.kl_in_reward:
         taken = iter(_kl_sums(sum(map(len, rewards)), parts, groups))
         rewards = [[reward - config.kl_in_reward * next(taken) for reward in group] for group in rewards]
     return [advantage for group in config.advantage.advantages(rewards) for advantage in group]
 
 
-def _estimated(config: GRPOConfig, flat: Sequence[TokenRollout], parts: Sequence[MiniBatch], groups: ProcessGroups) -> list[MiniBatch]:
+def _estimated(config: GRPOConfig, headers: Sequence[RolloutHeader], parts: Sequence[MiniBatch], groups: ProcessGroups) -> list[MiniBatch]:
     """With advantages and returns of each token; the advantages are whitened over those of all parts and ranks."""
     assert config.gae is not None
     estimates = [
-        estimate(part.written, [_shaped(config, flat[i]) for i in part.numbers], config.gae, config.kl_in_reward) for part in parts
+        estimate(part.written, [_shaped(config, headers[i]) for i in part.numbers], config.gae, config.kl_in_reward) for part in parts
     ]
     if config.gae.whiten and parts:
         device = parts[0].written.batches[0].tokens.device
@@ -223,8 +207,8 @@ def _estimated(config: GRPOConfig, flat: Sequence[TokenRollout], parts: Sequence
     return [MiniBatch(part.numbers, with_estimates(part.written, some)) for part, some in zip(parts, estimates, strict=True)]
 
 
-def _shaped(config: GRPOConfig, rollout: TokenRollout) -> float:
-    return rollout.reward + (0.0 if config.overlong is None else config.overlong(sum(rollout.generation_mask)))
+def _shaped(config: GRPOConfig, header: RolloutHeader) -> float:
+    return header.reward + (0.0 if config.overlong is None else config.overlong(header.num_generated))
 
 
 def _kl_sums(count: int, parts: Sequence[MiniBatch], groups: ProcessGroups) -> list[float]:
