@@ -182,6 +182,20 @@ def test_each_environment_runs_by_its_name(environment: str, tmp_path: Path) -> 
     assert row["num_rollouts"] == 8 and "eval/reward" in row
 
 
+def test_several_environments_share_a_run_and_each_has_its_numbers(tmp_path: Path) -> None:
+    names = ["rl.mixture=[countdown,arithmetic,character_share]", "rl.mixture_weights=[1,1,0]"]
+    changes = ["rl.imitation_steps=0", "train.steps=1", "train.eval_interval=1", "rl.eval_samples=2", "log.html=true"]
+    assert run(tmp_path / "run", *names, *changes) == 0
+    [row] = rows(tmp_path / "run")
+    assert row["env/countdown/num_rollouts"] == row["env/arithmetic/num_rollouts"] == 4 and "env/character_share/reward" not in row
+    assert row["reward"] == pytest.approx((row["env/countdown/reward"] + row["env/arithmetic/reward"]) / 2, abs=1e-12)
+    each = [row[f"eval/{name}/reward"] for name in ("countdown", "arithmetic", "character_share")]
+    assert row["eval/reward"] == pytest.approx(sum(each) / 3) and all(
+        f"eval/countdown/{name}" in row for name in ("right", "pass@1", "pass@2")
+    )
+    assert "Reward by environment" in (tmp_path / "run" / "report.html").read_text()
+
+
 def test_maths_of_a_file_are_evaluated_with_pass_at_k(tmp_path: Path) -> None:
     (tmp_path / "maths.jsonl").write_text("\n".join(json.dumps({"question": f"{n} + 1?", "answer": f"#### {n + 1}"}) for n in range(8)))
     places = [f"rl.maths.path={tmp_path / 'maths.jsonl'}", "rl.maths.prompt={question}", "rl.maths.num_evaluation=2"]
@@ -240,6 +254,12 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
             "rl.environment=maths rl.maths.path=file.jsonl rl.maths.judge=math-verify",
             "maths.judge='math-verify' simplifies what a model writes, which may take any time: set rl.judges.num_workers=2",
         ),
+        ("rl.mixture=[countdown,code]", "code.path is empty; name a file"),
+        (
+            "rl.mixture=[countdown,arithmetic] rl.mixture_weights=[1]",
+            "mixture_weights=[1.0] must be as many as the environments of mixture",
+        ),
+        ("rl.mixture=[countdown,countdown]", "must be one or more, of different env_id"),
         ("rl.environment=maths rl.maths.path=no/such/file", "maths.path='no/such/file' is no file; name one of JSON lines"),
         ("rl.environment=no.such.module:Task", "cannot be made: No module named 'no'"),
         ("rl.critic.lr=1e-3", "critic has no effect without gae"),

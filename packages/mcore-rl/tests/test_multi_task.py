@@ -9,7 +9,15 @@ from fractions import Fraction
 
 import pytest
 
-from mcore_rl import NumberedProblems, Problem, WeightedMultiTask
+from mcore_rl import (
+    GenericGenerationArgs,
+    InferenceInterface,
+    InferenceRequest,
+    InferenceResponse,
+    NumberedProblems,
+    Problem,
+    WeightedMultiTask,
+)
 
 
 class Named(NumberedProblems):
@@ -113,6 +121,27 @@ def test_evaluations_ask_each_environment_as_many_prompts_on_every_rank() -> Non
         assert [problem.problem_id for problem in asyncio.run(mixed.evaluation_prompts(1, validation=False))] == [
             f"env{i}/{rank}" for i in range(3)
         ]
+
+
+class Echo(InferenceInterface):
+    """Answers with the prompt's last character."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    async def agenerate(self, request: InferenceRequest) -> list[list[InferenceResponse]]:
+        return [
+            [InferenceResponse(response="1", token_ids=[*request.prompts[0], 1], prompt_length=len(request.prompts[0]), logprobs=[0.0])]
+        ]
+
+
+def test_evaluations_say_of_whom_each_answer_is() -> None:
+    mixed = WeightedMultiTask([mixture([1, 1]), Named("other")], [1, 1])
+    assert mixed.env_ids == ("env0", "env1", "other")
+    response = asyncio.run(mixed.run_evaluation(Echo(), num_prompts=2, args=GenericGenerationArgs(), num_samples=2))
+    assert {name: len(response.of(name).results) for name in mixed.env_ids} == {"env0": 4, "env1": 4, "other": 4}
+    assert {result.problem_id for result in response.of("env1").results} == {f"multi_task/env1/{(1 << 32) + k}" for k in range(2)}
+    assert not response.of("nobody").results and len(response.of("env1").pass_at(2)) == 2
 
 
 @pytest.mark.parametrize("names", [(), ("a", "a"), ("a/b",)])

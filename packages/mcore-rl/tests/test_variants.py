@@ -241,6 +241,19 @@ def test_advantages_equal_their_definitions() -> None:
     assert AdvantageConfig(scale="batch_std").advantages([]) == []
 
 
+def test_rewards_of_the_batch_may_be_those_of_one_environment() -> None:
+    small, large = [[0.0, 1.0, 1.0], [0.5, 0.5]], [[-30.0, 70.0], [20.0, 10.0, 10.0]]
+    rewards, env_ids = [small[0], large[0], small[1], large[1]], ["small", "large", "small", "large"]
+    for fields in ({"scale": "batch_std"}, {"baseline": "batch_mean", "scale": "none"}, {"scale": "batch_reward_std", "std_correction": 1}):
+        config = AdvantageConfig(**fields, per_environment=True)
+        (one, two), (three, four) = config.advantages(small), config.advantages(large)
+        assert config.advantages(rewards, env_ids) == [one, three, two, four]
+        plain = AdvantageConfig(**fields)
+        assert plain.advantages(rewards, env_ids) == plain.advantages(rewards) != [one, three, two, four]
+    with pytest.raises(ValueError, match="per_environment=True has no effect with baseline='group_mean' and scale='group_std'"):
+        AdvantageConfig(per_environment=True)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_advantages_of_equal_groups_equal_those_of_trl(seed: int) -> None:
     rewards = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -188,6 +188,12 @@ class RLConfig:
     environment: str = "countdown"
     """countdown, arithmetic, maths, code, character_share, or PACKAGE.MODULE:NAME of a `mcore_rl.NumberedProblems` made without
     arguments."""
+    mixture: tuple[str, ...] = ()
+    """Several environments in place of ``environment``, named as it is; they share the problems of an iteration, and each has all of those
+    of an evaluation."""
+    mixture_weights: tuple[float, ...] = ()
+    """Share of the problems that each environment of ``mixture`` poses, in any unit, 0 for one that is evaluated only; empty for equal
+    ones."""
     countdown: CountdownConfig = field(default_factory=CountdownConfig)
     """Of countdown."""
     arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
@@ -272,10 +278,7 @@ class RLConfig:
     """Engines behind HTTP, of this project, vLLM or SGLang; None for an engine on every rank."""
 
     def __post_init__(self) -> None:
-        if self.environment not in ENVIRONMENTS and not _IMPORTED.fullmatch(self.environment):
-            raise ValueError(
-                f"environment={self.environment!r} must be one of {', '.join(ENVIRONMENTS)}, or PACKAGE.MODULE:NAME of one of your own"
-            )
+        self._check_environments()
         if self.gae is None and self.critic != CriticConfig():
             raise ValueError("critic has no effect without gae; set rl.gae.lam=0.95, or leave critic out")
         self._check_instead()
@@ -284,26 +287,37 @@ class RLConfig:
         if self.group_size < (least := 2 if self.gae is None else 1):
             reason = ": an answer is judged against its group" if least == 2 else ""
             raise ValueError(f"group_size={self.group_size} must be at least {least}{reason}")
-        for name, held in (("maths", "question and answer"), ("code", "question and tests")):
-            if self.environment == name and not getattr(self, name).path:
-                raise ValueError(f"{name}.path is empty; name a file of JSON lines with {held}: rl.{name}.path=FILE")
-        if self.environment == "maths" and self.maths.judge == "math-verify" and self.judges is None:
-            raise ValueError(
-                "maths.judge='math-verify' simplifies what a model writes, which may take any time: set rl.judges.num_workers=2, or "
-                "maths.judge='own'"
-            )
         for name, least in (("imitation_steps", 0), ("eval_samples", 0), ("imitation_tries", 1), ("max_requests", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
         if self.imitation_lr_schedule not in ("constant", "cosine"):
             raise ValueError(f"imitation_lr_schedule={self.imitation_lr_schedule!r} must be constant or cosine")
-        if self.imitation_steps and self.environment in ("character_share", "code"):
-            raise ValueError(f"imitation_steps needs an environment that shows answers, which {self.environment} does not; set it to 0")
+        if self.imitation_steps and (silent := [name for name in self.environments if name in ("character_share", "code")]):
+            raise ValueError(f"imitation_steps needs an environment that shows answers, which {silent[0]} does not; set it to 0")
         for name in ("cache_gb", "imitation_lr"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
         if self.generation_args.max_tokens is None or self.generation_args.max_tokens < 1:
             raise ValueError(f"generation_args.max_tokens={self.generation_args.max_tokens} must be at least 1")
+
+    def _check_environments(self) -> None:
+        """Names that there are, and what those environments need."""
+        if unknown := [name for name in self.environments if name not in ENVIRONMENTS and not _IMPORTED.fullmatch(name)]:
+            raise ValueError(
+                f"environment={unknown[0]!r} must be one of {', '.join(ENVIRONMENTS)}, or PACKAGE.MODULE:NAME of one of your own"
+            )
+        if self.mixture_weights and len(self.mixture_weights) != len(self.mixture):
+            raise ValueError(
+                f"mixture_weights={list(self.mixture_weights)} must be as many as the environments of mixture={list(self.mixture)}, or none"
+            )
+        for name, held in (("maths", "question and answer"), ("code", "question and tests")):
+            if name in self.environments and not getattr(self, name).path:
+                raise ValueError(f"{name}.path is empty; name a file of JSON lines with {held}: rl.{name}.path=FILE")
+        if "maths" in self.environments and self.maths.judge == "math-verify" and self.judges is None:
+            raise ValueError(
+                "maths.judge='math-verify' simplifies what a model writes, which may take any time: set rl.judges.num_workers=2, or "
+                "maths.judge='own'"
+            )
 
     def _check_instead(self) -> None:
         """What learns from something else than rewards."""
@@ -341,6 +355,11 @@ class RLConfig:
         }
         if named := [name for name, is_set in beside.items() if is_set]:
             raise ValueError(f"{named[0]} needs engines of the run itself; leave it at its default, or set rl.served=none")
+
+    @property
+    def environments(self) -> tuple[str, ...]:
+        """Names of those of ``mixture``, or of ``environment`` alone."""
+        return self.mixture or (self.environment,)
 
     @property
     def needs_reference(self) -> bool:

@@ -99,8 +99,11 @@ class LiveReport:
         rewards = _known(curve, training="reward", evaluation="eval/reward", right="eval/right", **samples)
         times = _known(curve, generate="rollout_s", train="train_s", refit="refit_s")
         counts = _known(curve, dropped="num_dropped", filtered="num_filtered")
+        by_name = [name for name in self.history.names if name.startswith("env/") and name.endswith("/reward")]
+        each = {name.removeprefix("env/").removesuffix("/reward"): curve(name) for name in by_name}
         return [
             Plot(title="Reward", x_label="iteration", y_label="mean of the answers", curves=rewards),
+            *([Plot(title="Reward by environment", x_label="iteration", y_label="mean of the answers", curves=each)] if each else []),
             Plot(title="Parts of an iteration", x_label="iteration", y_label="seconds", curves=times),
             Plot(title="Answers dropped, groups replaced", x_label="iteration", y_label="count", curves=counts),
         ]

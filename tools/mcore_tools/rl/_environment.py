@@ -5,29 +5,34 @@
 import functools
 import importlib
 
-from mcore_rl import JudgeProcessError, NumberedProblems, ProcessJudge
+from mcore_rl import JudgeProcessError, NumberedProblems, ProcessJudge, WeightedMultiTask
 from mcore_rl.envs import CharacterShare
 from mcore_tools.recipes import RLConfig
 
 
 def build_environment(config: RLConfig) -> NumberedProblems:
-    """The environment that a run names.
+    """The environment that a run names, or the mixture of several.
 
     Raises:
         ValueError: there is no such module or name, or it is no environment.
     """
-    if config.environment == "character_share":
+    environments = [_build(config, name) for name in config.environments]
+    return WeightedMultiTask(environments, config.mixture_weights or [1.0] * len(environments)) if config.mixture else environments[0]
+
+
+def _build(config: RLConfig, environment: str) -> NumberedProblems:
+    if environment == "character_share":
         return CharacterShare(config.character_share.prompts, config.character_share.wanted)
-    if config.environment in ("countdown", "arithmetic", "maths", "code"):
-        return getattr(config, config.environment).build()
-    module, _, name = config.environment.partition(":")
+    if environment in ("countdown", "arithmetic", "maths", "code"):
+        return getattr(config, environment).build()
+    module, _, name = environment.partition(":")
     try:
-        environment = getattr(importlib.import_module(module), name)()
+        made = getattr(importlib.import_module(module), name)()
     except (ImportError, AttributeError, TypeError) as error:
-        raise ValueError(f"rl.environment={config.environment!r} cannot be made: {error}; is its folder in PYTHONPATH?") from None
-    if not isinstance(environment, NumberedProblems):
-        raise ValueError(f"rl.environment={config.environment!r} is a {type(environment).__name__}; make it a mcore_rl.NumberedProblems")
-    return environment
+        raise ValueError(f"rl.environment={environment!r} cannot be made: {error}; is its folder in PYTHONPATH?") from None
+    if not isinstance(made, NumberedProblems):
+        raise ValueError(f"rl.environment={environment!r} is a {type(made).__name__}; make it a mcore_rl.NumberedProblems")
+    return made
 
 
 def open_environment(config: RLConfig) -> NumberedProblems:

@@ -15,11 +15,12 @@ def num_problems(config: RunConfig, rank: int, num_ranks: int) -> int:
     return len(range(rank, config.train.eval_batches * config.rl.num_groups, num_ranks))
 
 
-def evaluation_names(config: RunConfig) -> list[str]:
-    """Of the numbers of an evaluation, in the order of ``evaluation_sums``."""
+def evaluation_names(config: RunConfig, env_ids: Sequence[str]) -> list[str]:
+    """Of the numbers of an evaluation, in the order of ``evaluation_sums``: of all environments, then of each, where there are several."""
     assert config.rl is not None
     samples = config.rl.eval_samples
-    return ["reward", "right", *(f"pass@{k}" for k in sorted({1, samples}) if samples), "num_dropped"]
+    names = ["reward", "right", *(f"pass@{k}" for k in sorted({1, samples}) if samples)]
+    return [*names, *(f"{env_id}/{name}" for env_id in _several(env_ids) for name in names), "num_dropped"]
 
 
 def evaluation_sums(config: RunConfig, environment: NumberedProblems, interface: InferenceInterface, count: int) -> list[list[float]]:
@@ -31,16 +32,28 @@ def evaluation_sums(config: RunConfig, environment: NumberedProblems, interface:
         return asyncio.run(environment.run_evaluation(interface, num_prompts=count, args=args, num_samples=num_samples))
 
     greedy = ask(args.add(GenericGenerationArgs(temperature=0.0)), 1)
-    rewards = greedy.metrics()["reward"]
-    numbers = [rewards, [float(reward >= 1.0) for reward in rewards]]
-    if samples:
-        drawn = ask(args, samples)
-        numbers += [list(drawn.pass_at(k)) for k in sorted({1, samples})]
-    return [*([sum(values), len(values)] for values in numbers), [greedy.num_dropped, 1]]
+    drawn = ask(args, samples) if samples else None
+
+    def numbers(greedy: EvaluationResponse, drawn: EvaluationResponse | None) -> list[list[float]]:
+        rewards = greedy.metrics()["reward"]
+        return [
+            rewards,
+            [float(reward >= 1.0) for reward in rewards],
+            *([] if drawn is None else (drawn.pass_at(k) for k in sorted({1, samples}))),
+        ]
+
+    parts = [numbers(greedy, drawn)]
+    parts += [numbers(greedy.of(env_id), None if drawn is None else drawn.of(env_id)) for env_id in _several(environment.env_ids)]
+    return [*([sum(values), len(values)] for part in parts for values in part), [greedy.num_dropped, 1]]
 
 
-def evaluation_means(config: RunConfig, sums: Sequence[Sequence[float]]) -> Mapping[str, float]:
+def evaluation_means(config: RunConfig, env_ids: Sequence[str], sums: Sequence[Sequence[float]]) -> Mapping[str, float]:
     """The numbers of an evaluation from their sums over all engines; of dropped answers the number."""
     *totals, (num_dropped, _) = sums
-    named = zip(evaluation_names(config)[:-1], totals, strict=True)
+    named = zip(evaluation_names(config, env_ids)[:-1], totals, strict=True)
     return {**{f"eval/{name}": total / max(1.0, number) for name, (total, number) in named}, "eval/num_dropped": num_dropped}
+
+
+def _several(env_ids: Sequence[str]) -> Sequence[str]:
+    """Environments that have numbers of their own."""
+    return env_ids if len(env_ids) > 1 else ()

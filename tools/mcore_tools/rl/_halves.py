@@ -3,7 +3,7 @@
 """A run whose trainer and engines have ranks of their own: what the two halves tell each other, and what a rank with an engine does."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,11 +48,11 @@ class Halves:
         limits["partial"] = self.settings.partial and self.config.rl is not None and self.config.rl.dpo is None
         return DisjointLoop(grpo, self.placement, learner=learner, server=server, **limits)
 
-    def evaluated(self, sums: list[list[float]] | None = None) -> dict[str, float]:
-        """The numbers of an evaluation on every rank; ``sums`` are those of a rank with an engine."""
+    def evaluated(self, env_ids: Sequence[str], sums: list[list[float]] | None = None) -> dict[str, float]:
+        """The numbers of an evaluation of these environments on every rank; ``sums`` are those of a rank with an engine."""
         shares = self.gather(sums, "answers of an evaluation")[self.placement.num_trainers :]
         totals = [[sum(column) for column in zip(*rows, strict=True)] for rows in zip(*shares, strict=True)]
-        return dict(evaluation_means(self.config, totals))
+        return dict(evaluation_means(self.config, env_ids, totals))
 
     def agree(self, wanted: bool) -> bool:
         """Whether any rank wants to stop."""
@@ -107,7 +107,7 @@ def serve_half(
 
     def evaluated() -> float:
         sums = evaluation_sums(config, environment, interface, num_problems(config, rank, num_ranks))
-        return halves.evaluated(sums)["eval/reward"]
+        return halves.evaluated(environment.env_ids, sums)["eval/reward"]
 
     with contextlib.ExitStack() as stack, halves.loop(run_grpo(config, tokenizer.pad), server=server) as loop:
         stack.callback(close_environment, environment)

@@ -263,7 +263,7 @@ class _Run:
             lr = self.rates.lr(self.state.step - self.state.skipped_steps)
             report = self._iteration(grpo, step, lr)
             self._count(report)
-            values = {**_values(report), "lr": lr, "skipped_steps": self.state.skipped_steps}
+            values = {**_values(report), **self._of_environments(report), "lr": lr, "skipped_steps": self.state.skipped_steps}
             if self.loop is not None:
                 values["lag"] = report.lag
                 values |= _lags(report)
@@ -304,15 +304,17 @@ class _Run:
         further ones. Of a file's pairs, those that are not trained on."""
         if self.pairs is not None:
             return self._preferred(self.pairs.evaluation)
+        assert self.environment is not None
+        env_ids = self.environment.env_ids
         if self.halves is not None:
-            return self.halves.evaluated()
-        assert self.environment is not None and self.evaluator is not None
+            return self.halves.evaluated(env_ids)
+        assert self.evaluator is not None
         world = self.parts.groups.world
         with self.rl.memory.generating(optimizer=self.parts.optimizer, sync=self.parts.sync, engine=self.engine):
             count = num_problems(self.config, world.rank, world.size)
             sums = evaluation_sums(self.config, self.environment, self.evaluator, count)
         totals = all_reduce(torch.tensor(sums, dtype=torch.float64, device=self.device), world).tolist()
-        return dict(evaluation_means(self.config, totals))
+        return dict(evaluation_means(self.config, env_ids, totals))
 
     def _preferred(self, pairs: Sequence[ContrastiveRollout]) -> dict[str, float]:
         """How often, and by how much, the policy prefers what it should."""
@@ -341,6 +343,22 @@ class _Run:
         if self.critic is not None:
             self.critic.save(self.state.step)
         self.checkpoints.save(self.state.step, self.parts.state(), extra)
+
+    def _of_environments(self, report: IterationReport) -> dict[str, float]:
+        """What each environment earned, where there are several."""
+        if self.environment is None or len(self.environment.env_ids) < 2:
+            return {}
+        return {
+            f"env/{name}/{key}": value
+            for name, own in report.environments.items()
+            for key, value in (
+                ("reward", own.mean_reward),
+                ("reward_std", own.std_reward),
+                ("answer_length", own.mean_length),
+                ("truncated", own.truncated),
+                ("num_rollouts", own.num_rollouts),
+            )
+        }
 
     def _count(self, report: IterationReport) -> None:
         skipped = sum(update.skipped for update in (*report.updates, *report.critic_updates))

@@ -32,6 +32,8 @@ class AdvantageConfig:
     """group_std; batch_std, of what the baseline left; batch_reward_std, of the rewards of all; none. Standard deviations plus 1e-4."""
     std_correction: int = 0
     """0: standard deviations of a population, divided by n; 1: of a sample, divided by n - 1, which is 0 for one reward."""
+    per_environment: bool = False
+    """Means and standard deviations of the batch are those of the rewards of the same environment, where several share it."""
 
     def __post_init__(self) -> None:
         if self.baseline not in _BASELINES:
@@ -40,8 +42,13 @@ class AdvantageConfig:
             raise ValueError(f"scale={self.scale!r} must be one of {', '.join(_SCALES)}")
         if self.std_correction not in (0, 1):
             raise ValueError(f"std_correction={self.std_correction} must be 0 (population) or 1 (sample)")
+        if self.per_environment and not (self.baseline == "batch_mean" or self.scale.startswith("batch_")):
+            raise ValueError(
+                f"per_environment=True has no effect with baseline={self.baseline!r} and scale={self.scale!r}, which see one group; "
+                "set scale='batch_std', or per_environment=False"
+            )
 
-    def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
+    def advantages(self, rewards: Sequence[Sequence[float]], env_ids: Sequence[str] | None = None) -> list[list[float]]:
         """One a reward.
 
         A group of equal rewards has no advantage where its own mean is the baseline; a reward that is alone in its group, whose others
@@ -49,7 +56,15 @@ class AdvantageConfig:
 
         Args:
             rewards: one sequence a group; groups may differ in size.
+            env_ids: the environment of each group, for ``per_environment``; None where all are of one.
         """
+        if self.per_environment and env_ids is not None:
+            by_group: list[list[float]] = [[] for _ in rewards]
+            for env_id in dict.fromkeys(env_ids):
+                places = [place for place, name in enumerate(env_ids) if name == env_id]
+                for place, values in zip(places, self.advantages([rewards[place] for place in places]), strict=True):
+                    by_group[place] = values
+            return by_group
         groups = [torch.tensor(group, dtype=torch.float64) for group in rewards]
         flat = torch.cat(groups) if groups else torch.empty(0, dtype=torch.float64)
         centred = [self._centred(group, flat) for group in groups]

@@ -19,7 +19,7 @@ from mcore_rl._config import GRPOConfig
 from mcore_rl._objective import GRPOObjective
 from mcore_rl._preference import DPOObjective
 from mcore_rl._refit import WeightSink
-from mcore_rl._rollout_statistics import truncated_share
+from mcore_rl._rollout_statistics import EnvironmentReport, environment_reports, truncated_share
 from mcore_rl._stability import experimental_api
 from mcore_rl._transfer import refit
 from mcore_rl._types import TokenRollout
@@ -75,6 +75,8 @@ class IterationReport:
     group_similarity: float | None = None
     """How alike the answers of a group are: the share of their pairs of neighbouring tokens that two of them have in common, 1 where all
     are equal; None without two answers to a problem."""
+    environments: Mapping[str, EnvironmentReport] = field(default_factory=dict)
+    """By ``env_id``."""
     examples: tuple[TokenRollout, ...] = ()
     """The best and the worst answer to the first problem."""
 
@@ -168,6 +170,7 @@ def rollout_means(config: GRPOConfig, collected: Collection, num_asked: int | No
         "max_length": max(lengths),
         "truncated": truncated_share(collected.groups),
         "group_similarity": shared / most if most else None,
+        "environments": environment_reports(collected.groups),
         "examples": collected.examples,
         "num_rollouts": len(flat),
         "num_dropped": (config.num_groups * config.group_size if num_asked is None else num_asked) - len(flat),

@@ -4,8 +4,12 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
 
 from mcore_rl._header import RolloutHeader
+from mcore_rl._stability import experimental_api
 from mcore_rl._types import TokenRollout
 
 Groups = Sequence[Sequence[TokenRollout]]
@@ -43,6 +47,36 @@ def example_numbers(groups: Headers) -> tuple[int, ...]:
             return begin + best, begin + worst
         begin += len(group)
     return (0,) if begin else ()
+
+
+@experimental_api
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentReport:
+    """What the answers to the problems of one environment earned in an iteration."""
+
+    num_rollouts: int
+    mean_reward: float
+    std_reward: float
+    mean_length: float
+    """Generated tokens an answer."""
+    truncated: float
+    """Share of the answers that the limit of tokens ended."""
+
+
+def environment_reports(groups: Headers) -> dict[str, EnvironmentReport]:
+    """By the name of the environment, in alphabetical order."""
+    reports = {}
+    for env_id in sorted({header.env_id for group in groups for header in group}):
+        own = [header for group in groups for header in group if header.env_id == env_id]
+        rewards = torch.tensor([header.reward for header in own], dtype=torch.float64)
+        reports[env_id] = EnvironmentReport(
+            num_rollouts=len(own),
+            mean_reward=rewards.mean().item(),
+            std_reward=rewards.std(correction=0).item(),
+            mean_length=sum(header.num_generated for header in own) / len(own),
+            truncated=truncated_share([own]),
+        )
+    return reports
 
 
 def truncated_share(groups: Headers) -> float:

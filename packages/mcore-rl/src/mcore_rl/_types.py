@@ -225,17 +225,23 @@ class RewardEvaluationResult:
     response: str
     reward: float
     problem_id: str
+    env_id: str = ""
+    """The environment that posed it; empty where nobody says."""
 
 
 @experimental_api
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResponse:
-    """All answers of one environment."""
+    """All answers of one environment, or of several that are one (`WeightedMultiTask`)."""
 
     env_id: str
     results: Sequence[RewardEvaluationResult] = field(default_factory=tuple)
     num_dropped: int = 0
     """Answers that never came, or whose judge failed."""
+
+    def of(self, env_id: str) -> "EvaluationResponse":
+        """The answers of one of several environments; nobody knows of whom the dropped ones were."""
+        return EvaluationResponse(env_id=env_id, results=[result for result in self.results if result.env_id == env_id])
 
     def metrics(self) -> dict[str, list[float]]:
         return {"reward": [result.reward for result in self.results]}

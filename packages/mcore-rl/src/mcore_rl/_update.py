@@ -187,7 +187,8 @@ def _advantages(config: GRPOConfig, collected: Collection, parts: Sequence[MiniB
     if config.kl_in_reward:
         taken = iter(_kl_sums(sum(map(len, rewards)), parts, groups))
         rewards = [[reward - config.kl_in_reward * next(taken) for reward in group] for group in rewards]
-    return [advantage for group in config.advantage.advantages(rewards) for advantage in group]
+    env_ids = [group[0].env_id if group else "" for group in collected.groups]
+    return [advantage for group in config.advantage.advantages(rewards, env_ids) for advantage in group]
 
 
 def _estimated(config: GRPOConfig, headers: Sequence[RolloutHeader], parts: Sequence[MiniBatch], groups: ProcessGroups) -> list[MiniBatch]:

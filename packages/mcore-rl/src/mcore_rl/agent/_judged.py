@@ -152,7 +152,10 @@ class JudgedAgent(TokenizedRolloutGenerator, GroupedRolloutGenerator, Evaluation
             if attempt is None:
                 return None
             reward = attempt.rollout.reward
-            return RewardEvaluationResult(prompt=problem.prompt, response=attempt.response, reward=reward, problem_id=problem.problem_id)
+            env_id, problem_id = attempt.rollout.env_id, problem.problem_id
+            return RewardEvaluationResult(
+                prompt=problem.prompt, response=attempt.response, reward=reward, problem_id=problem_id, env_id=env_id
+            )
 
         problems = await self.evaluation_prompts(num_prompts)
         answers = await asyncio.gather(*(one(problem) for problem in problems for _ in range(num_samples)))

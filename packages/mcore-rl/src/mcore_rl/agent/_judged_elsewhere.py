@@ -25,6 +25,10 @@ class JudgedElsewhere(NumberedProblems):
             judge_timeout_s=self._own.judge_timeout_s,
         )
 
+    @property
+    def env_ids(self) -> tuple[str, ...]:
+        return self._own.env_ids
+
     def problem(self, number: int) -> Problem:
         return self._own.problem(number)
 

@@ -56,6 +56,10 @@ class WeightedMultiTask(NumberedProblems):
         self._by_name = dict(zip(names, environments, strict=True))
         self._cycle = _interleave(self._shares)
 
+    @property
+    def env_ids(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for environment in self.environments for name in environment.env_ids))
+
     def start_at(self, position: int, *, rank: int = 0, num_ranks: int = 1) -> None:
         super().start_at(position, rank=rank, num_ranks=num_ranks)
         for environment in self.environments:

@@ -35,6 +35,11 @@ class NumberedProblems(RewardOnlyAgent):
         super().__init__(env_id, prompt_timeout_s=prompt_timeout_s, answer_timeout_s=answer_timeout_s, judge_timeout_s=judge_timeout_s)
         self._rank, self._num_ranks, self._num_posed, self._num_evaluated, self._first = 0, 1, 0, 0, 0
 
+    @property
+    def env_ids(self) -> tuple[str, ...]:
+        """Names that its rollouts have: its own, or those of the environments that it is made of."""
+        return (self.env_id,)
+
     @abstractmethod
     def problem(self, number: int) -> Problem:
         """Problem ``number``, from 0; from 2**32 on, one of the evaluation."""
