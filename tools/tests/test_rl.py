@@ -58,6 +58,9 @@ def test_iterations_leave_files_and_numbers(trained: Path) -> None:
     assert {"config.yaml", "report.html", "tensorboard", "tokenizer", "checkpoints", REFERENCE} <= {path.name for path in trained.iterdir()}
     for row in (first, second):
         assert 0 <= row["group_similarity"] <= 1 and 0 <= row["truncated"] <= 1 and row["answer_length"] <= row["answer_length_max"] <= 6
+        assert row["answer_length_min"] <= row["answer_length"] and row["answer_length_std"] >= 0 and row["num_turns"] == 1
+        # Of weights that are all 1, but for the last bits.
+        assert row["effective_sample_size"] == pytest.approx(1.0, abs=1e-3) and 0 <= row["mismatch_k3"] < 1e-4
     page = (trained / "report.html").read_text()
     assert "Reward" in page and "Parts of an iteration" in page
     examples = [json.loads(line) for line in (trained / "examples.jsonl").read_text().splitlines()]

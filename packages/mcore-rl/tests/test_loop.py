@@ -296,6 +296,19 @@ def check_updates(plan: ParallelPlan, packed: bool) -> list[float]:
     return [update.loss for report in (first, second) for update in report.updates]
 
 
+def test_an_iteration_says_how_long_answers_are_how_full_bins_and_how_far_numerics_lie_apart() -> None:
+    [report] = iterate(ParallelPlan(), 1, config=dataclasses.replace(CONFIG, packing=PackingConfig(bin_size=64)))
+    lengths = torch.tensor(report.lengths, dtype=torch.float64)
+    assert len(lengths) == report.num_rollouts == 32 and report.mean_turns == 1.0
+    assert (report.mean_length, report.std_length) == pytest.approx((lengths.mean().item(), lengths.std(correction=0).item()))
+    assert (report.min_length, report.max_length) == (lengths.min(), lengths.max())
+    # One token of a prompt predicts the first of an answer: as many labels as generated tokens.
+    assert report.packing_efficiency == pytest.approx(lengths.sum().item() / (64 * -(-lengths.sum().item() // 64)), abs=0.2)
+    metrics = report.train.metrics
+    assert abs(metrics["mismatch_k1"]) < 1e-5 and 0 <= metrics["mismatch_k3"] < 1e-8 and 0 <= metrics["probability_gap"] < 1e-5
+    assert iterate(ParallelPlan(), 1)[0].packing_efficiency is None
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 def test_rollouts_are_trained_on_several_times(packed: bool) -> None:
     check_updates(ParallelPlan(), packed)

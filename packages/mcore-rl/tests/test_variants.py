@@ -29,6 +29,7 @@ from mcore_rl import (
     kl_estimate,
     rollout_batches,
 )
+from mcore_rl._correction import mismatch
 from mcore_rl._trajectories import TrajectoryBatches, place_rows, write_batches
 
 SIZES = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, ffn_hidden_size=16, vocab_size=16, init_method_std=0.6)
@@ -309,6 +310,8 @@ def test_the_mismatch_is_reported() -> None:
     assert (report.k1, report.k3) == pytest.approx((0.5 / 3, sum(w - 1 - math.log(w) for w in weights) / 3))
     assert report.probability_gap == pytest.approx((abs(math.exp(-1) - math.exp(-1.5)) + abs(math.exp(-2) - math.exp(-1))) / 3)
     assert MismatchReport.of(old, old).effective_sample_size == pytest.approx(1.0)
+    means = {name: values.mean().item() for name, values in mismatch(old.double(), inference.double()).items()}
+    assert means == {"probability_gap": report.probability_gap, "mismatch_k1": report.k1, "mismatch_k3": report.k3}
     with pytest.raises(ValueError, match="must be of one shape and not empty"):
         MismatchReport.of(old[:0], inference[:0])
 

@@ -402,7 +402,10 @@ def _values(report: IterationReport) -> dict[str, float]:
         "reward": report.mean_reward,
         "reward_std": report.std_reward,
         "answer_length": report.mean_length,
+        "answer_length_min": report.min_length,
         "answer_length_max": report.max_length,
+        "answer_length_std": report.std_length,
+        "num_turns": report.mean_turns,
         "truncated": report.truncated,
         "num_rollouts": report.num_rollouts,
         "num_dropped": report.num_dropped,
@@ -414,6 +417,10 @@ def _values(report: IterationReport) -> dict[str, float]:
     }
     if report.group_similarity is not None:
         values["group_similarity"] = report.group_similarity
+    if report.packing_efficiency is not None:
+        values["packing_efficiency"] = report.packing_efficiency
+    if metrics.get("is_weight_squared"):
+        values["effective_sample_size"] = metrics["is_weight"] ** 2 / metrics["is_weight_squared"]
     return values | metrics
 
 

@@ -85,10 +85,24 @@ class ImportanceCorrection:
         return torch.where(vetoed, 0, weight), report
 
 
+def mismatch(old: Tensor, inference: Tensor) -> dict[str, Tensor]:
+    """Of each token [T], what the fields of a `MismatchReport` are means of; without a gradient."""
+    log_weight = (old - inference).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return {
+        "probability_gap": (old.detach().exp() - inference.exp()).abs(),
+        "mismatch_k1": -log_weight,
+        "mismatch_k3": log_weight.expm1() - log_weight,
+    }
+
+
 @experimental_api
 @dataclass(frozen=True, kw_only=True)
 class MismatchReport:
-    """How far the engine's and the trainer's log-probabilities of the same tokens lie apart."""
+    """How far the engine's and the trainer's log-probabilities of the same tokens lie apart.
+
+    `GRPOObjective` reports of all tokens that it learns from what sums can say: ``probability_gap``, ``mismatch_k1``, ``mismatch_k3``, and
+    the mean and the mean square of the weights.
+    """
 
     weight_min: float
     weight_mean: float
@@ -113,14 +127,14 @@ class MismatchReport:
         if old.shape != inference.shape or not old.numel():
             raise ValueError(f"old {tuple(old.shape)} and inference {tuple(inference.shape)} must be of one shape and not empty")
         old, inference = old.double().flatten(), inference.double().flatten()
-        log_weight = (old - inference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        weight = log_weight.exp()
+        weight = (old - inference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        means = {name: values.mean().item() for name, values in mismatch(old, inference).items()}
         return cls(
             weight_min=weight.min().item(),
             weight_mean=weight.mean().item(),
             weight_max=weight.max().item(),
             effective_sample_size=(weight.sum().square() / weight.square().sum() / weight.numel()).item(),
-            probability_gap=(old.exp() - inference.exp()).abs().mean().item(),
-            k1=-log_weight.mean().item(),
-            k3=(weight - 1 - log_weight).mean().item(),
+            probability_gap=means["probability_gap"],
+            k1=means["mismatch_k1"],
+            k3=means["mismatch_k3"],
         )

@@ -75,6 +75,16 @@ class IterationReport:
     group_similarity: float | None = None
     """How alike the answers of a group are: the share of their pairs of neighbouring tokens that two of them have in common, 1 where all
     are equal; None without two answers to a problem."""
+    min_length: int = 0
+    """Of the shortest answer."""
+    std_length: float = 0.0
+    """Of the lengths of the answers, in tokens."""
+    lengths: tuple[int, ...] = ()
+    """Of all answers, in tokens."""
+    mean_turns: float = 1.0
+    """Times that the policy wrote in a trajectory."""
+    packing_efficiency: float | None = None
+    """Places of the bins of all ranks that labels fill, mean over the updates of an epoch; None for rows."""
     environments: Mapping[str, EnvironmentReport] = field(default_factory=dict)
     """By ``env_id``."""
     examples: tuple[TokenRollout, ...] = ()
@@ -163,11 +173,17 @@ def rollout_means(config: GRPOConfig, collected: Collection, num_asked: int | No
     flat, (shared, most) = collected.headers, collected.pair_counts
     rewards = torch.tensor([header.reward for header in flat], dtype=torch.float64)
     lengths = [header.num_generated for header in flat]
+    filled = [planned.bins.efficiency for planned in collected.updates if planned.bins is not None]
     return {
         "mean_reward": rewards.mean().item(),
         "std_reward": rewards.std(correction=0).item(),
         "mean_length": sum(lengths) / len(flat),
         "max_length": max(lengths),
+        "min_length": min(lengths),
+        "std_length": torch.tensor(lengths, dtype=torch.float64).std(correction=0).item(),
+        "lengths": tuple(lengths),
+        "mean_turns": sum(header.num_turns for header in flat) / len(flat),
+        "packing_efficiency": sum(filled) / len(filled) if filled else None,
         "truncated": truncated_share(collected.groups),
         "group_similarity": shared / most if most else None,
         "environments": environment_reports(collected.groups),

@@ -11,7 +11,7 @@ from torch import Tensor
 from mcore_parallel.models import ModelOutput
 from mcore_parallel.training import Batch, LossReport
 from mcore_rl._aggregation import weighted_report
-from mcore_rl._correction import ImportanceCorrection
+from mcore_rl._correction import ImportanceCorrection, mismatch
 from mcore_rl._kl import MAX_LOG_RATIO, check_estimator, kl_estimate
 from mcore_rl._policy_loss import PolicyLossConfig
 from mcore_rl._sequences import Sequences
@@ -114,6 +114,7 @@ class GRPOObjective:
         ratio = self.policy.ratio(current, old, keep, sequences)
         loss = self.policy.losses(current, values["advantages"], ratio)
         metrics: dict[str, Tensor] = {"ratio": ratio, "entropy": entropy, "logprob_mismatch": (current - inference).abs()}
+        metrics |= mismatch(old, inference)
         metrics["clipped_above"], metrics["clipped_below"] = ratio > 1 + self.policy.clip_high, ratio < 1 - self.policy.clip_low
         if self.correction is not None:
             weight, report = self.correction.weights(old, inference, keep, sequences)
