@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mcore_tools.reports import History, LiveReport, Plot
+from mcore_tools.reports._live import _PHASES, _phases
 from mcore_tools.reports._plot import svg
 
 _SVG = "{http://www.w3.org/2000/svg}"
@@ -51,6 +52,40 @@ def test_the_newest_answers_stand_in_the_page(tmp_path: Path) -> None:
     shown = [step for step in range(20) if f"&lt;{step}&gt; | xxx" in text]
     assert shown == [16, 17, 18, 19] and "step 19, e, reward 2.375" in text
     assert "Age of the tokens" in text and "0 refits" in text and "1 refits" in text
+
+
+def test_a_timeline_has_the_phases_of_the_newest_iterations_and_a_histogram_the_lengths(tmp_path: Path) -> None:
+    report = LiveReport(tmp_path / "report.html", "run", 30, "", History())
+    parts = {"to_generation_s": 0.5, "generate_s": 2.0, "to_training_s": 0.5, "exchange_s": 1.0, "pack_s": 0.25, "score_s": 0.75}
+    seconds = {"rollout_s": 4.0, "train_s": 3.0, "refit_s": 0.5, "step_s": 9.0, **parts}
+    for step in range(1, 31):
+        lengths = {"length/0-7": 1.0} if step == 1 else {"length/8-15": 0.25, "length/24-31": 0.75}
+        report.write(step, {"reward": 0.5, **seconds, **lengths})
+    phases = _phases({"reward": 0.5, **seconds})
+    assert sum(phases.values()) == 9.0 and (phases["update"], phases["wait"], phases["evaluate, save"]) == (2.0, 0.0, 1.5)
+    ahead = _phases({**seconds, "lag": 1.0})
+    assert (ahead["generate"], ahead["wait"], sum(ahead.values())) == (0.0, 4.0, 9.0)
+    timeline = report._timeline()
+    assert list(timeline.bars) == [name for name in _PHASES if name != "wait"]
+    assert timeline.bars["generate"] == (list(range(11, 31)), [2.0] * 20)
+    [lengths] = report._lengths()
+    assert lengths.bars == {"newest 20": ([3.5, 11.5, 27.5], [0.0, 0.25, 0.75])} and lengths.bar_width == 8
+    assert lengths.curves == {"iteration 1": ([3.5, 11.5, 27.5], [1.0, 0.0, 0.0])}
+    report.close()
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Timeline of the newest iterations" in text and "Lengths of answers" in text and "length/8-15" not in text
+
+
+def test_bars_stand_on_top_of_one_another() -> None:
+    text = svg(Plot(title="", x_label="", y_label="", bars={"one": ([1, 2], [1.0, 2.0]), "two": ([1, 2], [1.0, 1.0])}))
+    root = xml.etree.ElementTree.fromstring(text)
+    paths = [path.get("d", "") for group in root.iter(f"{_SVG}g") if (group.get("id") or "").startswith("patch_") for path in group]
+    # Corners of each bar: left x, bottom, top.
+    corners = [[float(word) for word in re.findall(r"-?[\d.]+", path)] for path in paths if path.count("L") == 3]
+    bars = [(numbers[0], numbers[1], numbers[5]) for numbers in corners]
+    (first, second), (third, fourth) = bars[2:4], bars[4:6]
+    assert third[0] == first[0] and third[1] == pytest.approx(first[2]) and fourth[1] == pytest.approx(second[2])
+    assert second[1] - second[2] == pytest.approx(2 * (first[1] - first[2]), rel=1e-6)
 
 
 @pytest.mark.parametrize("values", [[], [1.0], [0.0, 0.0], [-3.0, 1e-9, 17.2], [1e12, 1e12 + 1], [math.nan, 2.0], [0.001, 0.0014]])

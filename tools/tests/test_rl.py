@@ -61,8 +61,12 @@ def test_iterations_leave_files_and_numbers(trained: Path) -> None:
         assert row["answer_length_min"] <= row["answer_length"] and row["answer_length_std"] >= 0 and row["num_turns"] == 1
         # Of weights that are all 1, but for the last bits.
         assert row["effective_sample_size"] == pytest.approx(1.0, abs=1e-3) and 0 <= row["mismatch_k3"] < 1e-4
+        # Each part of an iteration is there, and the shares of the lengths are whole.
+        parts = sum(row[f"{name}_s"] for name in ("to_generation", "generate", "to_training", "exchange"))
+        assert parts == pytest.approx(row["rollout_s"]) and 0 < row["pack_s"] + row["score_s"] < row["train_s"]
+        assert sum(value for name, value in row.items() if name.startswith("length/")) == pytest.approx(1)
     page = (trained / "report.html").read_text()
-    assert "Reward" in page and "Parts of an iteration" in page
+    assert all(title in page for title in ("Reward", "Timeline of the newest iterations", "Lengths of answers", "Seconds of an iteration"))
     examples = [json.loads(line) for line in (trained / "examples.jsonl").read_text().splitlines()]
     assert [example["step"] for example in examples] == [1, 1, 2, 2]
     assert all(example["env_id"] == "countdown" and example["prompt"].endswith("<answer>") for example in examples)

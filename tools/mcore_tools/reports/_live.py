@@ -14,6 +14,8 @@ from mcore_tools.reports._report import Section, write_report
 
 EXAMPLES = "examples.jsonl"
 """Of a run that learns from rewards: answers to look at, beside its page."""
+# Of an iteration, in their order.
+_PHASES = ("to_generation", "generate", "wait", "to_training", "exchange", "pack", "score", "update", "refit", "evaluate, save")
 _NUM_EXAMPLES, _TAIL_BYTES = 8, 1 << 17
 # A browser looks as often; the page is written at most as often, and takes at most this share of the run's time.
 _REFRESH_S, _SHARE = 10, 0.01
@@ -107,8 +109,39 @@ class LiveReport:
         return [
             Plot(title="Reward", x_label="iteration", y_label="mean of the answers", curves=rewards),
             *([Plot(title="Reward by environment", x_label="iteration", y_label="mean of the answers", curves=each)] if each else []),
-            Plot(title="Parts of an iteration", x_label="iteration", y_label="seconds", curves=times),
+            Plot(title="Seconds of an iteration", x_label="iteration", y_label="seconds", curves=times),
+            self._timeline(),
+            *self._lengths(),
             Plot(title="Answers dropped, groups replaced", x_label="iteration", y_label="count", curves=counts),
+        ]
+
+    def _timeline(self) -> Plot:
+        """What the newest iterations spent their time on, in the order of the phases."""
+        phases: dict[str, dict[int, float]] = {}
+        for step, row in self.history.recent:
+            for name, seconds in _phases(row).items():
+                phases.setdefault(name, {})[step] = seconds
+        bars = {name: (list(phases[name]), list(phases[name].values())) for name in _PHASES if any(phases.get(name, {}).values())}
+        return Plot(title="Timeline of the newest iterations", x_label="iteration", y_label="seconds", bars=bars)
+
+    def _lengths(self) -> list[Plot]:
+        """How long answers are, of the newest iterations and of the first."""
+        spans = {
+            name: tuple(map(int, name.removeprefix("length/").split("-"))) for name in self.history.names if name.startswith("length/")
+        }
+        if not spans:
+            return []
+        spans = dict(sorted(spans.items(), key=lambda item: item[1]))
+        rows = [row for _, row in self.history.recent if any(name in row for name in spans)]
+        middles = [(first + last) / 2 for first, last in spans.values()]
+        begin = min(self.history.curve(name)[0][0] for name in spans)
+        firsts = [self.history.curve(name) for name in spans]
+        newest = [sum(row.get(name, 0.0) for row in rows) / max(1, len(rows)) for name in spans]
+        curves = {f"iteration {begin:g}": (middles, [values[0] if steps[0] == begin else 0.0 for steps, values in firsts])}
+        width = min(last - first + 1 for first, last in spans.values())
+        bars = {f"newest {len(rows)}": (middles, newest)}
+        return [
+            Plot(title="Lengths of answers", x_label="tokens", y_label="share of the answers", curves=curves, bars=bars, bar_width=width)
         ]
 
     def _sections(self, ended: bool) -> list[Section]:
@@ -117,10 +150,28 @@ class LiveReport:
         left_s = (self.steps - step) * recent[len(recent) // 2] if recent else 0.0
         state = "ended" if ended else f"running, about {timedelta(seconds=round(left_s))} left"
         facts = [("state", f"{state}, step {step} of {self.steps}"), ("written", time.strftime("%Y-%m-%d %H:%M:%S"))]
-        facts += [(name, f"{value:.6g}") for name, value in values.items() if "/layer_" not in name]
+        facts += [(name, f"{value:.6g}") for name, value in values.items() if "/layer_" not in name and not name.startswith("length/")]
         newest, examples = Section(title="Newest step", facts=facts), _examples(self.path.with_name(EXAMPLES))
         shown = [Section(title="Best and worst answers to a problem", facts=examples)] if examples else []
         return [newest, *shown, Section(title="Configuration", facts=[], text=self.config)]
+
+
+def _phases(row: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of an iteration by what was done; they add up to it.
+
+    Where engines are ahead of the trainer, generation is beside the training, and what counts is the wait for its answers.
+    """
+    seconds = {
+        name: row.get(f"{name}_s", 0.0) for name in ("to_generation", "generate", "to_training", "exchange", "pack", "score", "refit")
+    }
+    inside = ("to_generation", "generate", "to_training", "exchange")
+    if "lag" in row and row["lag"] > 0:
+        seconds |= dict.fromkeys(inside, 0.0)
+    rollout, train = row.get("rollout_s", 0.0), row.get("train_s", 0.0)
+    seconds["wait"] = max(0.0, rollout - sum(seconds[name] for name in inside))
+    seconds["update"] = max(0.0, train - seconds["pack"] - seconds["score"])
+    known = sum(seconds.values())
+    return {**seconds, "evaluate, save": max(0.0, row.get("step_s", known) - known)}
 
 
 def _examples(path: Path) -> list[tuple[str, str]]:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Line plots as SVG text, drawn by matplotlib."""
+"""Plots as SVG text, drawn by matplotlib."""
 
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _SIZE_INCHES = (5.6, 3.2)
 _MAX_POINTS = 1000
@@ -13,13 +13,17 @@ _MAX_POINTS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """Curves over one horizontal axis."""
+    """Curves and bars over one horizontal axis."""
 
     title: str
     x_label: str
     y_label: str
-    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]] = field(default_factory=dict)
     """Label -> (x, y); points that are not finite are left out."""
+    bars: Mapping[str, tuple[Sequence[float], Sequence[float]]] = field(default_factory=dict)
+    """The same as bars; those of one x stand on top of one another."""
+    bar_width: float = 0.8
+    """On the horizontal axis."""
 
 
 def svg(plot: Plot) -> str:
@@ -36,17 +40,26 @@ def svg(plot: Plot) -> str:
         axes = figure.add_subplot(title=plot.title, xlabel=plot.x_label, ylabel=plot.y_label)
         axes.grid(color="#e3e6ea")
         axes.ticklabel_format(useOffset=False)
+        tops: dict[float, float] = {}
+        for label, curve in plot.bars.items():
+            if points := _points(*curve):
+                xs, heights = zip(*points, strict=True)
+                axes.bar(xs, heights, plot.bar_width, [tops.get(x, 0.0) for x in xs], label=_plain(label))
+                tops |= {x: tops.get(x, 0.0) + height for x, height in points}
         for number, (label, curve) in enumerate(plot.curves.items()):
             if points := _points(*curve):
                 marker = "o" if len(points) < 20 else ""
-                name = label.replace("$", r"\$")
-                axes.plot(*zip(*points, strict=True), label=name, marker=marker, markersize=3, gid=f"curve-{number}")
-        if len(plot.curves) > 1 and axes.lines:
+                axes.plot(*zip(*points, strict=True), label=_plain(label), marker=marker, markersize=3, gid=f"curve-{number}")
+        if len(plot.curves) + len(plot.bars) > 1 and (axes.lines or axes.patches):
             axes.legend()
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     whole = text.getvalue()
     return whole[whole.index("<svg") :]
+
+
+def _plain(label: str) -> str:
+    return label.replace("$", r"\$")
 
 
 def _points(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:

@@ -4,6 +4,7 @@
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,12 @@ from mcore_tools.training import (
 
 REFERENCE = "reference"
 """Folder of a run with the weights that it began with, where ``rl.kl_beta``, ``rl.kl_in_reward`` or ``rl.dpo`` asks for them."""
-_DRAWN = ("reward", "reward_std", "num_dropped", "num_filtered", "group_similarity", "truncated", "rollout_s", "refit_s")
+_DRAWN = (
+    *("reward", "reward_std", "num_dropped", "num_filtered", "group_similarity", "truncated", "rollout_s", "refit_s"),
+    *("to_generation_s", "generate_s", "to_training_s", "exchange_s", "pack_s", "score_s", "num_turns"),
+)
+_NUM_LENGTHS = 32
+"""Bars of the histogram of lengths, up to the longest answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +269,13 @@ class _Run:
             lr = self.rates.lr(self.state.step - self.state.skipped_steps)
             report = self._iteration(grpo, step, lr)
             self._count(report)
-            values = {**_values(report), **self._of_environments(report), "lr": lr, "skipped_steps": self.state.skipped_steps}
+            values = {
+                **_values(report),
+                **self._of_environments(report),
+                **self._length_shares(report.lengths),
+                "lr": lr,
+                "skipped_steps": self.state.skipped_steps,
+            }
             if self.loop is not None:
                 values["lag"] = report.lag
                 values |= _lags(report)
@@ -360,6 +372,14 @@ class _Run:
             )
         }
 
+    def _length_shares(self, lengths: Sequence[int]) -> dict[str, float]:
+        """Shares of the answers by their lengths: ``length/32-63`` of those of 32 to 63 tokens; none of a file's."""
+        if self.pairs is not None:
+            return {}
+        width = -(-(self.rl.generation_args.max_tokens or self.config.train.seq_len) // _NUM_LENGTHS)
+        counts = Counter(length // width * width for length in lengths)
+        return {f"length/{first}-{first + width - 1}": count / len(lengths) for first, count in sorted(counts.items())}
+
     def _count(self, report: IterationReport) -> None:
         skipped = sum(update.skipped for update in (*report.updates, *report.critic_updates))
         state = self.state
@@ -413,6 +433,12 @@ def _values(report: IterationReport) -> dict[str, float]:
         "rollout_s": report.rollout_s,
         "train_s": report.train_s,
         "refit_s": report.refit_s,
+        "to_generation_s": report.to_generation_s,
+        "generate_s": report.generate_s,
+        "to_training_s": report.to_training_s,
+        "exchange_s": report.exchange_s,
+        "pack_s": report.pack_s,
+        "score_s": report.score_s,
         "tokens_per_s": num_tokens / (report.rollout_s + report.train_s + report.refit_s),
     }
     if report.group_similarity is not None:
