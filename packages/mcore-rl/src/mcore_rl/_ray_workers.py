@@ -147,6 +147,11 @@ class RayWorkers:
         """Calls that are under way."""
         return sum(self._num_open)
 
+    @property
+    def loads(self) -> Sequence[int]:
+        """Calls that are under way at each worker."""
+        return tuple(self._num_open)
+
     def least_busy(self) -> int:
         """The worker with the fewest open calls."""
         return min(range(len(self._handles)), key=self._num_open.__getitem__)

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import InferenceRequest, InferenceResponse
+from mcore_rl.inference._affinity import PromptAffinity
 from mcore_rl.inference._interface import InferenceInterface
 
 
 @experimental_api
 class BalancedInference(InferenceInterface):
-    """Gives each prompt to the engine that has the fewest answers to draw; all answers to it, so that one cache holds the prompt.
+    """Gives each prompt to the engine that has the fewest answers to draw, and further answers to it to the same one, so that one cache
+    holds the prompt, while that has not many more to draw than another.
 
     Args:
         interfaces: of one model and one tokenizer.
@@ -26,6 +28,7 @@ class BalancedInference(InferenceInterface):
             raise ValueError("interfaces is empty; pass at least one")
         self.interfaces = tuple(interfaces)
         self._num_open = [0] * len(self.interfaces)
+        self._affinity = PromptAffinity()
 
     def encode(self, text: str) -> Sequence[int]:
         return self.interfaces[0].encode(text)
@@ -41,11 +44,11 @@ class BalancedInference(InferenceInterface):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _answer(self, prompt: Sequence[int], request: InferenceRequest) -> list[InferenceResponse]:
-        number = min(range(len(self.interfaces)), key=self._num_open.__getitem__)
-        self._num_open[number] += request.n
-        try:
-            own = InferenceRequest(prompts=[prompt], n=request.n, generation_args=request.generation_args)
-            [answers] = await self.interfaces[number].agenerate(own)
-            return answers
-        finally:
-            self._num_open[number] -= request.n
+        with self._affinity.engine(prompt, self._num_open) as number:
+            self._num_open[number] += request.n
+            try:
+                own = InferenceRequest(prompts=[prompt], n=request.n, generation_args=request.generation_args)
+                [answers] = await self.interfaces[number].agenerate(own)
+                return answers
+            finally:
+                self._num_open[number] -= request.n

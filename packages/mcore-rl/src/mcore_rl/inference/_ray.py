@@ -13,6 +13,7 @@ from mcore_rl._ray_workers import RayOptions, RayWorkerError, RayWorkers, fetch,
 from mcore_rl._refit import WeightSink
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import InferenceRequest, InferenceResponse
+from mcore_rl.inference._affinity import PromptAffinity
 from mcore_rl.inference._interface import InferenceInterface
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class EngineWorker:
 class RayInference(InferenceInterface):
     """Engines in workers of a Ray cluster as one interface, and as the `WeightSink` behind it.
 
-    Each prompt goes to the worker with the fewest open ones. One that Ray started again is given the newest weights before it answers:
+    Each prompt goes to the worker with the fewest open ones, and further requests for it to the same one, as of `BalancedInference`. One
+    that Ray started again is given the newest weights before it answers:
     they stay in the object store until others come.
 
     Args:
@@ -89,6 +91,7 @@ class RayInference(InferenceInterface):
         self.version = 0
         """Of the weights that answers are drawn with; 0 for those that the workers began with."""
         self.workers = RayWorkers(_Made(make), options, name="engines")
+        self._affinity = PromptAffinity()
 
     def encode(self, text: str) -> Sequence[int]:
         return self.tokenizer.tokenize(text)
@@ -133,14 +136,14 @@ class RayInference(InferenceInterface):
             raise RayWorkerError(f"version {self.version} of the weights was not taken by {len(failed)} of the workers: {reasons}")
 
     async def _answer(self, request: InferenceRequest) -> list[InferenceResponse]:
-        number = self.workers.least_busy()
-        while True:
-            version, references = self.version, self._references
-            try:
-                [answers] = await self.workers.call("answer", request, version, worker=number)
-                return answers
-            except OtherWeightsError:
-                await self.workers.call("load", references, version, worker=number)
+        with self._affinity.engine(request.prompts[0], self.workers.loads) as number:
+            while True:
+                version, references = self.version, self._references
+                try:
+                    [answers] = await self.workers.call("answer", request, version, worker=number)
+                    return answers
+                except OtherWeightsError:
+                    await self.workers.call("load", references, version, worker=number)
 
     def close(self) -> None:
         """End the workers; may be called again."""
