@@ -7,11 +7,15 @@ import importlib
 import inspect
 import pkgutil
 import re
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from mcore_tools.recipes import RunConfig
+from mcore_tools.recipes._values import dataclass_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "from-megatron.md"
 WHEELS = ("mcore_ckpt", "mcore_inference", "mcore_moe", "mcore_parallel", "mcore_rl", "megatron_fsdp")
@@ -106,3 +110,13 @@ def test_fields_exist() -> None:
             problems += [] if right else [f"{text} of {cells[0]}"]
     assert problems == []
     assert checked > 150
+
+
+def test_fields_of_a_run_exist() -> None:
+    paths = re.findall(r"`((?:rl|train)\.(?!jsonl)[a-z_.]+)`", PAGE.read_text(encoding="ascii"))
+    assert len(paths) > 25
+    for path in paths:
+        kind: Any = RunConfig
+        for name in path.split("."):
+            assert name in {one.name for one in dataclasses.fields(kind)}, path
+            kind = dataclass_of(typing.get_type_hints(kind)[name])
