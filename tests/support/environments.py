@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Environments that are named by where they are."""
 
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -21,6 +22,14 @@ class Vowels(NumberedProblems):
 
     async def get_reward(self, response: str, problem: Problem) -> float:
         return sum(character in "aeiou" for character in response) / max(1, len(response))
+
+
+class OneTooLong(Vowels):
+    """The prompts of problem 5, and of the second of an evaluation, are longer than any row."""
+
+    def problem(self, number: int) -> Problem:
+        problem = super().problem(number)
+        return dataclasses.replace(problem, prompt=" ".join(map(str, range(700)))) if number in (5, self.FIRST_EVALUATION + 1) else problem
 
 
 class Hostile(NumberedProblems):

@@ -322,12 +322,20 @@ def test_ppo_trains_its_critic_first_and_goes_on_with_it(tmp_path: Path, capsys:
 def test_a_problem_that_leaves_no_room_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path / "run", "train.seq_len=16", "rl.countdown.num_numbers=6") == 2
     message = capsys.readouterr().err
-    assert message.count("\n") == 1 and "train.seq_len=16 must hold a problem, the first of which has" in message
+    assert message.count("\n") == 1 and "train.seq_len=16 must hold a problem, and none of the first 2 fits" in message
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_other_verbs_name_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from mcore_tools import train
+def test_a_problem_that_is_too_long_loses_its_answers_alone(tmp_path: Path) -> None:
+    changes = ["rl.environment=tests.support.environments:OneTooLong", "rl.imitation_steps=0", "train.steps=4", "train.eval_interval=4"]
+    assert run(tmp_path / "run", *changes) == 0
+    # Of two problems an iteration the second of the third one has a prompt that no row holds.
+    assert [(row["num_rollouts"], row["num_dropped"]) for row in rows(tmp_path / "run")] == [(8, 0), (8, 0), (4, 4), (8, 0)]
+    assert rows(tmp_path / "run")[3]["eval/num_dropped"] == 1
+
+
 
     assert train.main(["--recipe", "countdown_tiny", "--set", f"output={tmp_path / 'run'}"]) == 2
     assert "start the run with `mcore rl`" in capsys.readouterr().err

@@ -20,7 +20,8 @@ from mcore_parallel import ProcessGroups
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_rl import GenericGenerationArgs, InferenceRequest, MegatronLocal
-from mcore_rl.inference import OpenAIInference, PeerError, PeerReplyError, PeerTimeoutError
+from mcore_rl.inference import LostError, OpenAIInference, PeerError, PeerReplyError, PeerTimeoutError
+from mcore_rl.inference._peer import PeerRefusalError
 
 TOKENIZER = ByteTokenizer()
 REQUEST = InferenceRequest(prompts=[[1, 2, 3]], generation_args=GenericGenerationArgs(max_tokens=2))
@@ -109,7 +110,8 @@ def test_a_server_that_hangs_is_named_when_the_time_is_over() -> None:
         (completion(logprobs={"token_logprobs": [-1.0, None]}), PeerReplyError),
         (completion(logprobs={"token_logprobs": [-1.0, float("nan")]}), PeerReplyError),
         (completion(finish_reason="abort"), PeerReplyError),
-        (http(b"busy", "503 Busy"), PeerError),
+        (http(b"busy", "503 Busy"), PeerRefusalError),
+        (http(b"no key", "401 Unauthorized"), PeerError),
         (b"", PeerError),
         (http(b'{"choices', length=1000), PeerError),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n40\r\nhalf", PeerError),
@@ -119,6 +121,13 @@ def test_garbage_and_a_server_that_dies_are_typed_errors_that_name_it(raw: bytes
     with peer(lambda connection: connection.sendall(raw)) as url, pytest.raises(PeerError, match=url) as caught:
         ask(url)
     assert type(caught.value) is error
+
+
+@pytest.mark.parametrize(("status", "is_transient"), [("400 Bad Request", False), ("429 Too Many Requests", True), ("503 Busy", True)])
+def test_a_server_that_refuses_one_request_loses_one_answer(status: str, is_transient: bool) -> None:
+    with peer(lambda connection: connection.sendall(http(b"too long", status))) as url, pytest.raises(LostError, match=url) as caught:
+        ask(url)
+    assert caught.value.is_transient is is_transient
 
 
 def test_a_server_that_is_not_there_is_named() -> None:

@@ -4,12 +4,20 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention
+from mcore_inference import (
+    DynamicInferenceContext,
+    DynamicInferenceEngine,
+    EngineDeadError,
+    InferenceConfig,
+    PagedAttention,
+    StepFailedError,
+)
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.models import GPTModel, TransformerConfig
@@ -19,12 +27,17 @@ from mcore_rl import (
     InferenceInterface,
     InferenceRequest,
     InferenceResponse,
+    LostError,
     MegatronLocal,
+    PackingConfig,
     Problem,
     RewardOnlyAgent,
 )
 from mcore_rl._collect import draw, exchange
+from mcore_rl._loop import rollout_means
+from mcore_rl.agent import _judged
 from mcore_rl.envs import CharacterShare
+from mcore_rl.inference._local import _response
 
 ARGS = GenericGenerationArgs(max_tokens=4)
 
@@ -79,6 +92,91 @@ def test_a_caller_that_cancels_gets_no_group() -> None:
 
     asyncio.run(give_up())
     assert interface.running == 0
+
+
+class Refuses(InferenceInterface):
+    """Answers with three tokens, but says of request ``number`` what it is told, so often."""
+
+    def __init__(self, number: int, *errors: Exception, num_tokens: int = 3) -> None:
+        self.number, self.errors, self.num_tokens, self.asked = number, list(errors), num_tokens, 0
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    async def agenerate(self, request: InferenceRequest) -> list[list[InferenceResponse]]:
+        number, self.asked = self.asked, self.asked + 1
+        if number >= self.number and self.errors:
+            raise self.errors.pop(0)
+        [prompt], count = request.prompts, self.num_tokens if number == self.number else 3
+        tokens, logprobs = [*prompt, *[97] * count], [-1.0] * count
+        return [[InferenceResponse(response="a" * count, token_ids=tokens, prompt_length=len(prompt), logprobs=logprobs)]]
+
+
+def answers(interface: InferenceInterface, config: GRPOConfig | None = None) -> list[int]:
+    """How many answers the groups of an iteration have."""
+    config = config or GRPOConfig(num_groups=2, group_size=4, seq_len=8)
+    drawn = draw(config, CharacterShare(["x"], "a"), interface, config.num_groups)
+    return sorted(map(len, exchange(config, drawn, ProcessGroups.single(), torch.device("cpu")).groups))
+
+
+def test_a_request_that_is_refused_loses_one_answer(caplog: pytest.LogCaptureFixture) -> None:
+    interface = Refuses(3, LostError("it has 2100 tokens"))
+    assert answers(interface) == [3, 4] and interface.asked == 8
+    assert "an answer to problem '0' is dropped, it has 2100 tokens" in caplog.text
+
+
+def test_a_request_whose_failure_passes_is_repeated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_judged, "_RETRY_WAITS_S", (0.001, 0.001))
+    busy = LostError("busy", is_transient=True)
+    assert answers(Refuses(7, busy, busy)) == [4, 4]
+    interface = Refuses(7, busy, busy, busy)
+    assert answers(interface) == [3, 4] and interface.asked == 10
+
+
+def test_an_engine_that_is_dead_ends_the_iteration() -> None:
+    with pytest.raises(EngineDeadError):
+        answers(Refuses(3, EngineDeadError("the engine was closed")))
+
+
+@pytest.mark.parametrize("packing", [None, PackingConfig(bin_size=8)], ids=["rows", "packed"])
+@pytest.mark.parametrize("num_tokens", [8, 9])
+def test_an_answer_that_no_row_holds_is_lost_alone(
+    packing: PackingConfig | None, num_tokens: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    # A row of 8 places holds 9 tokens.
+    config = GRPOConfig(num_groups=2, group_size=4, seq_len=8 if packing is None else 4, packing=packing)
+    assert answers(Refuses(2, num_tokens=num_tokens), config) == [4 if num_tokens == 8 else 3, 4]
+    assert ("is dropped, it has 10 tokens with its prompt" in caplog.text) == (num_tokens == 9)
+
+
+@pytest.mark.parametrize("is_filtering", [False, True])
+def test_a_problem_that_loses_all_its_answers_is_left_out(is_filtering: bool, caplog: pytest.LogCaptureFixture) -> None:
+    interface = MegatronLocal(engine())
+    config = GRPOConfig(
+        num_groups=3, group_size=2, seq_len=64, filter_equal_groups=is_filtering, generation_args=GenericGenerationArgs(max_tokens=4)
+    )
+    drawn = draw(config, Rising(["a", "x" * 100, "b"], "a"), interface, 3)
+    groups = exchange(config, drawn, ProcessGroups.single(), torch.device("cpu"))
+    assert [{rollout.problem_id for rollout in group} for group in groups.groups] == [{"0"}, {"2"}] and groups.num_filtered == 0
+    assert rollout_means(config, groups, None)["num_dropped"] == 2
+    assert "the prompt has 100 tokens" in caplog.text and "problem '1' is dropped, all of its 2 answers are lost" in caplog.text
+
+
+class Rising(CharacterShare):
+    """Each answer earns more than the one before."""
+
+    num_judged = 0
+
+    async def get_reward(self, response: str, problem: Problem) -> float:
+        self.num_judged += 1
+        return float(self.num_judged)
+
+
+def test_a_request_that_fails_in_the_engine_says_so() -> None:
+    record: Any = SimpleNamespace(request_id=40, error=StepFailedError(40, "no memory"))
+    with pytest.raises(LostError, match="request 40 failed: request 40: no memory") as caught:
+        _response(record)
+    assert caught.value.is_transient
 
 
 class Watching(RewardOnlyAgent):

@@ -144,16 +144,19 @@ class _Run:
         """What there is to say before the first iteration."""
 
     def _check_length(self) -> None:
-        """Whether a row has room for a problem and its answer."""
+        """Whether a row has room for any problem of the first iteration and its answer; one that is too long loses its answers alone."""
         if self.environment is None:
             return
-        problem, longest = self.environment.problem(0), self.config.train.seq_len
-        length, answer = len(self.tokenizer.tokenize(problem.prompt)), self.rl.generation_args.max_tokens or 0
-        if length + answer > longest:
-            raise ValueError(
-                f"train.seq_len={longest} must hold a problem, the first of which has {length} tokens, and "
-                f"rl.generation_args.max_tokens={answer}; raise it"
-            )
+        longest, answer = self.config.train.seq_len, self.rl.generation_args.max_tokens or 0
+        length = 0
+        for number in range(self.rl.num_groups):
+            length = len(self.tokenizer.tokenize(self.environment.problem(number).prompt))
+            if length + answer <= longest:
+                return
+        raise ValueError(
+            f"train.seq_len={longest} must hold a problem, and none of the first {self.rl.num_groups} fits: the last has {length} tokens, "
+            f"and rl.generation_args.max_tokens={answer}; raise it"
+        )
 
     def _open_pairs(self) -> PreferencePairs | None:
         """Of a file."""

@@ -228,8 +228,19 @@ def _nothing(config: GRPOConfig, pairs: bool) -> str:
         return f"no pair of {config.num_groups}: in every group all answers earned the same; ask harder or easier problems"
     return (
         f"no rollout of {config.num_groups} groups of {config.group_size} is left: all came late (rollout_timeout_s="
-        f"{config.rollout_timeout_s}) or lost their judge; the log names each"
+        f"{config.rollout_timeout_s}), or were lost with their request or judge; the log names each"
     )
+
+
+def fitting(config: GRPOConfig, group: Sequence[TokenRollout]) -> list[TokenRollout]:
+    """The rollouts of a group that can be trained on; the log names the others."""
+    most = config.longest_trajectory
+    for rollout in group:
+        if (length := len(rollout.trajectory)) > most:
+            name = f"seq_len={config.seq_len}" if config.packing is None else f"packing.bin_size={config.packing.bin_size}"
+            where = f"environment {rollout.env_id!r}: an answer to problem {rollout.problem_id!r}"
+            _log.warning("%s is dropped, it has %d tokens with its prompt and %s admits %d; raise it", where, length, name, most)
+    return [rollout for rollout in group if len(rollout.trajectory) <= most]
 
 
 async def ask(
@@ -249,13 +260,14 @@ async def ask(
         stream = agent.get_grouped_rollouts(
             interface, num_groups=wanted, size=config.group_size, args=config.generation_args, timeout_s=max(0.0, end - clock())
         )
-        async for group in stream:
-            useless = config.filter_equal_groups and same_reward([rollout.reward for rollout in group])
-            (equal if useless else groups).append(group)
+        async for drawn in stream:
+            group = fitting(config, drawn)
+            is_equal = config.filter_equal_groups and same_reward([rollout.reward for rollout in group])
+            (equal if is_equal and group else groups).append(group)
     if (missing := num_groups - len(groups) - len(equal)) > 0:
         limit_s = config.rollout_timeout_s
         _log.warning("%d of %d groups are dropped, not there within rollout_timeout_s=%s", missing, num_groups, limit_s)
     filled = equal[: max(0, num_groups - len(groups))]
     if filled:
         _log.warning("%d of %d groups have equal rewards, after %d were asked for", len(filled), num_groups, num_asked)
-    return groups + filled, len(equal) - len(filled)
+    return [group for group in (*groups, *filled) if group], len(equal) - len(filled)

@@ -83,6 +83,11 @@ class GRPOConfig:
         return 1.0 if self.generation_args.temperature is None else self.generation_args.temperature
 
     @property
+    def longest_trajectory(self) -> int:
+        """Tokens of prompt and answer that a row, or a bin, has room for."""
+        return 1 + (self.seq_len if self.packing is None else self.packing.bin_size)
+
+    @property
     def num_updates(self) -> int:
         """Of the weights, an iteration."""
         return self.num_epochs * self.num_mini_batches

@@ -13,7 +13,7 @@ from torch import Tensor
 from mcore_parallel.training import TrainReport, train_step
 from mcore_rl._advantage import AdvantageConfig
 from mcore_rl._aggregation import Aggregation
-from mcore_rl._collect import Collection, Drawn, exchange
+from mcore_rl._collect import Collection, Drawn, exchange, fitting
 from mcore_rl._config import GRPOConfig
 from mcore_rl._loop import IterationReport, iteration_report
 from mcore_rl._preference import DPOObjective, pair_batches
@@ -150,8 +150,9 @@ async def ask_pairs(
     generator: Any = interface
     try:
         async with asyncio.timeout(config.rollout_timeout_s) as limit:
-            made = await pairs.get_contrastive_rollouts(generator, num_pairs=num_pairs, args=config.generation_args)
-            return [[pair.chosen, pair.rejected] for pair in made]
+            made = await pairs.get_contrastive_rollouts(generator, num_pairs=num_pairs, args=config.drawing_args)
+            drawn = [[pair.chosen, pair.rejected] for pair in made]
+            return [pair for pair in drawn if len(fitting(config, pair)) == len(pair)]
     except TimeoutError as error:
         if not limit.expired():
             raise

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
+from mcore_rl._collect import fitting
 from mcore_rl._config import GRPOConfig
 from mcore_rl._late import LATE
 from mcore_rl._shaping import same_reward
@@ -176,7 +177,7 @@ class RolloutStream:
             self._pose(min(self._num_groups - len(useful), most - num_taken))
             posed = self._open[0]
             try:
-                group = await self._in_time(posed.task, limit)
+                group = fitting(config, await self._in_time(posed.task, limit))
             finally:
                 # One that failed is left behind, too.
                 if not self._is_closing:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mcore_rl._late import LATE
+from mcore_rl._lost import LostError
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import (
     EvaluationResponse,
@@ -25,6 +26,8 @@ from mcore_rl.inference import InferenceInterface
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+_RETRY_WAITS_S = (0.1, 1.0)
+"""Before a request whose failure was transient is asked again."""
 
 
 @experimental_api
@@ -48,17 +51,13 @@ class Attempt:
     response: str
 
 
-class LostError(Exception):
-    """An attempt that counts as missing; says why."""
-
-
 @experimental_api
 class JudgedAgent(TokenizedRolloutGenerator, GroupedRolloutGenerator, EvaluationAgent):
     """Poses problems and judges attempts at them.
 
-    Each attempt is judged as soon as it is there, while others are generated. One that does not come in time, or whose judge raises or
-    takes too long, is dropped with a warning and counts as missing: the others of its group go on. A reward that is no finite number is an
-    error.
+    Each attempt is judged as soon as it is there, while others are generated. One whose request the engine refuses, which does not come in
+    time, or whose judge raises or takes too long, is dropped with a warning and counts as missing: the others of its group go on. A request
+    whose failure is transient is repeated, twice at most. A reward that is no finite number is an error, and so is an engine that failed.
 
     Args:
         env_id: name under which rewards are reported.
@@ -133,7 +132,10 @@ class JudgedAgent(TokenizedRolloutGenerator, GroupedRolloutGenerator, Evaluation
                 raise result
         if late:
             _log.warning("environment %r: %d answers to problem %r are dropped at the end", self.env_id, missing, problem.problem_id)
-        return [result.rollout for result in results if isinstance(result, Attempt)]
+        rollouts = [result.rollout for result in results if isinstance(result, Attempt)]
+        if not rollouts:
+            _log.warning("environment %r: problem %r is dropped, all of its %d answers are lost", self.env_id, problem.problem_id, size)
+        return rollouts
 
     async def run_evaluation(
         self, interface: InferenceInterface, *, num_prompts: int, args: GenericGenerationArgs, num_samples: int = 1
@@ -173,14 +175,22 @@ class JudgedAgent(TokenizedRolloutGenerator, GroupedRolloutGenerator, Evaluation
 
     async def _answer(self, interface: InferenceInterface, prompt: Sequence[int], args: GenericGenerationArgs) -> InferenceResponse:
         """One answer, in time."""
+        request = InferenceRequest(prompts=[prompt], generation_args=args)
         try:
             async with asyncio.timeout(self.answer_timeout_s) as limit:
-                [[answer]] = await interface.agenerate(InferenceRequest(prompts=[prompt], generation_args=args))
+                for wait_s in _RETRY_WAITS_S:
+                    try:
+                        [[answer]] = await interface.agenerate(request)
+                        return answer
+                    except LostError as error:
+                        if not error.is_transient:
+                            raise
+                    await asyncio.sleep(wait_s)
+                [[answer]] = await interface.agenerate(request)
                 return answer
         except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise LostError(f"not there within answer_timeout_s={self.answer_timeout_s}") from error
+            reason = f"not there within answer_timeout_s={self.answer_timeout_s}" if limit.expired() else str(error)
+            raise LostError(reason) from error
 
     async def _asked(self, call: Awaitable[T], part: str) -> T:
         """What the environment gives, in time."""

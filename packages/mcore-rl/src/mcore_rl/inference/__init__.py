@@ -3,6 +3,7 @@
 """Where continuations come from."""
 
 from mcore_rl._http import PeerError, PeerReplyError, PeerTimeoutError
+from mcore_rl._lost import LostError
 from mcore_rl.inference._balanced import BalancedInference
 from mcore_rl.inference._chat import ChatInferenceInterface, MegatronChatLocal
 from mcore_rl.inference._hugging_face import HFInference
@@ -18,6 +19,7 @@ __all__ = [
     "ChatInferenceInterface",
     "HFInference",
     "InferenceInterface",
+    "LostError",
     "MegatronChatLocal",
     "MegatronLocal",
     "OpenAIInference",

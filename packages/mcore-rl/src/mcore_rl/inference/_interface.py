@@ -16,7 +16,11 @@ class InferenceInterface(ABC):
 
     @abstractmethod
     async def agenerate(self, request: InferenceRequest) -> list[list[InferenceResponse]]:
-        """``request.n`` continuations of every prompt, in the order of the prompts."""
+        """``request.n`` continuations of every prompt, in the order of the prompts.
+
+        Raises:
+            LostError: this request failed, and others may succeed. Any other error is of the engine, and ends the iteration.
+        """
 
     @abstractmethod
     def encode(self, text: str) -> Sequence[int]:

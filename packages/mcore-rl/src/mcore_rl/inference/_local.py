@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
+from mcore_rl._lost import LostError
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import GenericGenerationArgs, InferenceRequest, InferenceResponse
 from mcore_rl.inference._interface import InferenceInterface, answer_all
@@ -66,9 +67,8 @@ class MegatronLocal(InferenceInterface):
         """Continuations from the engine.
 
         Raises:
-            RuntimeError: a request failed; carries the engine's reason.
+            LostError: the engine refused the request, or it failed there; carries the engine's reason.
             mcore_inference.EngineDeadError: the engine's steps failed one after the other.
-            mcore_inference.RequestError: a prompt the engine cannot take.
         """
         params = _sampling_params(request.generation_args)
         with self._running() as runner:
@@ -100,11 +100,16 @@ class MegatronLocal(InferenceInterface):
                     stale.set_result(None)
 
     async def _answer(self, runner: "EngineRunner", prompt: Sequence[int], params: "SamplingParams") -> InferenceResponse:
+        from mcore_inference import RequestError
+
         while True:
             stale: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._open[stale] = self.engine.weight_version
             try:
-                stream = await runner.submit(prompt, params, stream=False)
+                try:
+                    stream = await runner.submit(prompt, params, stream=False)
+                except RequestError as error:
+                    raise LostError(str(error), is_transient=error.is_transient) from error
                 record = asyncio.ensure_future(stream.record())
                 try:
                     await asyncio.wait((record, stale), return_when=asyncio.FIRST_COMPLETED)
@@ -152,8 +157,11 @@ def _sampling_params(args: GenericGenerationArgs) -> "SamplingParams":
 
 
 def _response(record: "DynamicInferenceRequestRecord") -> InferenceResponse:
-    if record.error is not None:
-        raise RuntimeError(f"request {record.request_id} failed: {record.error}") from record.error
+    from mcore_inference import RequestError
+
+    if (error := record.error) is not None:
+        is_transient = isinstance(error, RequestError) and error.is_transient
+        raise LostError(f"request {record.request_id} failed: {error}", is_transient=is_transient) from error
     assert record.finish_reason is not None
     return InferenceResponse(
         response=record.generated_text,

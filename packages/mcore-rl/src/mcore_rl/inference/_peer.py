@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from mcore_rl._http import HttpPeer, PeerReplyError
+from mcore_rl._http import HttpPeer, PeerError, PeerReplyError
+from mcore_rl._lost import LostError
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import GenericGenerationArgs, InferenceRequest, InferenceResponse
 from mcore_rl.inference._interface import InferenceInterface, answer_all
@@ -25,6 +26,14 @@ _RAW = {"temperature": (None, 1), "top_k": (None, 0, -1), "top_p": (None, 0, 1)}
 UNCHANGED: Mapping[str, float] = MappingProxyType({"min_p": 0.0, "repetition_penalty": 1.0})
 """Sent with each request: what is left open a server takes from the generation_config.json of its model, and draws from another
 distribution than the policy's."""
+
+
+# Of HTTP: what is wrong with one request, and what passes. Others, as of a wrong key or route, are the same for all requests.
+_OWN_FAULTS, _TRANSIENT = (400, 413, 422), (408, 429, 500, 502, 503, 504)
+
+
+class PeerRefusalError(PeerError, LostError):
+    """A server refused one request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +91,7 @@ class PeerInference(InferenceInterface):
             ValueError: ``max_tokens`` is open, or the server cannot honour an argument; nothing is sent.
             PeerTimeoutError: ``timeout_s`` went by.
             PeerReplyError: an answer that cannot be learnt from.
-            PeerError: the server was not reached, died, or refused.
+            PeerError: the server was not reached, died, or refused; a `LostError`, too, where it refused this request alone.
         """
         args = self.generation_args.add(request.generation_args)
         self._check(args)
@@ -114,7 +123,7 @@ class PeerInference(InferenceInterface):
 
     async def _answer(self, gate: asyncio.Semaphore, prompt: list[int], args: GenericGenerationArgs) -> InferenceResponse:
         async with gate:
-            content = await self._peer.post(self.path, json.dumps(self._body(prompt, args)).encode())
+            content = await self._post(json.dumps(self._body(prompt, args)).encode())
         try:
             answer = self._read(json.loads(content))
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
@@ -122,6 +131,16 @@ class PeerInference(InferenceInterface):
                 f"{self.url}{self.path} gave no completion with ids and log-probabilities of its tokens ({error!r}): {content[:200]!r}"
             ) from error
         return self._response(prompt, args.max_tokens or 0, answer)
+
+    async def _post(self, body: bytes) -> bytes:
+        try:
+            return await self._peer.post(self.path, body)
+        except PeerError as error:
+            if error.status not in (*_OWN_FAULTS, *_TRANSIENT):
+                raise
+            refusal = PeerRefusalError(str(error), is_transient=error.status in _TRANSIENT)
+            refusal.status = error.status
+            raise refusal from error
 
     def _response(self, prompt: list[int], max_tokens: int, answer: PeerAnswer) -> InferenceResponse:
         text, tokens, scores, reason, versions = answer.text, answer.tokens, answer.scores, answer.reason, answer.versions
