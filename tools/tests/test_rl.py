@@ -277,6 +277,8 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
             "plan.cp=2 rl.packing.bin_size=48 rl.packing.share_prompts=true",
             "rl.packing.share_prompts=True: a prompt is not split over plan.cp=2 ranks; set plan.cp=1, or it to false",
         ),
+        ("rl.generation_args.top_k=20", "generation_args.top_k=20 draws from another distribution than the one that is trained"),
+        ("rl.generation_args.top_p=0.9", "generation_args.top_p=0.9 draws from another distribution than the one that is trained"),
         ("rl.group_size=1", "group_size=1 must be at least 2"),
         ("train.global_batch_size=6", "= 8 answers must be a multiple of train.global_batch_size=6"),
         ("rl.generation_args.max_tokens=24", "max_tokens=24 must lie below train.seq_len=24"),
@@ -326,8 +328,6 @@ def test_a_problem_that_leaves_no_room_is_one_line(tmp_path: Path, capsys: pytes
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_other_verbs_name_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from mcore_tools import train
 def test_a_problem_that_is_too_long_loses_its_answers_alone(tmp_path: Path) -> None:
     changes = ["rl.environment=tests.support.environments:OneTooLong", "rl.imitation_steps=0", "train.steps=4", "train.eval_interval=4"]
     assert run(tmp_path / "run", *changes) == 0
@@ -336,6 +336,8 @@ def test_a_problem_that_is_too_long_loses_its_answers_alone(tmp_path: Path) -> N
     assert rows(tmp_path / "run")[3]["eval/num_dropped"] == 1
 
 
+def test_other_verbs_name_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from mcore_tools import train
 
     assert train.main(["--recipe", "countdown_tiny", "--set", f"output={tmp_path / 'run'}"]) == 2
     assert "start the run with `mcore rl`" in capsys.readouterr().err

@@ -36,6 +36,7 @@ from mcore_rl import (
     refit,
     with_ref_logprobs,
 )
+from mcore_rl._loop import check_iteration
 from mcore_rl.envs import CharacterShare
 
 TOKENIZER = ByteTokenizer()
@@ -173,6 +174,21 @@ def test_reference_log_probs_are_those_of_one_rank(world, plan: ParallelPlan) ->
 class Unreachable(CharacterShare):
     async def get_prompt(self, *, validation: bool = False) -> Problem:
         raise AssertionError("something was generated")
+
+
+@pytest.mark.parametrize(("name", "value"), [("top_k", 4), ("top_p", 0.9)])
+def test_answers_of_a_truncated_distribution_are_not_trained_on(name: str, value: float) -> None:
+    args = GenericGenerationArgs(**{name: value})  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    learner: Any = Learner(groups=ProcessGroups.single(), objective=OBJECTIVE, **dict.fromkeys(("model", "sync", "optimizer")))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"generation_args.{name}={value} draws from another distribution than the one that is trained"):
+        check_iteration(dataclasses.replace(CONFIG, generation_args=args), learner)
+    check_iteration(dataclasses.replace(CONFIG, generation_args=GenericGenerationArgs(top_k=0, top_p=1.0)), learner)
+
+
+def test_what_an_iteration_leaves_open_no_interface_chooses() -> None:
+    config = dataclasses.replace(CONFIG, generation_args=GenericGenerationArgs(max_tokens=8))
+    chosen = GenericGenerationArgs(temperature=0.7, top_k=20, top_p=0.9).add(config.drawing_args)
+    assert chosen == GenericGenerationArgs(temperature=1.0, top_k=0, top_p=1.0, max_tokens=8)
 
 
 @pytest.mark.parametrize(

@@ -299,6 +299,11 @@ class RLConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
         if self.generation_args.max_tokens is None or self.generation_args.max_tokens < 1:
             raise ValueError(f"generation_args.max_tokens={self.generation_args.max_tokens} must be at least 1")
+        if self.dpo is None and not self.teacher and (name := self.generation_args.truncated_by):
+            raise ValueError(
+                f"generation_args.{name}={getattr(self.generation_args, name)} draws from another distribution than the one that is "
+                "trained; leave it out"
+            )
 
     def _check_environments(self) -> None:
         """Names that there are, and what those environments need."""

@@ -246,7 +246,10 @@ def fitting(config: GRPOConfig, group: Sequence[TokenRollout]) -> list[TokenRoll
 async def ask(
     config: GRPOConfig, agent: GroupedRolloutGenerator, interface: InferenceInterface, num_groups: int
 ) -> tuple[list[list[TokenRollout]], int]:
-    """Groups of this rank, as many as are there in time, and how many others replaced."""
+    """Groups of this rank, as many as are there in time, and how many others replaced.
+
+    A group without a rollout is lost, not replaced.
+    """
     groups: list[list[TokenRollout]] = []
     equal: list[list[TokenRollout]] = []
     num_asked, most = 0, int(num_groups * config.max_filter_ratio)
@@ -258,7 +261,7 @@ async def ask(
             break
         num_asked += wanted
         stream = agent.get_grouped_rollouts(
-            interface, num_groups=wanted, size=config.group_size, args=config.generation_args, timeout_s=max(0.0, end - clock())
+            interface, num_groups=wanted, size=config.group_size, args=config.drawing_args, timeout_s=max(0.0, end - clock())
         )
         async for drawn in stream:
             group = fitting(config, drawn)

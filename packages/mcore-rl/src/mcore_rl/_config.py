@@ -83,6 +83,11 @@ class GRPOConfig:
         return 1.0 if self.generation_args.temperature is None else self.generation_args.temperature
 
     @property
+    def drawing_args(self) -> GenericGenerationArgs:
+        """``generation_args`` with what they leave open of the distribution said: that of the model, which no interface changes."""
+        return GenericGenerationArgs(temperature=1.0, top_k=0, top_p=1.0).add(self.generation_args)
+
+    @property
     def longest_trajectory(self) -> int:
         """Tokens of prompt and answer that a row, or a bin, has room for."""
         return 1 + (self.seq_len if self.packing is None else self.packing.bin_size)

@@ -235,6 +235,11 @@ def check_iteration(config: GRPOConfig, learner: Learner) -> None:
             f"objective.temperature={objective.temperature} must be that of generation_args, {config.temperature}: "
             "the policy that is trained is the one that draws"
         )
+    if name := config.generation_args.truncated_by:
+        raise ValueError(
+            f"generation_args.{name}={getattr(config.generation_args, name)} draws from another distribution than the one that is trained; "
+            "leave it out: evaluations alone may have it"
+        )
 
 
 def _check_shared_prompts(learner: Learner) -> None:

@@ -202,7 +202,7 @@ class RolloutStream:
     def _pose(self, count: int) -> None:
         """At least so many groups are open."""
         for _ in range(count - len(self._open)):
-            call = self._agent.group_rollout(self._interface, size=self._config.group_size, args=self._config.generation_args)
+            call = self._agent.group_rollout(self._interface, size=self._config.group_size, args=self._config.drawing_args)
             self._open.append(_Posed(self._loop.create_task(call), self._version))
 
     async def _in_time(self, task: "asyncio.Task[list[TokenRollout]]", limit: "asyncio.Task[None]") -> list[TokenRollout]:

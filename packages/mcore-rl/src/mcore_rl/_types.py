@@ -21,7 +21,7 @@ from mcore_rl._stability import experimental_api
 @experimental_api
 @dataclass(frozen=True, kw_only=True)
 class GenericGenerationArgs:
-    """How to sample; None leaves a choice to the generator.
+    """How to sample; None leaves a choice to the generator, 0 of ``top_k`` and 1 of ``top_p`` say that all tokens may be drawn.
 
     Example:
         >>> GenericGenerationArgs(temperature=0.0).add(GenericGenerationArgs(max_tokens=8))
@@ -31,14 +31,19 @@ class GenericGenerationArgs:
     temperature: float | None = None
     """0 is greedy."""
     top_k: int | None = None
-    """Draw among so many most likely tokens; None for all."""
+    """Draw among so many most likely tokens; 0 for all."""
     top_p: float | None = None
-    """Draw among the most likely tokens that together have this probability; None for all."""
+    """Draw among the most likely tokens that together have this probability; 1 for all."""
     max_tokens: int | None = None
     """Tokens of an answer at most; None for what the engine allows."""
 
+    @property
+    def truncated_by(self) -> str | None:
+        """The field that keeps tokens from being drawn; None where all may be."""
+        return "top_k" if self.top_k else "top_p" if self.top_p not in (None, 1) else None
+
     def add(self, other: "GenericGenerationArgs") -> "GenericGenerationArgs":
-        """These choices, overridden by those that ``other`` makes."""
+        """These choices, overridden by those that ``other`` makes; what it leaves open (None) stays as it is here."""
         return GenericGenerationArgs(**{**asdict(self), **{name: value for name, value in asdict(other).items() if value is not None}})
 
 

@@ -149,7 +149,7 @@ def _sampling_params(args: GenericGenerationArgs) -> "SamplingParams":
     return SamplingParams(
         temperature=1.0 if args.temperature is None else args.temperature,
         top_k=args.top_k or 0,
-        top_p=args.top_p or 0.0,
+        top_p=0.0 if args.top_p is None or args.top_p == 1 else args.top_p,
         num_tokens_to_generate=args.max_tokens,
         return_log_probs=True,
         processed_log_probs=True,

@@ -61,7 +61,7 @@ class OpenAIInference(PeerInference):
             "max_tokens": args.max_tokens,
             "temperature": 1.0 if args.temperature is None else args.temperature,
             "top_p": args.top_p or 1.0,
-            "top_k": max(0, args.top_k or 0),
+            "top_k": args.top_k or 0,
             **UNCHANGED,
             "logprobs": 0,
             "return_token_ids": True,

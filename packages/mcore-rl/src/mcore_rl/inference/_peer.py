@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mcore_parallel.data import Tokenizer
 
 # At these values the distribution that tokens are drawn from is that of the raw logits.
-_RAW = {"temperature": (None, 1), "top_k": (None, 0, -1), "top_p": (None, 0, 1)}
+_RAW = {"temperature": (None, 1), "top_k": (None, 0), "top_p": (None, 1)}
 UNCHANGED: Mapping[str, float] = MappingProxyType({"min_p": 0.0, "repetition_penalty": 1.0})
 """Sent with each request: what is left open a server takes from the generation_config.json of its model, and draws from another
 distribution than the policy's."""
