@@ -223,6 +223,12 @@ def test_later_choices_override_only_where_made() -> None:
     assert merged == GenericGenerationArgs(temperature=0.5, top_k=1, max_tokens=2)
 
 
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_log_probability_that_is_no_number_is_named(value: float) -> None:
+    with pytest.raises(ValueError, match=rf"logprobs\[1\]={value} of p must be a finite number"):
+        TokenRollout(trajectory=[1, 2], reward=0.0, generation_mask=[True, True], logprobs=[0.0, value], env_id="e", problem_id="p")
+
+
 def test_rollouts_survive_json() -> None:
     import json
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from mcore_rl._advantage import AdvantageConfig
 from mcore_rl._aggregation import Aggregation
+from mcore_rl._fields import check_finite, check_integers
 from mcore_rl._gae import GAEConfig
 from mcore_rl._memory import MemorySwitch
 from mcore_rl._packing import PackingConfig
@@ -61,9 +62,10 @@ class GRPOConfig:
     """What trainer and engine give up of one device while the other one works."""
 
     def __post_init__(self) -> None:
-        for name in ("num_groups", "seq_len", "micro_batch_size", "num_epochs", "num_mini_batches", "max_filter_ratio"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        check_integers(self, 1, "num_groups", "group_size", "seq_len", "micro_batch_size", "num_epochs", "num_mini_batches")
+        check_integers(self, 0, "pad_id")
+        check_finite(self, 1, "max_filter_ratio")
+        check_finite(self, 0, "kl_in_reward")
         if self.gae is not None and self.advantage != AdvantageConfig():
             raise ValueError(f"advantage={self.advantage} has no effect beside gae; leave it out, or set gae=None")
         if self.group_size < (2 if self.gae is None else 1):
@@ -72,8 +74,6 @@ class GRPOConfig:
             raise ValueError(f"num_groups * group_size = {count} must be divisible by num_mini_batches={self.num_mini_batches}")
         if not self.rollout_timeout_s > 0:
             raise ValueError(f"rollout_timeout_s={self.rollout_timeout_s} must be positive")
-        if not self.kl_in_reward >= 0:
-            raise ValueError(f"kl_in_reward={self.kl_in_reward} must not be negative")
         if self.temperature == 0:
             raise ValueError("temperature=0 in generation_args draws the same answer every time; choose one above 0")
 

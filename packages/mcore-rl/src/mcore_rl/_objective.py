@@ -12,6 +12,7 @@ from mcore_parallel.models import ModelOutput
 from mcore_parallel.training import Batch, LossReport
 from mcore_rl._aggregation import weighted_report
 from mcore_rl._correction import ImportanceCorrection, mismatch
+from mcore_rl._fields import check_finite
 from mcore_rl._kl import MAX_LOG_RATIO, check_estimator, kl_estimate
 from mcore_rl._policy_loss import PolicyLossConfig
 from mcore_rl._sequences import Sequences
@@ -91,8 +92,7 @@ class GRPOObjective:
 
     def __post_init__(self) -> None:
         check_estimator(self.kl_estimator)
-        if not 0 <= self.kl_beta < math.inf:
-            raise ValueError(f"kl_beta={self.kl_beta} must not be negative")
+        check_finite(self, 0, "kl_beta", "entropy_weight")
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature} must be positive and finite; a greedy policy has no log-probabilities")
 

@@ -5,6 +5,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mcore_rl._fields import check_integers
 from mcore_rl._stability import experimental_api
 
 _SAME_REWARD = 1e-6
@@ -29,7 +30,8 @@ class OverlongPenalty:
     """b, over how many tokens the penalty grows."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.buffer <= self.max_length:
+        check_integers(self, 1, "max_length", "buffer")
+        if self.buffer > self.max_length:
             raise ValueError(f"buffer={self.buffer} must lie from 1 to max_length={self.max_length}")
 
     def __call__(self, length: int) -> float:

@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from mcore_rl._fields import check_finite, check_integers
 from mcore_rl._pass_at import pass_at_k
 from mcore_rl._stability import experimental_api
 
@@ -22,6 +23,9 @@ from mcore_rl._stability import experimental_api
 @dataclass(frozen=True, kw_only=True)
 class GenericGenerationArgs:
     """How to sample; None leaves a choice to the generator, 0 of ``top_k`` and 1 of ``top_p`` say that all tokens may be drawn.
+
+    Raises:
+        ValueError: a number out of its range.
 
     Example:
         >>> GenericGenerationArgs(temperature=0.0).add(GenericGenerationArgs(max_tokens=8))
@@ -36,6 +40,15 @@ class GenericGenerationArgs:
     """Draw among the most likely tokens that together have this probability; 1 for all."""
     max_tokens: int | None = None
     """Tokens of an answer at most; None for what the engine allows."""
+
+    def __post_init__(self) -> None:
+        if self.temperature is not None:
+            check_finite(self, 0, "temperature")
+        for name, least in (("top_k", 0), ("max_tokens", 1)):
+            if getattr(self, name) is not None:
+                check_integers(self, least, name)
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must lie above 0 and up to 1; 1 for all tokens")
 
     @property
     def truncated_by(self) -> str | None:
@@ -101,7 +114,7 @@ class TokenRollout:
     """A judged trajectory in tokens.
 
     Raises:
-        ValueError: lists of different lengths, or a reward that is no finite number.
+        ValueError: lists of different lengths, a reward or a log-probability that is no finite number.
     """
 
     trajectory: Sequence[int]
@@ -128,7 +141,11 @@ class TokenRollout:
             values = getattr(self, name)
             if values is not None and len(values) != num_written:
                 raise ValueError(f"{name} has {len(values)} entries for {num_written} generated tokens of {self.problem_id}")
-
+        if not all(map(math.isfinite, self.logprobs)):
+            place = next(place for place, value in enumerate(self.logprobs) if not math.isfinite(value))
+            raise ValueError(
+                f"logprobs[{place}]={self.logprobs[place]} of {self.problem_id} must be a finite number; whatever drew the token is broken"
+            )
         check_reward(self.reward, env_id=self.env_id, problem_id=self.problem_id)
         experts = self.routed_experts
         if experts is not None and (experts.dim() != 3 or len(experts) != len(self.trajectory) - 1):
