@@ -123,6 +123,91 @@ def test_answers_that_do_not_come_are_dropped_and_evaluation_counts_them(caplog:
     assert "answer_timeout_s=0.1" in caplog.text
 
 
+class Broken(InferenceInterface):
+    """The engine dies at the second request; keeps count of what runs."""
+
+    def __init__(self, delay_s: float = 0.01) -> None:
+        self.delay_s, self.asked, self.running = delay_s, 0, 0
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    async def agenerate(self, request: InferenceRequest) -> list[list[InferenceResponse]]:
+        self.asked, self.running = self.asked + 1, self.running + 1
+        try:
+            if self.asked == 2:
+                await asyncio.sleep(self.delay_s)
+                raise OSError("the engine is gone")
+            await asyncio.sleep(60)
+            raise AssertionError
+        finally:
+            self.running -= 1
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_an_evaluation_that_fails_leaves_nothing_running(mixed: bool) -> None:
+    interface, environment = Broken(), CharacterShare(["x"], "a")
+    agent = WeightedMultiTask([environment, Counting(rising=True)], [1, 1]) if mixed else environment
+
+    async def evaluate() -> int:
+        with pytest.raises(OSError, match="the engine is gone"):
+            await agent.run_evaluation(interface, num_prompts=3, args=GenericGenerationArgs())
+        assert interface.running == 0
+        return len(asyncio.all_tasks())
+
+    assert asyncio.run(evaluate()) == 1
+
+
+def test_an_evaluation_ends_at_its_limit_with_the_answers_that_are_there() -> None:
+    class OneHangs(Counting):
+        async def get_reward(self, response: str, problem: Problem) -> float:
+            return await hangs() if problem.problem_id == str(self.FIRST_EVALUATION + 1) else await super().get_reward(response, problem)
+
+    agent = WeightedMultiTask([CharacterShare(["x"], "a"), OneHangs(rising=True)], [1, 1])
+    response = asyncio.run(agent.run_evaluation(Scripted(), num_prompts=3, args=GenericGenerationArgs(), num_samples=2, timeout_s=0.3))
+    assert (len(response.results), response.num_dropped) == (10, 2)
+
+
+def test_environments_pose_the_problems_of_an_evaluation_at_once() -> None:
+    started: list[str] = []
+
+    class Slow(Counting):
+        async def _posed(self, number: int) -> Problem:
+            started.append(self.env_id)
+            await asyncio.sleep(0.05 if len(started) < 2 else 0)
+            assert len(started) == 2
+            if self.env_id == "broken":
+                raise ConnectionError("no problems here")
+            return await super()._posed(number)
+
+    environments = [Slow(rising=True), Slow(rising=True)]
+    environments[1].env_id = "other"
+    mixed = WeightedMultiTask(environments, [1, 1])
+    problems = asyncio.run(mixed.evaluation_prompts(1))
+    assert [problem.env_id for problem in problems] == ["counting", "other"]
+    started.clear()
+    environments[1].env_id = "broken"
+
+    async def fails() -> int:
+        with pytest.raises(ConnectionError):
+            await mixed.evaluation_prompts(1)
+        return len(asyncio.all_tasks())
+
+    assert asyncio.run(fails()) == 1
+
+
+def test_a_numbered_problem_of_an_evaluation_that_is_not_posed_is_named() -> None:
+    class Silent(Counting):
+        async def _posed(self, number: int) -> Problem:
+            await asyncio.sleep(60)
+            raise AssertionError
+
+    agent = Silent(rising=True)
+    agent.prompt_timeout_s = 0.1
+    with pytest.raises(TimeoutError, match="environment 'counting' posed no problem within prompt_timeout_s=0.1"):
+        asyncio.run(agent.run_evaluation(Scripted(), num_prompts=2, args=GenericGenerationArgs()))
+
+
 def test_an_environment_that_poses_no_problem_is_named() -> None:
     class Silent(CharacterShare):
         async def get_prompt(self, *, validation: bool = False) -> Problem:

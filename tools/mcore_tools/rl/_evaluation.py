@@ -29,7 +29,9 @@ def evaluation_sums(config: RunConfig, environment: NumberedProblems, interface:
     args, samples = config.rl.generation_args, config.rl.eval_samples
 
     def ask(args: GenericGenerationArgs, num_samples: int) -> EvaluationResponse:
-        return asyncio.run(environment.run_evaluation(interface, num_prompts=count, args=args, num_samples=num_samples))
+        limit_s = config.rl.rollout_timeout_s if config.rl is not None else None
+        call = environment.run_evaluation(interface, num_prompts=count, args=args, num_samples=num_samples, timeout_s=limit_s)
+        return asyncio.run(call)
 
     greedy = ask(args.add(GenericGenerationArgs(temperature=0.0)), 1)
     drawn = ask(args, samples) if samples else None

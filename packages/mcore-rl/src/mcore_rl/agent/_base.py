@@ -27,7 +27,7 @@ class TokenizedRolloutGenerator(ABC):
         self, interface: InferenceInterface, *, num_rollouts: int, args: GenericGenerationArgs
     ) -> list[TokenRollout]:
         """Rollouts of ``num_rollouts`` problems, fewer by those that are lost; a failure cancels the others."""
-        return await _all_at_once([self.rollout(interface, args=args) for _ in range(num_rollouts)])
+        return await all_at_once([self.rollout(interface, args=args) for _ in range(num_rollouts)])
 
 
 @experimental_api
@@ -40,19 +40,29 @@ class RolloutGenerator(ABC):
 
     async def get_reward_rollouts(self, interface: InferenceInterface, *, num_rollouts: int, args: GenericGenerationArgs) -> list[Rollout]:
         """Rollouts of ``num_rollouts`` problems, fewer by those that are lost; a failure cancels the others."""
-        return await _all_at_once([self.rollout(interface, args=args) for _ in range(num_rollouts)])
+        return await all_at_once([self.rollout(interface, args=args) for _ in range(num_rollouts)])
 
 
-async def _all_at_once(calls: Sequence[Coroutine[Any, Any, Result | None]]) -> list[Result]:
-    """What the calls give, in their order, without None; none of them goes on when this ends."""
+async def all_at_once(calls: Sequence[Coroutine[Any, Any, Result | None]], timeout_s: float | None = None) -> list[Result]:
+    """What the calls give, in their order, without None; none of them goes on when this ends.
+
+    Args:
+        calls: at least none.
+        timeout_s: limit of all, after which those that go on are cancelled and give nothing; None for no limit.
+
+    Raises:
+        Exception: that of the first call that failed.
+    """
     tasks = [asyncio.ensure_future(call) for call in calls]
+    done: set[asyncio.Task[Result | None]] = set()
     try:
-        results = await asyncio.gather(*tasks)
+        if tasks:
+            done, _ = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return [result for result in results if result is not None]
+    return [result for task in tasks if task in done and (result := task.result()) is not None]
 
 
 @experimental_api

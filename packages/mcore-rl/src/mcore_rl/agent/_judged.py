@@ -5,7 +5,7 @@
 import asyncio
 import logging
 from abc import abstractmethod
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,7 +21,7 @@ from mcore_rl._types import (
     TokenRollout,
     check_reward,
 )
-from mcore_rl.agent._base import EvaluationAgent, GroupedRolloutGenerator, TokenizedRolloutGenerator
+from mcore_rl.agent._base import EvaluationAgent, GroupedRolloutGenerator, TokenizedRolloutGenerator, all_at_once
 from mcore_rl.inference import InferenceInterface
 
 _log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class JudgedAgent(TokenizedRolloutGenerator, GroupedRolloutGenerator, Evaluation
         Raises:
             TimeoutError: one is not there within ``prompt_timeout_s``.
         """
-        return await asyncio.gather(*(self._problem(validation=validation) for _ in range(num_prompts)))
+        return await all_at_once([self._problem(validation=validation) for _ in range(num_prompts)])
 
     @abstractmethod
     async def _play(self, interface: InferenceInterface, problem: Problem, args: GenericGenerationArgs) -> Attempt:
@@ -138,15 +138,22 @@ class JudgedAgent(TokenizedRolloutGenerator, GroupedRolloutGenerator, Evaluation
         return rollouts
 
     async def run_evaluation(
-        self, interface: InferenceInterface, *, num_prompts: int, args: GenericGenerationArgs, num_samples: int = 1
+        self,
+        interface: InferenceInterface,
+        *,
+        num_prompts: int,
+        args: GenericGenerationArgs,
+        num_samples: int = 1,
+        timeout_s: float | None = None,
     ) -> EvaluationResponse:
-        """Answers to ``num_prompts`` problems of ``evaluation_prompts``, judged.
+        """Answers to ``num_prompts`` problems of ``evaluation_prompts``, judged; when it ends, or fails, none of them goes on.
 
         Args:
             interface: answers.
             num_prompts: problems.
             args: how answers are drawn.
             num_samples: answers to each problem, for ``EvaluationResponse.pass_at``.
+            timeout_s: limit of all answers, after which those that are missing are dropped; None for that of each alone.
         """
 
         async def one(problem: Problem) -> RewardEvaluationResult | None:
@@ -159,15 +166,18 @@ class JudgedAgent(TokenizedRolloutGenerator, GroupedRolloutGenerator, Evaluation
                 prompt=problem.prompt, response=attempt.response, reward=reward, problem_id=problem_id, env_id=env_id
             )
 
-        problems = await self.evaluation_prompts(num_prompts)
-        answers = await asyncio.gather(*(one(problem) for problem in problems for _ in range(num_samples)))
-        judged = [result for result in answers if result is not None]
-        return EvaluationResponse(env_id=self.env_id, results=judged, num_dropped=len(answers) - len(judged))
+        asked = [problem for problem in await self.evaluation_prompts(num_prompts) for _ in range(num_samples)]
+        judged = await all_at_once([one(problem) for problem in asked], timeout_s)
+        return EvaluationResponse(env_id=self.env_id, results=judged, num_dropped=len(asked) - len(judged))
 
     async def _problem(self, *, validation: bool = False) -> Problem:
+        return await self._in_time(lambda: self.get_prompt(validation=validation))
+
+    async def _in_time(self, pose: Callable[[], Awaitable[Problem]]) -> Problem:
+        """A problem, within the limit."""
         try:
             async with asyncio.timeout(self.prompt_timeout_s) as limit:
-                return await self.get_prompt(validation=validation)
+                return await pose()
         except TimeoutError as error:
             if not limit.expired():
                 raise

@@ -8,9 +8,11 @@ import math
 import random
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import EvaluationResponse, GenericGenerationArgs
+from mcore_rl.agent._base import all_at_once
 from mcore_rl.agent._judged import Problem
 from mcore_rl.agent._numbered import NumberedProblems
 from mcore_rl.inference import InferenceInterface
@@ -99,14 +101,22 @@ class WeightedMultiTask(NumberedProblems):
 
     async def evaluation_prompts(self, num_prompts: int, *, validation: bool = True) -> list[Problem]:
         """``num_prompts`` problems of each environment, in their order; of training, those of weight 0 included."""
-        problems = [await environment.evaluation_prompts(num_prompts, validation=validation) for environment in self.environments]
+        asked = [environment.evaluation_prompts(num_prompts, validation=validation) for environment in self.environments]
+        problems = await all_at_once(asked)
         return [self._named(environment, problem) for environment, own in zip(self.environments, problems, strict=True) for problem in own]
 
     async def run_evaluation(
-        self, interface: InferenceInterface, *, num_prompts: int, args: GenericGenerationArgs, num_samples: int = 1
+        self,
+        interface: InferenceInterface,
+        *,
+        num_prompts: int,
+        args: GenericGenerationArgs,
+        num_samples: int = 1,
+        timeout_s: float | None = None,
     ) -> EvaluationResponse:
         """The answers of all environments, to ``num_prompts`` problems of each."""
-        responses = await self.evaluate_each(interface, num_prompts=num_prompts, args=args, num_samples=num_samples)
+        options: dict[str, Any] = {"args": args, "num_samples": num_samples, "timeout_s": timeout_s}
+        responses = await self.evaluate_each(interface, num_prompts=num_prompts, **options)
         results = [
             dataclasses.replace(result, problem_id=_joined(response.env_id, result.problem_id))
             for response in responses
@@ -115,14 +125,17 @@ class WeightedMultiTask(NumberedProblems):
         return EvaluationResponse(env_id=self.env_id, results=results, num_dropped=sum(response.num_dropped for response in responses))
 
     async def evaluate_each(
-        self, interface: InferenceInterface, *, num_prompts: int, args: GenericGenerationArgs, num_samples: int = 1
+        self,
+        interface: InferenceInterface,
+        *,
+        num_prompts: int,
+        args: GenericGenerationArgs,
+        num_samples: int = 1,
+        timeout_s: float | None = None,
     ) -> list[EvaluationResponse]:
-        """One evaluation an environment, in their order, each of ``num_prompts`` problems."""
-        asked = [
-            environment.run_evaluation(interface, num_prompts=num_prompts, args=args, num_samples=num_samples)
-            for environment in self.environments
-        ]
-        return list(await asyncio.gather(*asked))
+        """One evaluation an environment, in their order, each of ``num_prompts`` problems; arguments as of ``run_evaluation``."""
+        options: dict[str, Any] = {"args": args, "num_samples": num_samples, "timeout_s": timeout_s}
+        return await all_at_once([each.run_evaluation(interface, num_prompts=num_prompts, **options) for each in self.environments])
 
     def _own(self, problem: Problem) -> tuple[NumberedProblems, Problem]:
         """The environment of a problem, and the problem as it posed it."""

@@ -2,13 +2,14 @@
 # Copyright (c) 2026 the mcore authors
 """Environments whose problems have numbers: ranks share them, and a run goes on where it was."""
 
-import asyncio
+import functools
 import random
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, overload
 
 from mcore_rl._stability import experimental_api
+from mcore_rl.agent._base import all_at_once
 from mcore_rl.agent._judged import Problem
 from mcore_rl.agent._reward_only import RewardOnlyAgent
 
@@ -96,7 +97,8 @@ class NumberedProblems(RewardOnlyAgent):
     async def evaluation_prompts(self, num_prompts: int, *, validation: bool = True) -> list[Problem]:
         """This rank's share, the same whenever it is asked: the first of the evaluation, or of training, which poses none of them."""
         first = self.FIRST_EVALUATION if validation else 0
-        return await asyncio.gather(*(self._posed(first + self._rank + place * self._num_ranks) for place in range(num_prompts)))
+        numbers = [first + self._rank + place * self._num_ranks for place in range(num_prompts)]
+        return await all_at_once([self._in_time(functools.partial(self._posed, number)) for number in numbers])
 
     async def _posed(self, number: int) -> Problem:
         """``problem(number)``; where that waits for another process, without holding up the event loop."""
