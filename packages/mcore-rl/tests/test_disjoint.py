@@ -63,12 +63,12 @@ class Whole:
         self.weights = {name: tensor.clone() for name, tensor in weights}
 
 
-def policy(groups: ProcessGroups, seed: int = 0) -> GPTModel:
-    return GPTModel(SIZES, groups, unpadded_vocab_size=TOKENIZER.vocab_size, seed=seed)
+def policy(groups: ProcessGroups, seed: int = 0, vocab_size: int = TOKENIZER.vocab_size) -> GPTModel:
+    return GPTModel(SIZES, groups, unpadded_vocab_size=vocab_size, seed=seed)
 
 
-def learner(groups: ProcessGroups) -> Learner:
-    model = policy(groups)
+def learner(groups: ProcessGroups, vocab_size: int = TOKENIZER.vocab_size) -> Learner:
+    model = policy(groups, vocab_size=vocab_size)
     sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
     optimizer = MegatronOptimizer(OptimizerConfig(lr=2e-2, weight_decay=0.0), sync, groups)
     return Learner(model=model, groups=groups, objective=GRPOObjective(), sync=sync, optimizer=optimizer)
@@ -87,6 +87,26 @@ def loop_of(plan: ParallelPlan, agent: CharacterShare | None = None, config: GRP
     if placement.groups is not None:
         return DisjointLoop(config, placement, learner=learner(placement.groups), **options)
     return DisjointLoop(config, placement, server=server(placement.engine_rank, agent), **options)
+
+
+def draw_from_fewer_ids() -> str:
+    placement = Placement.split(ParallelPlan())
+    if placement.groups is None:
+        loop = DisjointLoop(CONFIG, placement, server=server(placement.engine_rank), timeout_s=10.0)
+    else:
+        loop = DisjointLoop(CONFIG, placement, learner=learner(placement.groups, SIZES.vocab_size), timeout_s=10.0)
+    with loop:
+        try:
+            loop.iterate(1e-2)
+        except ValueError as error:
+            return str(error)
+    return "nothing"
+
+
+@pytest.mark.world(2)
+def test_engines_that_draw_from_fewer_ids_than_the_policy_has_are_refused_on_both_halves(world) -> None:
+    one, other = world(draw_from_fewer_ids)
+    assert one == other and one.startswith(f"the engine draws from vocab_size={TOKENIZER.vocab_size} ids")
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------

@@ -58,11 +58,12 @@ def iterate(
     agent: RewardOnlyAgent | None = None,
     swap_reference: bool = False,
     batch_invariant: bool = False,
+    unpadded_vocab_size: int = TOKENIZER.vocab_size,
 ) -> list[IterationReport]:
     groups = ProcessGroups.build(plan)
     backend = choose_backend(batch_invariant=batch_invariant)
     # Rows of padding are never drawn, so the policy has none.
-    model, frozen = (GPTModel(SIZES, groups, unpadded_vocab_size=TOKENIZER.vocab_size, device=device, backend=backend) for _ in range(2))
+    model, frozen = (GPTModel(SIZES, groups, unpadded_vocab_size=unpadded_vocab_size, device=device, backend=backend) for _ in range(2))
     sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
     optimizer = MegatronOptimizer(OptimizerConfig(lr=2e-2, weight_decay=0.0), sync, groups)
     context = DynamicInferenceContext(SIZES, InferenceConfig(max_sequence_length=32, max_requests=32, block_size_tokens=8), device=device)
@@ -206,6 +207,30 @@ def test_what_cannot_be_trained_on_is_refused_before_anything_is_generated(optio
     nobody: Any = None
     with pytest.raises(ValueError, match=message):
         grpo_iteration(CONFIG, agent=Unreachable(["x"], "a"), interface=nobody, engine=nobody, learner=Learner(**(parts | options)), lr=1.0)
+
+
+def train_over_all_rows(plan: ParallelPlan) -> str:
+    try:
+        iterate(plan, 1, unpadded_vocab_size=SIZES.vocab_size)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+VOCABULARIES = (
+    f"the engine draws from vocab_size={TOKENIZER.vocab_size} ids, and log-probabilities of the policy are over "
+    f"unpadded_vocab_size={SIZES.vocab_size}"
+)
+
+
+def test_an_engine_that_draws_fewer_ids_than_the_policy_has_is_refused() -> None:
+    assert VOCABULARIES in train_over_all_rows(ParallelPlan())
+
+
+@pytest.mark.world(2)
+def test_a_stage_without_an_output_layer_hears_of_the_vocabulary(world) -> None:
+    first, last = world(train_over_all_rows, plan=ParallelPlan(pp=2))
+    assert first.startswith("ranks failed: {1:") and VOCABULARIES in first and VOCABULARIES in last
 
 
 class Unreliable(CharacterShare):

@@ -15,6 +15,7 @@ from mcore_rl._dpo import ask_pairs, check_pairs, update_pairs
 from mcore_rl._handover import Handover, RolloutBatch
 from mcore_rl._loop import IterationReport, check_iteration
 from mcore_rl._memory import MemorySwitch
+from mcore_rl._objective import GRPOObjective
 from mcore_rl._placement import Placement, exchange_parcels
 from mcore_rl._preference import DPOObjective
 from mcore_rl._refit import WeightSink
@@ -23,6 +24,7 @@ from mcore_rl._stability import experimental_api
 from mcore_rl._transfer import WeightTransfer, refit
 from mcore_rl._types import TokenRollout
 from mcore_rl._update import Learner, update
+from mcore_rl._vocabulary import check_vocabulary, num_drawn, num_trained
 from mcore_rl.agent import BestAndWorst, ContrastiveRolloutGenerator, GroupedRolloutGenerator, NumberedProblems
 from mcore_rl.inference import InferenceInterface
 
@@ -128,10 +130,12 @@ class DisjointLoop:
         Raises:
             RankTimeoutError: a rank of the other half did not come within ``timeout_s``; named.
             RuntimeError: a rank failed, on the others; none of the rollouts counts.
+            ValueError: the engines draw from more or fewer ids than the policy.
         """
         if self._learner is not None and not train_policy and self._learner.critic is None:
             raise ValueError("train_policy=False leaves nothing to train without a critic; pass Learner(critic=...)")
         if self.version < 0:
+            self._check_vocabularies()
             self._refit()
         came = time.perf_counter()
         if self.partial:
@@ -168,6 +172,16 @@ class DisjointLoop:
                 raise ValueError("partial=True hands over groups one by one, and pairs are made of many; pass partial=False, or max_lag=0")
             return
         check_iteration(self.config, learner)
+
+    def _check_vocabularies(self) -> None:
+        """Whether the engines draw from the ids that the policy's distribution is over; an error is raised on all ranks."""
+        learner, server = self._learner, self._server
+        drawn = None if server is None else num_drawn(server.engine)
+        trained = num_trained(learner.model) if learner is not None and isinstance(learner.objective, GRPOObjective) else None
+        told = self.placement.gather([drawn, trained], self.timeout_s, "vocabularies")
+        for of_engine in {drawn for drawn, _ in told}:
+            for of_policy in {trained for _, trained in told}:
+                check_vocabulary(of_engine, of_policy)
 
     def _open_stream(self, server: RolloutServer) -> RolloutStream:
         if not isinstance(server.agent, GroupedRolloutGenerator):

@@ -14,7 +14,7 @@ from mcore_parallel.models import check_follows_prefixes
 from mcore_parallel.training import TrainReport
 from mcore_parallel.training.distill import DistillationObjective
 from mcore_rl._aggregation import Aggregation
-from mcore_rl._collect import Collection, draw, exchange
+from mcore_rl._collect import Collection, Drawn, draw, exchange
 from mcore_rl._config import GRPOConfig
 from mcore_rl._objective import GRPOObjective
 from mcore_rl._preference import DPOObjective
@@ -24,6 +24,7 @@ from mcore_rl._stability import experimental_api
 from mcore_rl._transfer import refit
 from mcore_rl._types import TokenRollout
 from mcore_rl._update import Learner, update
+from mcore_rl._vocabulary import check_vocabulary, num_drawn, num_trained
 from mcore_rl.agent import GroupedRolloutGenerator
 from mcore_rl.inference import InferenceInterface
 
@@ -122,7 +123,8 @@ def grpo_iteration(
         train_policy: False trains the critic alone, as in the first iterations of PPO; nothing is refitted.
 
     Raises:
-        ValueError: what cannot be trained on, before anything is generated; a reward that is no finite number.
+        ValueError: what cannot be trained on, before anything is generated, an engine that draws from more or fewer ids than the policy
+            among it; a reward that is no finite number.
         RuntimeError: rollouts failed on some rank, none is there in time, or none of them counts.
     """
     check_iteration(config, learner)
@@ -134,7 +136,7 @@ def grpo_iteration(
     config.memory.training(engine)
     with config.memory.generating(optimizer=learner.optimizer, sync=learner.sync, engine=engine):
         begun = time.perf_counter()
-        drawn = draw(config, agent, interface, len(range(groups.world.rank, config.num_groups, groups.world.size)))
+        drawn = _draw(config, agent, interface, engine, learner)
         answered = time.perf_counter()
     # The trainer's memory comes back, and its state with it, while ranks that are done sooner wait for the others' answers.
     handed_over = time.perf_counter()
@@ -161,6 +163,17 @@ def grpo_iteration(
         pack_s=done.pack_s,
         score_s=done.score_s,
     )
+
+
+def _draw(config: GRPOConfig, agent: GroupedRolloutGenerator, interface: InferenceInterface, engine: WeightSink, learner: Learner) -> Drawn:
+    """This rank's groups; with a vocabulary that does not fit, which a pipeline stage without an output layer cannot see, the failure."""
+    world = learner.groups.world
+    if isinstance(learner.objective, GRPOObjective):
+        try:
+            check_vocabulary(num_drawn(engine), num_trained(learner.model))
+        except ValueError as error:
+            return Drawn(groups=[], failure=error)
+    return draw(config, agent, interface, len(range(world.rank, config.num_groups, world.size)))
 
 
 def iteration_report(config: GRPOConfig, collected: Collection, *, num_asked: int | None = None, **parts: Any) -> IterationReport:
