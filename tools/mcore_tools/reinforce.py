@@ -146,7 +146,9 @@ def reinforce(config: RunConfig) -> int:
                 done = reinforce_rank(config, kind, watchdog, stop)
         else:
             done = reinforce_rank(config, kind, None, stop)
-    if rank == 0:
+    if rank == 0 and not done.num_iterations:
+        print(f"nothing is left to do: all train.steps={config.train.steps} are made; checkpoints under {config.output}")
+    elif rank == 0:
         print(f"{_result(done)} after {done.seconds:.0f} s; checkpoints under {config.output}")
     if done.stopped_at is None:
         return 0

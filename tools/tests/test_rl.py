@@ -108,6 +108,7 @@ def test_a_run_goes_on_at_its_next_iteration(trained: Path, tmp_path: Path, caps
     assert read_manifest(CheckpointManager(output / "checkpoints").folder(3)).extra["rl"] == {"position": 6}
     # At its end there is nothing to do.
     assert run(output, "rl.kl_beta=0.01", "rl.num_epochs=2", "train.steps=3") == 0
+    assert "nothing is left to do: all train.steps=3 are made" in capsys.readouterr().out
     assert len(rows(output)) == 3
 
 

@@ -77,6 +77,8 @@ class Reinforced:
     reward: float
     """Mean of the last evaluation, or of the last iteration where none was made; NaN when nothing was done."""
     seconds: float
+    num_iterations: int = 0
+    """Made by this call, on ranks that train; 0 where the run had come to its end before."""
     stopped_at: int | None = None
     """The iteration after which the run ended because it was asked to; None when it came to its end."""
 
@@ -101,6 +103,7 @@ def reinforce_rank(config: RunConfig, kind: str, watchdog: Watchdog | None = Non
         writers = open_folder(config, history)
     try:
         run.start()
+        first = run.state.step
         with under_way():
             reward = run.iterate(writers, watchdog, stop)
     finally:
@@ -108,7 +111,8 @@ def reinforce_rank(config: RunConfig, kind: str, watchdog: Watchdog | None = Non
             writer.close()
         run.close()
     stopped = run.state.step if run.stopped else None
-    return Reinforced(history=history, reward=reward, seconds=time.perf_counter() - begin, stopped_at=stopped)
+    done, seconds = run.state.step - first, time.perf_counter() - begin
+    return Reinforced(history=history, reward=reward, seconds=seconds, num_iterations=done, stopped_at=stopped)
 
 
 class _Run:
