@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ParallelPlan, ProcessGroups, named_buffer_shards, named_shards
 from mcore_parallel.models import GPTModel, TransformerConfig
-from mcore_rl import RefitPlanError, RefitTimeoutError, WeightTransfer, gather_weights, refit
+from mcore_rl import RankTimeoutError, RefitPlanError, RefitTimeoutError, WeightTransfer, gather_weights, refit
+from mcore_rl._collect import Drawn, exchange
 
 SIZES = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=24, vocab_size=32)
 MIXTURE = MoEConfig(num_moe_experts=4, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
@@ -123,6 +124,43 @@ def leave_one_out() -> str:
 def test_a_rank_that_does_not_come_is_named(world) -> None:
     told, _ = world(leave_one_out)
     assert told.startswith("no weights came from rank 1 within timeout_s=1 (bucket 1 of 1, from ")
+
+
+def stay_away() -> str:
+    model, sink = build(ParallelPlan(tp=2), 1), Whole()
+    transfer = WeightTransfer(timeout_s=0.5)
+    for _ in range(2):
+        refit(model, model.groups, sink, transfer)
+    if dist.get_rank() == 1:
+        time.sleep(2.0)
+        return ""
+    begin = time.perf_counter()
+    with pytest.raises(RefitTimeoutError) as caught:
+        refit(model, model.groups, sink, transfer)
+    assert 0.4 < time.perf_counter() - begin < 1.5
+    return str(caught.value)
+
+
+@pytest.mark.world(2)
+def test_a_rank_that_never_calls_is_named(world) -> None:
+    told, _ = world(stay_away)
+    assert told == "rank 1 did not come within timeout_s=0.5 (weights); look at the log of that rank"
+
+
+def draw_nothing() -> str:
+    groups = ProcessGroups.build(ParallelPlan(dp=3))
+    if dist.get_rank() == 1:
+        time.sleep(2.0)
+        return ""
+    with pytest.raises(RankTimeoutError) as caught:
+        exchange(Drawn(groups=[]), groups, torch.device("cpu"), 0.5)
+    return str(caught.value)
+
+
+@pytest.mark.world(3)
+def test_a_rank_whose_rollouts_never_come_is_named(world) -> None:
+    first, _, last = world(draw_nothing)
+    assert first == last == "rank 1 did not come within timeout_s=0.5 (rollouts); look at the log of that rank"
 
 
 def refuse() -> str:

@@ -5,6 +5,7 @@
 import asyncio
 import dataclasses
 import logging
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from mcore_rl._config import GRPOConfig
 from mcore_rl._delivery import Delivery
 from mcore_rl._exchange import all_gather_json, all_to_all_bytes
 from mcore_rl._header import RolloutHeader
+from mcore_rl._rendezvous import rendezvous
 from mcore_rl._rollout_statistics import example_numbers, pair_counts, token_versions
 from mcore_rl._shaping import same_reward
 from mcore_rl._types import TokenRollout
@@ -94,7 +96,9 @@ def draw(config: GRPOConfig, agent: GroupedRolloutGenerator, interface: Inferenc
     return Drawn(groups=groups, num_filtered=num_filtered)
 
 
-def exchange(config: GRPOConfig, drawn: Drawn, groups: ProcessGroups, device: torch.device, *, pairs: bool = False) -> Collection:
+def exchange(
+    config: GRPOConfig, drawn: Drawn, groups: ProcessGroups, device: torch.device, *, pairs: bool = False, timeout_s: float = math.inf
+) -> Collection:
     """What all ranks have drawn, with the rollouts that this rank trains on; where one of them failed, all raise.
 
     Args:
@@ -103,8 +107,10 @@ def exchange(config: GRPOConfig, drawn: Drawn, groups: ProcessGroups, device: to
         groups: the layout of the policy.
         device: where tensors must be to go over its world.
         pairs: rollouts are pairs.
+        timeout_s: limit of waiting for the others to have drawn.
 
     Raises:
+        RankTimeoutError: ranks did not come; names them.
         RuntimeError: drawing failed on some rank, or nothing is there to train on.
         ValueError: a rollout that cannot be trained on.
     """
@@ -112,6 +118,7 @@ def exchange(config: GRPOConfig, drawn: Drawn, groups: ProcessGroups, device: to
         if drawn.failure is not None:
             raise drawn.failure
         return Collection.of(config, drawn.groups, num_filtered=drawn.num_filtered, pairs=pairs)
+    rendezvous(groups.world, timeout_s, "rollouts")
     share = share_of(drawn.groups, drawn.num_filtered, drawn.failure, replica=groups.dp.rank, pairs=pairs)
     shares = all_gather_json(share, groups.world, device)
     if drawn.failure is not None:

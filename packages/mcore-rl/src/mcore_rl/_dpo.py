@@ -71,7 +71,8 @@ def dpo_iteration(
         config.memory.training(engine)
         with config.memory.generating(**parts):
             drawn = _draw(config, pairs, interface, learner)
-    collected = exchange(config, drawn, groups, next(model.parameters()).device, pairs=True)
+    limit_s = config.rollout_timeout_s + learner.transfer.timeout_s
+    collected = exchange(config, drawn, groups, next(model.parameters()).device, pairs=True, timeout_s=limit_s)
     rolled_out = time.perf_counter()
     updates = update_pairs(config, collected, learner, lr)
     trained = time.perf_counter()

@@ -125,6 +125,8 @@ def grpo_iteration(
     Raises:
         ValueError: what cannot be trained on, before anything is generated, an engine that draws from more or fewer ids than the policy
             among it; a reward that is no finite number.
+        RankTimeoutError: a rank has not drawn within ``config.rollout_timeout_s`` and ``learner.transfer.timeout_s`` more; named.
+        RefitTimeoutError: a rank did not come to the refit within ``learner.transfer.timeout_s``; named.
         RuntimeError: rollouts failed on some rank, none is there in time, or none of them counts.
     """
     check_iteration(config, learner)
@@ -140,7 +142,8 @@ def grpo_iteration(
         answered = time.perf_counter()
     # The trainer's memory comes back, and its state with it, while ranks that are done sooner wait for the others' answers.
     handed_over = time.perf_counter()
-    collected = exchange(config, drawn, groups, next(model.parameters()).device)
+    limit_s = config.rollout_timeout_s + learner.transfer.timeout_s
+    collected = exchange(config, drawn, groups, next(model.parameters()).device, timeout_s=limit_s)
     rolled_out = time.perf_counter()
     done = update(config, collected, learner, lr, train_policy=train_policy)
     trained = time.perf_counter()

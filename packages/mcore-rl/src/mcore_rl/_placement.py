@@ -21,7 +21,7 @@ _ANY_TIME_S = 365 * 86400.0
 
 @experimental_api
 class RankTimeoutError(TimeoutError):
-    """A rank of the other half did not come in time; names it."""
+    """A rank did not come in time; names it."""
 
 
 @experimental_api

@@ -22,6 +22,7 @@ from mcore_rl._exchange import all_gather_json, device_of
 from mcore_rl._placement import Placement, RankTimeoutError
 from mcore_rl._refit import WeightSink, undivided
 from mcore_rl._refit_plan import RefitPlan, WeightCopy, WeightShard, plan_refit
+from mcore_rl._rendezvous import rendezvous
 from mcore_rl._stability import experimental_api
 
 _ALIGNMENT, _POLL_S = 16, 2e-4
@@ -72,7 +73,7 @@ class WeightTransfer:
 
     Args:
         bucket_bytes: weights that are on their way at once, at least one; the smallest limit of any rank holds.
-        timeout_s: limit of one bucket; after it the rank that is waited for is named.
+        timeout_s: limit of waiting for all ranks to come, and of each bucket; after it the rank that is waited for is named.
 
     Raises:
         ValueError: a number that is not positive.
@@ -110,7 +111,7 @@ class WeightTransfer:
         """
         if placement is None and (model is None or groups is None or engine is None):
             raise ValueError("model, groups and engine may be None only where ranks train or serve; pass placement=Placement.split(plan)")
-        world = self._met(placement) if placement is not None else cast(ProcessGroups, groups).world
+        world = self._met(placement, groups)
         parts = [] if model is None or groups is None else _parts(model, groups)
         schedule = self._agreed(parts, _taken(engine), world)
         named: dict[str, list[_Part]] = {}
@@ -120,13 +121,17 @@ class WeightTransfer:
             where = f"bucket {number} of {len(schedule.buckets)}, from {names[0]} on"
             yield from self._bucket(schedule, names, {name: named.get(name, []) for name in names}, world, where)
 
-    def _met(self, placement: Placement) -> Group:
-        """The world of a placement, all of whose ranks are there."""
+    def _met(self, placement: Placement | None, groups: ProcessGroups | None) -> Group:
+        """The world of a placement, or of a layout, all of whose ranks are there."""
         try:
-            placement.gather(None, self.timeout_s, "weights")
+            if placement is not None:
+                placement.gather(None, self.timeout_s, "weights")
+                return placement.world
+            world = cast(ProcessGroups, groups).world
+            rendezvous(world, self.timeout_s, "weights")
+            return world
         except RankTimeoutError as error:
             raise RefitTimeoutError(str(error)) from error
-        return placement.world
 
     def _agreed(self, parts: Sequence[_Part], taken: list[Any] | None, world: Group) -> _Schedule:
         """The schedule of these layouts, which is made anew where any rank's has changed."""
