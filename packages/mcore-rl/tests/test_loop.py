@@ -31,6 +31,7 @@ from mcore_rl import (
     PackingConfig,
     Problem,
     RewardOnlyAgent,
+    _update,
     gather_weights,
     grpo_iteration,
     refit,
@@ -115,6 +116,31 @@ def test_engine_and_trainer_agree_bit_by_bit_with_a_batch_invariant_backend() ->
     reports = iterate(ParallelPlan(), 2, batch_invariant=True)
     assert [report.train.metrics["logprob_mismatch"] for report in reports] == [0.0, 0.0]
     assert [report.train.metrics["ratio"] for report in reports] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_old_log_probs_of_a_batch_invariant_engine_save_a_pass_and_change_no_bit(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = dataclasses.replace(CONFIG, num_groups=1, group_size=4, micro_batch_size=2, num_epochs=2, num_mini_batches=2)
+    if packed:
+        config = dataclasses.replace(config, packing=PackingConfig(bin_size=32))
+    passes = []
+    score = _update.token_logprobs
+
+    def counted(*inputs: Any, **options: Any) -> list[torch.Tensor]:
+        passes.append(inputs)
+        return score(*inputs, **options)
+
+    monkeypatch.setattr(_update, "token_logprobs", counted)
+    trainer = iterate(ParallelPlan(), 2, batch_invariant=True, config=config)
+    assert len(passes) == 2 * config.num_mini_batches
+    inference = iterate(ParallelPlan(), 2, batch_invariant=True, config=dataclasses.replace(config, old_logprobs="inference"))
+    assert len(passes) == 2 * config.num_mini_batches
+    for ours, theirs in zip(trainer, inference, strict=True):
+        assert len(ours.updates) == 4
+        assert [(one.loss, one.grad_norm, one.metrics) for one in ours.updates] == [
+            (one.loss, one.grad_norm, one.metrics) for one in theirs.updates
+        ]
+    assert any(update.metrics["ratio"] != 1.0 for update in trainer[-1].updates)
 
 
 @pytest.mark.world(2)

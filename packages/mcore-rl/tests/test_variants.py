@@ -347,6 +347,11 @@ def test_the_mismatch_is_reported() -> None:
         (GRPOConfig, {"num_groups": 2, "group_size": 1, "seq_len": 8}, "group_size=1 must be at least 2"),
         (
             GRPOConfig,
+            {"num_groups": 2, "group_size": 2, "seq_len": 8, "old_logprobs": "engine"},
+            "old_logprobs='engine' must be trainer or",
+        ),
+        (
+            GRPOConfig,
             {"num_groups": 3, "group_size": 3, "seq_len": 8, "num_mini_batches": 2},
             "= 9 must be divisible by num_mini_batches=2",
         ),

@@ -171,7 +171,7 @@ class ServedConfig:
 # What is for rewards alone.
 _FOR_REWARDS = (
     *("policy", "advantage", "gae", "aggregation", "correction", "kl_beta", "kl_in_reward", "entropy_weight", "overlong"),
-    "filter_equal_groups",
+    *("filter_equal_groups", "old_logprobs"),
 )
 
 
@@ -220,6 +220,9 @@ class RLConfig:
     """How answers are drawn."""
     num_epochs: int = 1
     """Times that each answer is trained on."""
+    old_logprobs: str = "trainer"
+    """trainer, or inference: ratios are to the engine's log-probabilities, and the pass that computes the trainer's is left out. With
+    ``batch_invariant`` both are the same bit by bit."""
     policy: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     """Clip range, dual clip, CISPO, ratios of sequences."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
@@ -290,6 +293,8 @@ class RLConfig:
         for name, least in (("imitation_steps", 0), ("eval_samples", 0), ("imitation_tries", 1), ("max_requests", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        if self.old_logprobs not in ("trainer", "inference"):
+            raise ValueError(f"old_logprobs={self.old_logprobs!r} must be trainer or inference")
         if self.imitation_lr_schedule not in ("constant", "cosine"):
             raise ValueError(f"imitation_lr_schedule={self.imitation_lr_schedule!r} must be constant or cosine")
         if self.imitation_steps and (silent := [name for name in self.environments if name in ("character_share", "code")]):

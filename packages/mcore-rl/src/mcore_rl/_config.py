@@ -42,6 +42,10 @@ class GRPOConfig:
     """Times that each rollout is trained on."""
     num_mini_batches: int = 1
     """Updates an epoch, each on an equal share of the rollouts."""
+    old_logprobs: str = "trainer"
+    """What ratios are to. trainer: its log-probabilities before the first of several updates, a forward pass of their own. inference: the
+    engine's, which are the same bit by bit in a batch-invariant mode; in others the correction of the objective is 1, and ratios hold the
+    difference."""
     packing: PackingConfig | None = None
     """Bins instead of ``micro_batch_size`` rows of ``seq_len``."""
     kl_in_reward: float = 0.0
@@ -66,6 +70,8 @@ class GRPOConfig:
         check_integers(self, 0, "pad_id")
         check_finite(self, 1, "max_filter_ratio")
         check_finite(self, 0, "kl_in_reward")
+        if self.old_logprobs not in ("trainer", "inference"):
+            raise ValueError(f"old_logprobs={self.old_logprobs!r} must be trainer or inference")
         if self.gae is not None and self.advantage != AdvantageConfig():
             raise ValueError(f"advantage={self.advantage} has no effect beside gae; leave it out, or set gae=None")
         if self.group_size < (2 if self.gae is None else 1):

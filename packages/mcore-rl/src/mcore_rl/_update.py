@@ -93,7 +93,8 @@ def update(
 ) -> Updates:
     """All updates of one iteration, of the policy and of the critic, on every rank of the layout.
 
-    Old log-probabilities are computed when rollouts are trained on more than once, the reference's when there is one.
+    Old log-probabilities are computed when rollouts are trained on more than once, unless they are the engine's
+    (``config.old_logprobs``), and the reference's when there is one.
 
     Args:
         config: sizes, advantages, aggregation.
@@ -170,7 +171,9 @@ def _mini_batches(config: GRPOConfig, collected: Collection, groups: ProcessGrou
 def _score(config: GRPOConfig, part: MiniBatch, learner: Learner) -> MiniBatch:
     """With the log-probabilities that the update needs beside the engine's."""
     written, batches = part.written, part.written.batches
-    if config.num_updates > 1 or config.kl_in_reward:
+    if config.old_logprobs == "inference":
+        written = written.with_extra("old_logprobs", [batch.extras["inference_logprobs"] for batch in batches])
+    elif config.num_updates > 1 or config.kl_in_reward:
         old = token_logprobs(learner.model, batches, learner.groups, temperature=config.temperature)
         written = written.with_extra("old_logprobs", old)
     if learner.reference is not None:
