@@ -391,12 +391,6 @@ class RunConfig:
             raise ValueError("train.batch_ramp_up and train.batch_steps are for texts; train.global_batch_size is the answers of an update")
         rl.grpo(seq_len=train.seq_len, micro_batch_size=train.micro_batch_size, global_batch_size=train.global_batch_size)
         rl.objective()
-        if rl.needs_reference and self.data_parallel != "ddp":
-            parts = "rl.dpo needs" if rl.dpo else f"rl.kl_beta={rl.kl_beta} and rl.kl_in_reward={rl.kl_in_reward} need"
-            raise ValueError(
-                f"{parts} a reference, which data_parallel={self.data_parallel!r} does not keep; set data_parallel=ddp"
-                + ("" if rl.dpo else ", or both to 0")
-            )
         if rl.teacher and self.data_parallel != "ddp":
             raise ValueError(f"rl.teacher is compared with whole models, found data_parallel={self.data_parallel!r}; set data_parallel=ddp")
         if rl.gae is not None and self.data_parallel != "ddp":

@@ -341,7 +341,8 @@ class _Run:
         if dpo is None or not pairs:
             return {}
         own = pairs[dp.rank :: dp.size]
-        margins = preference_margins(own, self.learner, seq_len=train.seq_len, micro_batch_size=train.micro_batch_size)
+        sizes = {"seq_len": train.seq_len, "micro_batch_size": train.micro_batch_size, "num_pairs": -(-len(pairs) // dp.size)}
+        margins = preference_margins(own, self.learner, **sizes)
         sums = torch.stack([(margins > 0).double().sum(), dpo.beta * margins.sum()])
         accuracy, margin = (all_reduce(sums, dp) / len(pairs)).tolist()
         return {"eval/accuracy": accuracy, "eval/margin": margin}

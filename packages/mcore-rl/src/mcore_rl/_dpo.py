@@ -90,7 +90,9 @@ def dpo_iteration(
 
 
 @experimental_api
-def preference_margins(pairs: Sequence[ContrastiveRollout], learner: Learner, *, seq_len: int, micro_batch_size: int) -> Tensor:
+def preference_margins(
+    pairs: Sequence[ContrastiveRollout], learner: Learner, *, seq_len: int, micro_batch_size: int, num_pairs: int = 1
+) -> Tensor:
     """[N] float64, (chosen - its reference) - (rejected - its reference) in log-probabilities; nothing is trained.
 
     Args:
@@ -98,11 +100,12 @@ def preference_margins(pairs: Sequence[ContrastiveRollout], learner: Learner, *,
         learner: the policy, its `DPOObjective` and its reference.
         seq_len: positions of a row.
         micro_batch_size: rows of a batch, an even number.
+        num_pairs: those of the data rank that has most: a fully sharded model needs as many batches on all.
     """
     objective, reference = learner.objective, learner.reference
     assert isinstance(objective, DPOObjective) and reference is not None
     style = BatchStyle(device=next(learner.model.parameters()).device)
-    batches = pair_batches(pairs, seq_len=seq_len, micro_batch_size=micro_batch_size, num_pairs=1, style=style)
+    batches = pair_batches(pairs, seq_len=seq_len, micro_batch_size=micro_batch_size, num_pairs=num_pairs, style=style)
     batches = with_ref_logprobs(reference, batches, learner.groups, temperature=objective.temperature)
     batches = with_old_logprobs(learner.model, batches, learner.groups, temperature=objective.temperature)
     gaps = [batch.extras["old_logprobs"].double() - batch.extras["ref_logprobs"].double() for batch in batches]

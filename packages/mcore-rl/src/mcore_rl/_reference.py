@@ -4,7 +4,8 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,19 @@ from mcore_rl._stability import experimental_api
 from mcore_rl._trajectories import routed_afresh
 
 
+@runtime_checkable
+class _Sharded(Protocol):
+    """A model whose weights are divided among its replicas, and gathered when a forward needs them."""
+
+    def parameter_shards(self) -> Mapping[str, Sequence[Any]]:
+        """This rank's boxes of each weight, each with its live ``tensor``."""
+        ...
+
+    def start_param_sync(self) -> None:
+        """The next forward gathers the boxes anew."""
+        ...
+
+
 @experimental_api
 class FrozenWeights:
     """Parameters of a model as they are now, kept on the host; the reference of a policy that goes on learning.
@@ -22,11 +36,14 @@ class FrozenWeights:
     The policy is never copied: in ``swapped`` its parameters point at the frozen values, and then at their own again. On a GPU these are
     there only meanwhile. Graphs that were captured hold the addresses of the policy; they must not be replayed inside.
 
+    Of a model that fully sharded data parallelism divides, each rank keeps its boxes of the weights. In ``swapped``, on all ranks
+    together, they hold the frozen values, and what is gathered for a forward is of these.
+
     Args:
-        model: of plain parameters; those of fully sharded data parallelism move, and need a second model.
+        model: of plain parameters, or one with ``parameter_shards`` and ``start_param_sync``, between two steps.
 
     Raises:
-        ValueError: a parameter that is divided among data-parallel ranks.
+        ValueError: a parameter of another kind.
 
     Example:
         >>> reference = FrozenWeights(model)
@@ -36,6 +53,9 @@ class FrozenWeights:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        if isinstance(model, _Sharded):
+            self._values = [self._kept(box) for box in _boxes(model)]
+            return
         for name, parameter in model.named_parameters():
             if type(parameter) is not nn.Parameter or not parameter.numel():
                 raise ValueError(f"parameter {name!r} is a {type(parameter).__name__} of size {parameter.numel()}; pass a second model")
@@ -49,6 +69,10 @@ class FrozenWeights:
     @contextlib.contextmanager
     def swapped(self) -> Iterator[nn.Module]:
         """The model with the frozen values; its own come back however the block ends."""
+        if isinstance(self.model, _Sharded):
+            with self._filled(self.model):
+                yield self.model
+            return
         parameters = list(self.model.parameters())
         own = [parameter.data for parameter in parameters]
         try:
@@ -58,6 +82,27 @@ class FrozenWeights:
         finally:
             for parameter, value in zip(parameters, own, strict=True):
                 parameter.data = value
+
+    @contextlib.contextmanager
+    def _filled(self, model: _Sharded) -> Iterator[None]:
+        """The boxes stay where they are, for optimizer and collectives, and hold the frozen values."""
+        boxes = _boxes(model)
+        own = [box.clone() for box in boxes]
+        try:
+            _fill(model, boxes, self._values)
+            yield
+        finally:
+            _fill(model, boxes, own)
+
+
+def _boxes(model: _Sharded) -> list[Tensor]:
+    return [box.tensor.detach() for boxes in model.parameter_shards().values() for box in boxes]
+
+
+def _fill(model: _Sharded, boxes: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for box, value in zip(boxes, values, strict=True):
+        box.copy_(value, non_blocking=True)
+    model.start_param_sync()
 
 
 def token_logprobs(
