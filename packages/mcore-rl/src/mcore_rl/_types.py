@@ -141,7 +141,8 @@ class TokenRollout:
             values = getattr(self, name)
             if values is not None and len(values) != num_written:
                 raise ValueError(f"{name} has {len(values)} entries for {num_written} generated tokens of {self.problem_id}")
-        if not all(map(math.isfinite, self.logprobs)):
+        # A number that is none makes the sum none, in a fraction of the time that looking at each takes.
+        if not math.isfinite(sum(self.logprobs)) and not all(map(math.isfinite, self.logprobs)):
             place = next(place for place, value in enumerate(self.logprobs) if not math.isfinite(value))
             raise ValueError(
                 f"logprobs[{place}]={self.logprobs[place]} of {self.problem_id} must be a finite number; whatever drew the token is broken"
