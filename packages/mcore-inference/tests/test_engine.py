@@ -20,6 +20,7 @@ from mcore_inference import (
     DynamicInferenceEngine,
     DynamicInferenceRequestRecord,
     EventType,
+    ExecutionConfig,
     FinishReason,
     InferenceConfig,
     InvalidTokenError,
@@ -27,6 +28,7 @@ from mcore_inference import (
     NonFiniteLogitsError,
     QueueFullError,
     SamplingParams,
+    StaticInferenceEngine,
     Status,
 )
 from mcore_parallel import ProcessGroups
@@ -359,6 +361,24 @@ def test_other_arguments_of_a_request_are_checked_too(make_engine: Make) -> None
 def test_sizes_of_a_context_are_integers(sizes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(sizes))):
         InferenceConfig(**sizes)
+
+
+@pytest.mark.parametrize("name", ["run_ahead", "use_graphs", "use_cuda_graphs_for_non_decode_steps", "record_routing"])
+def test_flags_of_execution_are_true_or_false(name: str) -> None:
+    for bad in ("no", 0, 1, 1.0):
+        with pytest.raises(ValueError, match=f"{name}={bad!r} must be True or False"):
+            ExecutionConfig(**{name: bad})  # type: ignore[arg-type]
+
+
+def test_the_seed_of_an_engine_is_an_integer_of_64_bits(make_model: Callable[..., GPTModel]) -> None:
+    model = make_model(layers=1)
+    context = DynamicInferenceContext.for_model(model, InferenceConfig(num_blocks=2))
+    for bad in ("x", None, True, 1.5, 2**63):
+        with pytest.raises(ValueError, match="seed="):
+            DynamicInferenceEngine(model, context, seed=bad)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="seed="):
+            StaticInferenceEngine(model, max_batch_size=1, seed=bad)  # type: ignore[arg-type]
+    assert DynamicInferenceEngine(model, context, seed=np.int64(-3)).generate([[1]], SamplingParams(num_tokens_to_generate=2))  # type: ignore[arg-type]
 
 
 class PoisonedLogits(torch.nn.Module):

@@ -58,14 +58,14 @@ class DynamicInferenceEngine:
             are rounded here.
         context: memory, made for this model.
         tokenizer: for text prompts, stop words, text output and the default termination id.
-        seed: of requests that bring none.
+        seed: of requests that bring none; an integer of 64 bits.
         vocab_size: ids that exist; None for the tokenizer's, or the model's. Rows of the embedding beyond it are padding and never drawn.
         max_waiting_requests: length of the queue at which new requests are refused; None for no limit.
         execution: how the device is driven; None for the defaults.
 
     Raises:
         ValueError: the model has a part that the engine does not serve (``EngineCapability``), cannot be served in its layout, or does
-            not fit the context.
+            not fit the context; or a number is out of its range.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class DynamicInferenceEngine:
         weight_dtype = context.config.weight_dtype
         check_weights(model, weight_dtype)
         shares = shares_prefixes(model, context.config.enable_prefix_caching)
+        seed = as_integer("seed", seed, -(2**63), 2**63 - 1)
         if vocab_size is not None:
             vocab_size = as_integer("vocab_size", vocab_size, 1, model.config.vocab_size)
         if max_waiting_requests is not None:

@@ -41,7 +41,11 @@ _SCORED_ROWS = 512
 @experimental_api
 @dataclass(frozen=True, kw_only=True)
 class ExecutionConfig:
-    """How an engine drives the device. The tokens do not depend on it."""
+    """How an engine drives the device. The tokens do not depend on it.
+
+    Raises:
+        ValueError: a field is of another type or out of its range, or two exclude each other; names them.
+    """
 
     run_ahead: bool | None = None
     """Read a step's results while the device computes the next; None for where there is a GPU."""
@@ -62,14 +66,16 @@ class ExecutionConfig:
     """Keep the experts that each token went to (``record.routed_experts``), for a trainer that replays them."""
 
     def __post_init__(self) -> None:
+        as_flag("record_routing", self.record_routing)
+        for name in ("run_ahead", "use_graphs", "use_cuda_graphs_for_non_decode_steps"):
+            if getattr(self, name) is not None:
+                as_flag(name, getattr(self, name))
         if self.log_interval_steps is not None:
             as_integer("log_interval_steps", self.log_interval_steps, 1, 2**31)
         if self.num_cuda_graphs is not None:
             as_integer("num_cuda_graphs", self.num_cuda_graphs, 1, 2**31)
             if self.use_graphs is False:
                 raise ValueError(f"num_cuda_graphs={self.num_cuda_graphs} and use_graphs=False exclude each other; leave one at None")
-        if self.use_cuda_graphs_for_non_decode_steps is not None:
-            as_flag("use_cuda_graphs_for_non_decode_steps", self.use_cuda_graphs_for_non_decode_steps)
         if self.use_cuda_graphs_for_non_decode_steps and self.use_graphs is False:
             raise ValueError("use_cuda_graphs_for_non_decode_steps=True and use_graphs=False exclude each other; leave one out")
         if self.speculation is not None and not isinstance(self.speculation, (NgramSpeculation, MtpSpeculation, EagleSpeculation)):

@@ -67,6 +67,7 @@ class StaticInferenceEngine:
                 "whose generate ends on all ranks together"
             )
         self.max_batch_size = as_integer("max_batch_size", max_batch_size, 1, 2**24)
+        seed = as_integer("seed", seed, -(2**63), 2**63 - 1)
         length = as_integer("max_sequence_length", max_sequence_length, 1, 2**31)
         sizes = InferenceConfig(
             max_sequence_length=length,
