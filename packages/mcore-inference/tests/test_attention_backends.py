@@ -6,6 +6,7 @@ import dataclasses
 import importlib.machinery
 import itertools
 import random
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from mcore_inference import (
 )
 from mcore_inference._capability import graph_obstacle, head_rotation
 from mcore_inference.attention import PageFormat, TableRows, _backends, load_rotation
+from mcore_inference.cache import PagedKVCache
 from mcore_parallel import ProcessGroups
 from mcore_parallel.backends import choose_backend
 from mcore_parallel.models import GPTModel, TransformerConfig
@@ -339,6 +341,22 @@ def test_libraries_and_kernels_need_a_gpu(libraries: FlashAttention, monkeypatch
     with pytest.raises(ValueError, match="is on cpu, and the library needs a GPU"):
         DynamicInferenceContext.for_model(small("flashinfer"), SIZES)
     assert not libraries.calls
+
+
+def test_heads_too_wide_for_the_kernels_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_backends, "has_kernels", lambda *_: True)
+    place = torch.device("cpu")
+    for dtype, widest in ((torch.bfloat16, 512), (torch.float32, 256)):
+        pages = PageFormat(dtype=dtype, device=place, block_size=64, head_dim=widest)
+        wider = dataclasses.replace(pages, head_dim=widest + 2)
+        assert _backends.reads_tables(None, pages, dtype) and not _backends.reads_tables(None, wider, dtype)
+        spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=widest + 2, dtype=dtype)
+        words = rf"heads of {widest + 2} channels; the kernels take .* up to 512 channels \(256 in 32 bits\)"
+        assert re.search(words, PagedAttention(backend="triton").obstacle(spec, wider) or "")
+    cache = PagedKVCache.allocate(
+        num_layers=1, num_blocks=2, block_size=16, num_kv_heads=1, head_dim=514, dtype=torch.bfloat16, device=place
+    )
+    assert PageFormat.of(cache).head_dim == 514 and not _backends.reads_tables(None, PageFormat.of(cache), torch.bfloat16)
 
 
 @pytest.mark.usefixtures("libraries")

@@ -3,9 +3,11 @@
 """The kernels of paged attention against plain attention over each request's tokens."""
 
 import dataclasses
+import itertools
 import random
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -270,6 +272,48 @@ def test_kernels_equal_plain_attention_on_a_gpu(case: Case, dtype: torch.dtype, 
 @pytest.mark.gpu
 def test_what_is_not_finite_stays_so_on_a_gpu() -> None:
     check_not_finite("cuda", torch.bfloat16)
+
+
+def test_tiles_of_every_width_that_has_a_kernel_fit_into_shared_memory() -> None:
+    pytest.importorskip("triton")
+    from mcore_inference.attention import _tiles, _triton
+
+    for width, itemsize, block in itertools.product(range(1, 1100), (2, 4), (16, 48, 64, 256)):
+        for decode, lines in ((True, 16), (True, 64), (False, 128)):
+            most = _triton.largest_power(block)
+            keys, _, stages = _triton._tile(decode, lines, most, width, itemsize, described=False)
+            padded = 1 << (width - 1).bit_length()
+            fits = (lines + 2 * keys * stages) * padded * itemsize <= 200 * 1024
+            assert fits or not _tiles.fits_tiles(width, itemsize), (width, itemsize, decode, lines, keys, stages)
+        # Those that are refused have no tile at all.
+        smallest = (128 + 2 * 16) * (1 << (width - 1).bit_length()) * itemsize
+        assert _tiles.fits_tiles(width, itemsize) == (smallest <= 200 * 1024)
+    assert [_tiles.fits_tiles(width, 2) for width in (512, 513)] == [_tiles.fits_tiles(width, 4) for width in (256, 257)] == [True, False]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [*((width, torch.bfloat16) for width in (80, 96, 192, 256, 258, 320)), (80, torch.float32), (96, torch.float32), (136, torch.float32)],
+    ids=str,
+)
+def test_kernels_of_prompts_compile_for_hopper(width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from mcore_inference.attention import _triton
+    from tests.support.hopper import CompiledLaunches
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches = CompiledLaunches(_triton._attend_kernel)
+    monkeypatch.setattr(_triton, "_attend_kernel", launches)
+    q, keys = torch.zeros(20, 4, width, dtype=dtype), torch.zeros(256, 1, width, dtype=dtype)
+    numbers = {name: torch.zeros(size, dtype=torch.int32) for name, size in (("tables_RB", (2, 4)), ("starts_R", 3), ("contexts_R", 2))}
+    tiles = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    _triton.attend(
+        q, LayerSlots(keys=keys, values=keys), torch.empty_like(q), **numbers, block_size=64, scale=1.0, window=-1, sink_A=None,
+        tiles=tiles, num_rows=0, splits=1,
+    )  # fmt: skip
+    assert len(launches.shared_bytes) == 1
 
 
 def test_tiles_cover_every_token_once() -> None:

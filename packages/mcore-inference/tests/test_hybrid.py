@@ -203,7 +203,7 @@ def test_what_states_exclude_is_refused_by_name() -> None:
         make_engine(model, enable_prefix_caching=True)
     with pytest.raises(ValueError, match="speculation takes rejected tokens back, which recurrent states cannot"):
         DynamicInferenceEngine(model, context, execution=ExecutionConfig(speculation=NgramSpeculation()))
-    with pytest.raises(ValueError, match="use_graphs=True: graphs need a GPU, .* and latents and states of sizes that have kernels"):
+    with pytest.raises(ValueError, match="use_graphs=True: graphs need a GPU, .* and heads, latents and states of sizes that have kernels"):
         DynamicInferenceEngine(model, context, execution=ExecutionConfig(use_graphs=True))
     bare = DynamicInferenceContext(model.config, InferenceConfig(num_blocks=8, block_size_tokens=4), dtype=torch.float64)
     with pytest.raises(ValueError, match="states of mamba_inference_state_config=None and the model keeps MambaInferenceStateConfig"):

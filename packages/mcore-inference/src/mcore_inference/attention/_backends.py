@@ -13,7 +13,7 @@ from mcore_inference._stability import experimental_api
 from mcore_inference.attention._page_format import PageFormat
 from mcore_inference.attention._rotation import HeadRotation
 from mcore_inference.attention._step import TableRows
-from mcore_inference.attention._tiles import fits_latents
+from mcore_inference.attention._tiles import fits_latents, fits_tiles
 from mcore_inference.cache import LayerSlots
 from mcore_parallel.nn import AttentionSpec
 
@@ -27,7 +27,9 @@ _DEVICE_TYPES = ("cuda",)
 
 
 @experimental_api
-def has_attention_kernel(device: torch.device, dtype: torch.dtype, block_size: int, latent: tuple[int, int] | None = None) -> bool:
+def has_attention_kernel(
+    device: torch.device, dtype: torch.dtype, block_size: int, latent: tuple[int, int] | None = None, head_dim: int | None = None
+) -> bool:
     """Whether steps of such a cache run by the kernels.
 
     Args:
@@ -36,8 +38,10 @@ def has_attention_kernel(device: torch.device, dtype: torch.dtype, block_size: i
         block_size: tokens of a block.
         latent: of a cache of latents, channels that are values and channels in all; up to 512 and 256 more in 16 bits, 128 and 64 more in
             float32.
+        head_dim: of a cache of keys and values, channels of a head; up to 512 in 16 bits, 256 in float32.
     """
     fits = latent is None or fits_latents(*latent, dtype.itemsize)
+    fits &= head_dim is None or fits_tiles(head_dim, dtype.itemsize)
     return fits and has_kernels(device, dtype) and block_size % KERNEL_BLOCK == 0
 
 
@@ -109,7 +113,8 @@ def load_rotation(*, required: bool) -> HeadRotation | None:
 @experimental_api
 def reads_tables(backend: str | None, pages: PageFormat, dtype: torch.dtype) -> bool:
     """Whether steps over a cache are ``TableRows``, and not ``GatheredRows``; ``dtype`` is that of the activations."""
-    return backend in LIBRARIES or (backend != "torch" and has_attention_kernel(pages.device, dtype, pages.block_size, pages.latent))
+    has_kernel = has_attention_kernel(pages.device, dtype, pages.block_size, pages.latent, pages.head_dim)
+    return backend in LIBRARIES or (backend != "torch" and has_kernel)
 
 
 def backend_obstacle(backend: str | None, library: AttentionLibrary | None, spec: AttentionSpec, pages: PageFormat) -> str | None:
@@ -118,8 +123,9 @@ def backend_obstacle(backend: str | None, library: AttentionLibrary | None, spec
         return _library_obstacle(spec, pages) or library.obstacle(spec, pages)
     if backend == "triton" and not reads_tables(backend, pages, spec.dtype):
         return (
-            f"is in {spec.dtype} on {pages.device} with blocks of {pages.block_size} tokens; the kernels take 16 or 32 bits on a GPU with "
-            "Triton, blocks of a multiple of 16 tokens, and latents of sizes that have kernels"
+            f"is in {spec.dtype} on {pages.device} with blocks of {pages.block_size} tokens and heads of {spec.head_dim} channels; the "
+            "kernels take 16 or 32 bits on a GPU with Triton, blocks of a multiple of 16 tokens, up to 512 channels (256 in 32 bits), and "
+            "latents of sizes that have kernels"
         )
     if backend == "torch" and spec.batch_invariant and pages.device.type == "cuda":
         return "has batch_invariant=True, whose bits on a GPU are those of the kernels"

@@ -22,10 +22,13 @@ class PageFormat:
     """Tokens of a block."""
     latent: tuple[int, int] | None = None
     """Of latents, channels that are values and channels in all."""
+    head_dim: int | None = None
+    """Channels of a head; None for latents."""
 
     @classmethod
     def of(cls, cache: PagedKVCache) -> "PageFormat":
         """Of a cache that is made."""
         pages = cache.pages
         latent = (cache.latent_rank or 0, pages.shape[-1]) if cache.holds_latents else None
-        return cls(dtype=pages.dtype, device=pages.device, block_size=pages.shape[3], latent=latent)
+        head_dim = None if latent is not None else pages.shape[-1]
+        return cls(dtype=pages.dtype, device=pages.device, block_size=pages.shape[3], latent=latent, head_dim=head_dim)

@@ -8,6 +8,10 @@ from mcore_inference._stability import experimental_api
 
 TILE_LINES = 128
 """Query heads times tokens of a tile."""
+FEWEST_KEYS = 16
+"""Of a tile: one side of a matmul."""
+SHARED_BYTES = 200 * 1024
+"""Of a multiprocessor's memory, with a part left for what the compiler adds."""
 
 
 def tile_tokens(group: int) -> int:
@@ -48,6 +52,25 @@ def fits_packed(width: int, itemsize: int) -> bool:
         (True, False)
     """
     return (1 << (width - 1).bit_length()) * itemsize <= 512
+
+
+def fits_tiles(width: int, itemsize: int) -> bool:
+    """Whether the kernel of prompts has room for a tile of queries beside the fewest keys and values: 512 channels in 16 bits, 256 in 32.
+
+    Args:
+        width: channels of a head.
+        itemsize: bytes of a value of the model's activations.
+
+    Example:
+        >>> fits_tiles(320, 2), fits_tiles(320, 4)
+        (True, False)
+    """
+    return tile_bytes(TILE_LINES, FEWEST_KEYS, 1, width, itemsize) <= SHARED_BYTES
+
+
+def tile_bytes(lines: int, keys: int, stages: int, width: int, itemsize: int) -> int:
+    """Of queries, and of the keys and values of all stages beside them: of as many channels as the power of two that holds a head."""
+    return (lines + 2 * keys * stages) * (1 << (width - 1).bit_length()) * itemsize
 
 
 def fits_latents(rank: int, width: int, itemsize: int) -> bool:

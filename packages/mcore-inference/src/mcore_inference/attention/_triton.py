@@ -12,14 +12,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mcore_inference._triton_cast import inverse_of, rounded, shrunk
 from mcore_inference.attention._fp8 import absorb_scaled, bounded
-from mcore_inference.attention._tiles import tile_tokens
+from mcore_inference.attention._tiles import FEWEST_KEYS, SHARED_BYTES, tile_bytes, tile_tokens
 from mcore_inference.cache import LayerSlots
 
 # T tokens of a step, R rows (requests) of it, A heads, K key-value heads, d width of a head, S splits of a row's context.
 
 _LOG2_E = 1.4426950408889634
-_SHARED_BYTES = 200 * 1024
-"""Of a multiprocessor's memory, with a part left for what the compiler adds."""
 
 
 def append(k_TKd: Tensor, v_TKd: Tensor, cached: LayerSlots, slots_T: Tensor) -> None:
@@ -134,9 +132,8 @@ def _tile(decode: bool, lines: int, most: int, width: int, itemsize: int, *, des
     elif described:
         keys, warps, stages = min(most, 64), 4 if width <= 64 else 8, 3 if width <= 128 else 2
     else:
-        keys, warps, stages = min(most, 64), 4, 2
-    # Queries lie beside the keys and values of all stages.
-    while (lines + 2 * keys * stages) * width * itemsize > _SHARED_BYTES and keys > 16:
+        keys, warps, stages = min(most, 64), 4 if width <= 256 else 8, 2
+    while tile_bytes(lines, keys, stages, width, itemsize) > SHARED_BYTES and keys > FEWEST_KEYS:
         keys, stages = (keys, stages - 1) if stages > 1 else (keys // 2, 1)
     return keys, warps, stages
 

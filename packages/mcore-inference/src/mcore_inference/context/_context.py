@@ -157,6 +157,7 @@ class DynamicInferenceContext:
             device=parameter.device,
             block_size=sizes.block_size_tokens,
             latent=None if latent is None else (latent.kv_lora_rank, latent.cache_width),
+            head_dim=None if latent is not None else model.config.head_dim,
         )
         check_attention(model, pages, parameter.dtype)
         return cls(

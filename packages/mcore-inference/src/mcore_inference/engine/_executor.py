@@ -334,8 +334,8 @@ class Executor:
             if (backend := context.cache.attention_backend) is not None:
                 return f'PagedAttention(backend="{backend}") gathers keys and values by host indices here; leave backend at None'
             return (
-                "graphs need a GPU, blocks of a multiple of 16 tokens, a dtype of 16 or 32 bits, and latents and states of sizes that have "
-                "kernels"
+                "graphs need a GPU, blocks of a multiple of 16 tokens, a dtype of 16 or 32 bits, and heads, latents and states of sizes "
+                "that have kernels"
             )
         if self._shares_experts and not context.memory.keeps_addresses:
             return "ranks that share experts record together, and this cache moves when it is suspended; use a GPU with NVIDIA's driver"

@@ -264,7 +264,8 @@ def _builder(heads: DraftHeads, context: DynamicInferenceContext, dtype: torch.d
         )
     rank = first.latent.kv_lora_rank if isinstance(first, LatentSelfAttention) else None
     latent = None if rank is None else (rank, width)
-    form = PageFormat(dtype=dtype, device=context.device, block_size=context.block_size, latent=latent)
+    head_dim = None if latent is not None else width
+    form = PageFormat(dtype=dtype, device=context.device, block_size=context.block_size, latent=latent, head_dim=head_dim)
     check_cores([(f"layer {number} of the heads", mixer) for number, mixer in enumerate(heads.mixers)], form, dtype)
     pages = PagedKVCache.allocate(
         num_layers=len(heads.mixers),
