@@ -19,7 +19,7 @@ WINDOW = {"window_size": (9, 0), "softmax_type": "learnable", "qk_layernorm": Tr
 PARAMS = [
     SamplingParams(temperature=1.0, num_tokens_to_generate=9, return_log_probs=True, processed_log_probs=True, seed=3),
     SamplingParams(temperature=0.7, num_tokens_to_generate=12, return_log_probs=True, processed_log_probs=True, seed=4),
-    SamplingParams(temperature=0, num_tokens_to_generate=7, return_log_probs=True, skip_prompt_log_probs=False),
+    SamplingParams(temperature=0, num_tokens_to_generate=7, return_log_probs=True, skip_prompt_log_probs=False, top_n_logprobs=2),
     SamplingParams(temperature=0.9, top_k=20, top_n_logprobs=3, num_tokens_to_generate=8, return_log_probs=True, seed=5),
     SamplingParams(temperature=1.3, top_p=0.9, num_tokens_to_generate=8, return_log_probs=True, processed_log_probs=True, seed=6),
 ]
@@ -41,7 +41,10 @@ def build(max_tokens: int, fields: dict[str, Any], dtype: torch.dtype, *, cachin
 
 
 def results(records: Any) -> list[Any]:
-    return [(r.generated_tokens, r.generated_log_probs, r.prompt_log_probs, r.generated_top_n_logprobs) for r in records]
+    return [
+        (r.generated_tokens, r.generated_log_probs, r.prompt_log_probs, r.generated_top_n_logprobs, r.prompt_top_n_logprobs)
+        for r in records
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -57,7 +60,7 @@ def test_requests_have_the_same_bits_in_any_company_and_as_the_trainer(fields: d
         dataclasses.replace(SIZES, **fields), ProcessGroups.single(), backend=choose_backend(batch_invariant=True), dtype=dtype
     )
     for number, temperature in ((0, 1.0), (1, 0.7)):
-        prompt, (tokens, values, _, _) = prompts()[number], alone[number]
+        prompt, (tokens, values, *_) = prompts()[number], alone[number]
         whole = torch.tensor([*prompt, *tokens])
         output, _ = plain(whole[:-1], Step.causal(1, len(whole) - 1))
         assert isinstance(output, ModelOutput)

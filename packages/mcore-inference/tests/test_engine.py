@@ -130,6 +130,7 @@ def test_preemption_by_recompute_changes_nothing_but_the_events(make_model: Make
         assert other.merge().generated_tokens == one.generated_tokens
         torch.testing.assert_close(one.generated_log_probs, other.generated_log_probs, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(one.prompt_log_probs, other.prompt_log_probs, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(one.prompt_top_n_logprobs, other.prompt_top_n_logprobs, rtol=1e-10, atol=1e-10)
         assert [list(best) for best in one.generated_top_n_logprobs] == [list(best) for best in other.generated_top_n_logprobs]
         kinds = [event.type for event in other.merge().events]
         assert kinds == [EventType.ADD, EventType.EVICT] * other.num_preemptions + [EventType.ADD, EventType.FINISH]
@@ -204,6 +205,38 @@ def test_a_prompt_of_one_token_is_a_prompt_in_every_company(make_model: Make, ma
         values = [wanted[place - 1][token].item() for place, token in enumerate([*prompt, *tokens]) if place]
         assert len(record.prompt_log_probs or []) == len(prompt) - 1
         assert [*(record.prompt_log_probs or []), *record.generated_log_probs] == pytest.approx(values, abs=1e-9)
+
+
+def test_the_best_tokens_of_prompts_are_those_of_the_model_in_chunks_too(make_model: Make, make_engine: Make) -> None:
+    model, prompts = make_model(), random_prompts(random.Random(3), 4, 40)
+    scored = SamplingParams(num_tokens_to_generate=2, return_log_probs=True, skip_prompt_log_probs=False, seed=1)
+    params = [replace(scored, top_n_logprobs=count) for count in (0, 3, 1, 64)]
+    engine = make_engine(model, max_tokens=9)
+    for record, wanted in zip(engine.generate([*prompts, [5]], [*params, params[1]]), [*params, params[1]], strict=True):
+        assert record.prompt_top_n_logprobs == record.merge().prompt_top_n_logprobs
+        if not wanted.top_n_logprobs or len(record.prompt_tokens) == 1:
+            assert record.prompt_top_n_logprobs is None
+            continue
+        best = record.prompt_top_n_logprobs
+        assert best is not None and len(best) == len(record.prompt_tokens) - 1 == len(record.prompt_log_probs or [])
+        for row, token, value, ranked in zip(
+            full_log_probs(model, record.prompt_tokens), record.prompt_tokens[1:], record.prompt_log_probs or [], best, strict=False
+        ):
+            top = row.topk(wanted.top_n_logprobs)
+            assert list(ranked) == top.indices.tolist() and list(ranked.values()) == pytest.approx(top.values.tolist(), abs=1e-9)
+            assert token not in ranked or ranked[token] == pytest.approx(value, abs=1e-12)
+    check_idle(engine)
+    (skipped,) = engine.generate([prompts[0]], replace(params[1], skip_prompt_log_probs=True))
+    assert skipped.prompt_top_n_logprobs is None and len(skipped.generated_top_n_logprobs) == 2
+
+
+def test_the_best_tokens_of_prompts_exist(make_model: Make) -> None:
+    model = make_model()
+    context = DynamicInferenceContext.for_model(model, InferenceConfig(num_blocks=8, block_size_tokens=8, max_sequence_length=32))
+    engine = DynamicInferenceEngine(model, context, vocab_size=5)
+    params = SamplingParams(num_tokens_to_generate=0, return_log_probs=True, skip_prompt_log_probs=False, top_n_logprobs=8)
+    (record,) = engine.generate([[1, 2, 3]], params)
+    assert [sorted(best) for best in record.prompt_top_n_logprobs or ()] == [[0, 1, 2, 3, 4]] * 2
 
 
 def test_processed_log_probs_are_of_the_distribution_that_drew_each_token(make_model: Make, make_engine: Make) -> None:

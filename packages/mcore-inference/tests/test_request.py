@@ -46,7 +46,7 @@ def test_records_survive_json() -> None:
     params = SamplingParams(stop_words=["x"], logit_bias={3: 1.0})
     request = DynamicInferenceRequest(request_id=1, prompt_tokens=[5], sampling_params=params, prompt="p")
     request.generated_tokens, request.generated_top_n_logprobs = [7], [{7: -0.5, 9: -1.5}]
-    request.prompt_log_probs = [-1.0]
+    request.prompt_log_probs, request.prompt_top_n_logprobs = [-1.0], [{4: -0.25, 5: -1.0}]
     request.add_event_add()
     record = DynamicInferenceRequestRecord.from_request(request)
     record.checkpoint()

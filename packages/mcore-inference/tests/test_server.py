@@ -170,6 +170,17 @@ def test_echo_gives_the_prompts_log_probs(client: openai.OpenAI) -> None:
     assert answer.text == "hello" and answer.logprobs is not None
     assert answer.logprobs.tokens == list("hello") and answer.logprobs.text_offset == [0, 1, 2, 3, 4]
     assert answer.logprobs.token_logprobs[0] is None and len(answer.logprobs.token_logprobs) == 5
+    # Of the first token nothing is known; of the others the best one, which is it where they are as likely.
+    first, *best = answer.logprobs.top_logprobs or []
+    assert first is None and [len(ranked) for ranked in best] == [1] * 4
+    for text, value, ranked in zip(answer.logprobs.tokens[1:], answer.logprobs.token_logprobs[1:], best, strict=True):
+        ((likeliest, highest),) = ranked.items()
+        assert highest == value if likeliest == text else highest > value
+    both = client.completions.create(prompt="hello", max_tokens=3, echo=True, logprobs=5, **COMMON).choices[0].logprobs
+    assert both is not None and both.top_logprobs is not None and len(both.top_logprobs) == len(both.tokens) == 8
+    assert [list(ranked)[:1] for ranked in both.top_logprobs[1:5]] == [list(ranked) for ranked in best]
+    none = client.completions.create(prompt="hello", max_tokens=1, echo=True, logprobs=0, **COMMON).choices[0].logprobs
+    assert none is not None and none.top_logprobs == [None] * 6 and None not in none.token_logprobs[1:]
 
 
 def test_additions_to_the_api(client: openai.OpenAI) -> None:

@@ -114,8 +114,7 @@ class Admission:
             entry.record.checkpoint()
         else:
             segment.finished_chunk_token_count = 0
-            if segment.prompt_log_probs is not None:
-                segment.prompt_log_probs.clear()
+            segment.prompt_log_probs = segment.prompt_top_n_logprobs = None
 
     def release(self, entry: ActiveRequest) -> None:
         """Take the slot and the blocks of a running request; what its blocks hold stays known."""

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from mcore_inference._capability import graph_obstacle, shares_experts
@@ -22,10 +21,11 @@ from mcore_inference.engine._decode_graphs import DecodeGraphs, graph_sizes
 from mcore_inference.engine._mixed_graphs import MixedGraphs, mixed_sizes
 from mcore_inference.engine._model_drafts import ModelDrafts
 from mcore_inference.engine._pipeline import Pipeline
+from mcore_inference.engine._prompt_scores import PromptScores
 from mcore_inference.engine._recording_pool import RecordingPool
 from mcore_inference.engine._routing import RoutingRecorder, StepRouting
 from mcore_inference.engine._warm_up import warm_up_draws
-from mcore_inference.sampling import DrawRows, Draws, Sampler, adjust, keep_allowed, log_probs, token_log_probs
+from mcore_inference.sampling import DrawRows, Draws, Sampler, adjust, keep_allowed
 from mcore_inference.scheduling import Work
 from mcore_inference.speculation import EagleSpeculation, MtpSpeculation, NgramSpeculation
 from mcore_parallel.backends import TorchBackend
@@ -34,8 +34,6 @@ from mcore_parallel.models import GPTModel, ModelOutput
 from mcore_parallel.nn import Step
 
 _LOG = logging.getLogger("mcore_inference.engine")
-_SCORED_ROWS = 512
-"""Tokens of a prompt whose log-probabilities are computed at a time."""
 
 
 @experimental_api
@@ -99,7 +97,7 @@ class InFlight:
 
     sampled: list[ActiveRequest]
     draws: Draws | None
-    prompt_log_probs: list[tuple[ActiveRequest, Tensor]]
+    prompt_scores: list[PromptScores]
     computed: list[ActiveRequest]
     """Requests without a budget whose prompt is computed now."""
     drafts: list[list[int]] | None = None
@@ -108,8 +106,10 @@ class InFlight:
     """Experts of its tokens, where they are recorded."""
 
     def wait(self) -> list[tuple[int, float, dict[int, float]]]:
-        """What ``Draws.wait`` gives, when the requests have their experts."""
+        """What ``Draws.wait`` gives, when the requests have the log-probabilities of their prompts and their experts."""
         draws = [] if self.draws is None else self.draws.wait()
+        for scores in self.prompt_scores:
+            scores.hand_out()
         if self.routing is not None:
             self.routing.hand_out()
         return draws
@@ -249,16 +249,10 @@ class Executor:
             context.register(item.request_id, entry.keys)
             entry.segment.finished_chunk_token_count = min(context.num_cached(item.request_id), len(entry.segment.prompt_tokens))
 
-        prompt_log_probs, draws = [], None
+        prompt_scores, draws = [], None
         for entry, first, targets in prompt_rows:
-            logits, tokens_N = logits_NV[first : first + len(targets)], send(targets)
-            if self._batch_invariant:
-                prompt_log_probs.append((entry, token_log_probs(logits, tokens_N)))
-            else:
-                # In pieces: in float32 those of a whole step are many times its logits.
-                pieces = zip(logits.split(_SCORED_ROWS), tokens_N.split(_SCORED_ROWS), strict=True)
-                values = [log_probs(rows_NV).gather(1, own_N[:, None])[:, 0] for rows_NV, own_N in pieces]
-                prompt_log_probs.append((entry, torch.cat(values)))
+            values_N, best = self._sampler.score(logits_NV[first : first + len(targets)], send(targets), entry.params.top_n_logprobs)
+            prompt_scores.append(PromptScores(entry=entry, values_N=values_N, best=best))
         if sampled:
             draws = self._draw(logits_NV if len(sampled_rows) == len(rows) else logits_NV[send(sampled_rows)], sampled)
         drafts = [entry.drafts for entry in sampled]
@@ -268,7 +262,7 @@ class Executor:
         return InFlight(
             sampled=sampled,
             draws=draws,
-            prompt_log_probs=prompt_log_probs,
+            prompt_scores=prompt_scores,
             computed=computed,
             drafts=drafts if any(drafts) else None,
             routing=routing,
@@ -287,7 +281,7 @@ class Executor:
         draws = self._sampler.draw(logits_RV, batch.rows)
         self._context.advance_lines(batch.lines_R)
         batch.advance()
-        return InFlight(sampled=batch.entries, draws=draws, prompt_log_probs=[], computed=[], routing=routing)
+        return InFlight(sampled=batch.entries, draws=draws, prompt_scores=[], computed=[], routing=routing)
 
     def _forward(self, host: HostStep, rows: Sequence[int]) -> Tensor:
         """One pass through the model, counted: ranks that share experts make as many."""

@@ -141,9 +141,6 @@ class StepLoop:
 
     def _take_results(self, step: InFlight) -> None:
         draws = step.wait()
-        for entry, values in step.prompt_log_probs:
-            if not entry.ended:
-                entry.segment.prompt_log_probs = (entry.segment.prompt_log_probs or []) + values.tolist()
         if step.drafts is not None:
             assert self._verification is not None, "nobody else proposes"
             last = self._verification.take(step.sampled, step.drafts, draws, self._requests.append)

@@ -109,6 +109,8 @@ class DynamicInferenceRequest:
     """Token id -> log-probability, best first, one dict for each generated token."""
     prompt_log_probs: list[float] | None = None
     """Of prompt tokens 1.., when asked for."""
+    prompt_top_n_logprobs: list[dict[int, float]] | None = None
+    """Token id -> log-probability, best first, one dict for each of prompt tokens 1.., when both are asked for."""
     generated_text: str = ""
     """Text of the generated tokens, cut before a stop word; of a merged request only."""
     weight_version: int = 0
@@ -164,7 +166,8 @@ class DynamicInferenceRequest:
         data["finish_reason"] = None if self.finish_reason is None else self.finish_reason.value
         data["error"] = None if self.error is None else f"{type(self.error).__name__}: {self.error}"
         # Lists of pairs keep integer keys in JSON.
-        data["generated_top_n_logprobs"] = [[[token, value] for token, value in best.items()] for best in self.generated_top_n_logprobs]
+        data["generated_top_n_logprobs"] = _as_pairs(self.generated_top_n_logprobs)
+        data["prompt_top_n_logprobs"] = None if self.prompt_top_n_logprobs is None else _as_pairs(self.prompt_top_n_logprobs)
         data["events"] = [{"type": event.type.value, "payload": event.payload, "timestamp": event.timestamp} for event in self.events]
         return data
 
@@ -176,12 +179,18 @@ class DynamicInferenceRequest:
         fields["status"] = Status[fields["status"]]
         fields["finish_reason"] = None if fields["finish_reason"] is None else FinishReason(fields["finish_reason"])
         fields["error"] = None if fields["error"] is None else RuntimeError(fields["error"])
-        fields["generated_top_n_logprobs"] = [{int(token): value for token, value in best} for best in fields["generated_top_n_logprobs"]]
+        for name in ("generated_top_n_logprobs", "prompt_top_n_logprobs"):
+            if fields[name] is not None:
+                fields[name] = [{int(token): value for token, value in best} for best in fields[name]]
         fields["events"] = [
             DynamicInferenceEvent(type=EventType(event["type"]), payload=event["payload"], timestamp=event["timestamp"])
             for event in fields["events"]
         ]
         return cls(**fields)
+
+
+def _as_pairs(ranked: list[dict[int, float]]) -> list[list[list[float]]]:
+    return [[[token, value] for token, value in best.items()] for best in ranked]
 
 
 @dataclass(kw_only=True)
@@ -255,6 +264,10 @@ class DynamicInferenceRequestRecord:
         return self.requests[0].prompt_log_probs
 
     @property
+    def prompt_top_n_logprobs(self) -> list[dict[int, float]] | None:
+        return self.requests[0].prompt_top_n_logprobs
+
+    @property
     def weight_versions(self) -> list[tuple[int, int]]:
         """(weight version, tokens generated with it), in order."""
         return [(request.weight_version, len(request.generated_tokens)) for request in self.requests if request.generated_tokens]
@@ -323,6 +336,7 @@ class DynamicInferenceRequestRecord:
             generated_log_probs=self.generated_log_probs,
             generated_top_n_logprobs=self.generated_top_n_logprobs,
             prompt_log_probs=self.prompt_log_probs,
+            prompt_top_n_logprobs=self.prompt_top_n_logprobs,
             generated_text=self.generated_text,
             weight_version=last.weight_version,
             events=[event for request in self.requests for event in request.events],

@@ -16,8 +16,11 @@ from mcore_inference.sampling._params import SamplingParams
 from mcore_parallel.groups import Group
 from mcore_parallel.tensor_parallel import aligned_rows, batch_invariant_log_norms, batch_invariant_losses
 
+_SCORED_ROWS = 512
+"""Tokens whose log-probabilities are computed at a time."""
 
-# R rows (requests) of a step, V vocabulary.
+
+# R rows (requests) of a step, N tokens of prompts, V vocabulary.
 @experimental_api
 @dataclass(frozen=True, kw_only=True)
 class DrawRows:
@@ -126,6 +129,28 @@ class Sampler:
         self.last_tokens[rows.lines_R] = tokens_R.clamp(min=0)
         return Draws(tokens_R, log_probs_R if rows.wants_log_probs else None, top, rows.top_n)
 
+    def score(self, logits_NV: Tensor, tokens_N: Tensor, top_n: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Log-probabilities [N] of tokens that are known, and ids and log-probabilities [N, top_n] of the best ones; None for none.
+
+        Args:
+            logits_NV: [N, at least vocab_size], of the model.
+            tokens_N: [N] int64.
+            top_n: of the best, at most all that exist.
+        """
+        count, values, best = min(top_n, self.vocab_size), [], []
+        # In pieces: in float32 those of a whole step are many times its logits.
+        for rows_NV, own_N in zip(logits_NV.split(_SCORED_ROWS), tokens_N.split(_SCORED_ROWS), strict=True):
+            if self._batch_invariant:
+                values.append(token_log_probs(rows_NV, own_N))
+                best.append(self._best(rows_NV, count) if count else None)
+            else:
+                values_NV = log_probs(rows_NV)
+                values.append(values_NV.gather(1, own_N[:, None])[:, 0])
+                best.append(_largest(values_NV[:, : self.vocab_size], count) if count else None)
+        ranked = [piece for piece in best if piece is not None]
+        top = (torch.cat([ids for ids, _ in ranked]), torch.cat([tops for _, tops in ranked])) if ranked else None
+        return torch.cat(values), top
+
     def _best(self, logits_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Ids and log-probabilities [R, count] of the best tokens."""
         if self._batch_invariant and has_kernels(logits_RV.device, logits_RV.dtype):
@@ -136,8 +161,7 @@ class Sampler:
             return ids_RV[:, :count].contiguous(), values_RV[:, :count].contiguous()
         alone = logits_RV.split(1) if self._batch_invariant else (logits_RV,)
         values_RV = torch.cat([log_probs(part) for part in alone])[:, : self.vocab_size]
-        best = values_RV.topk(count, dim=1)
-        return best.indices, best.values
+        return _largest(values_RV, count)
 
     def _draw_rows(self, logits_RV: Tensor, scores_RV: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor | None]:
         """Tokens and, where they are wanted, log-probabilities of the rows, by kernels that the settings of other rows do not choose."""
@@ -175,3 +199,9 @@ class Sampler:
 
         inputs = settings.temperature, settings.seed, settings.position, rows.processed_R
         return draw(scores_RV, *inputs, self.vocab_size, wants_log_probs=rows.wants_log_probs)
+
+
+def _largest(values_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Columns and values [R, count] of the largest of each row, the largest first."""
+    best = values_RV.topk(count, dim=1)
+    return best.indices, best.values

@@ -296,16 +296,13 @@ class Routes:
         prompt_text = call.prompt_texts[index // call.body.num_choices]
         values = None
         if call.body.logprobs is not None:
-            tokens, scores = record.generated_tokens, list(record.generated_log_probs)
+            tokens, scores = record.generated_tokens, list[float | None](record.generated_log_probs)
             best: list[dict[int, float] | None] = list(record.generated_top_n_logprobs or [None] * len(tokens))
             if call.body.echo:
-                values = completion_log_probs(
-                    self._tokenizer,
-                    record.prompt_tokens + tokens,
-                    [None, *(record.prompt_log_probs or []), *scores],
-                    [None] * len(record.prompt_tokens) + best,
-                    0,
-                )
+                prompt = record.prompt_tokens
+                scores = [None, *(record.prompt_log_probs or []), *scores]
+                best = [None, *(record.prompt_top_n_logprobs or [None] * (len(prompt) - 1)), *best]
+                values = completion_log_probs(self._tokenizer, prompt + tokens, scores, best, 0)
             else:
                 values = completion_log_probs(self._tokenizer, tokens, scores, best, 0)
         choice = {
