@@ -47,7 +47,15 @@ def test_bytes_give_blocks_and_no_more_than_requests_can_fill() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"max_requests": 0}, {"max_tokens": 2, "max_requests": 3}, {"watermark": 1.0}, {"buffer_size_gb": 0}, {"num_blocks": 0}]
+    "bad",
+    [
+        {"max_requests": 0},
+        {"max_tokens": 2, "max_requests": 3},
+        {"watermark": 1.0},
+        {"buffer_size_gb": 0},
+        {"num_blocks": 0},
+        {"num_blocks": 4, "buffer_size_gb": 3.0},
+    ],
 )
 def test_bad_sizes_are_refused_by_name(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_inference import SamplingParams
-from mcore_inference.sampling import SamplingRows, adjust, processed_log_probs, request_seed, sample, uniform
+from mcore_inference.sampling import SamplingRows, StructuredOutput, adjust, processed_log_probs, request_seed, sample, uniform
 from mcore_inference.sampling._random import philox
 
 
@@ -65,6 +65,7 @@ def test_uniform_numbers_fill_the_unit_interval_evenly() -> None:
         {"stop_words": 3}, {"logit_bias": {5: math.nan}}, {"logit_bias": {5: True}}, {"logit_bias": {5: "1"}}, {"logit_bias": {5: 1e5}},
         {"logit_bias": {True: 1}}, {"logit_bias": {1.0: 1}}, {"logit_bias": {"1": 1}}, {"logit_bias": {-1: 1}}, {"logit_bias": [[1, 2]]},
         {"logit_bias": {None: 1}}, {"presence_penalty": math.nan}, {"frequency_penalty": -math.inf}, {"top_p": 10**400}, {"min_p": [0.5]},
+        {"processed_log_probs": True}, {"skip_prompt_log_probs": False},
     ],
 )  # fmt: skip
 def test_a_bad_setting_is_refused_by_name(bad: dict[str, Any]) -> None:
@@ -97,9 +98,26 @@ def test_settings_survive_json_and_unknown_ones_warn() -> None:
     assert SamplingParams.deserialize(data) == params
     with pytest.warns(UserWarning, match="new_field"):
         assert SamplingParams.deserialize({**data, "new_field": 1}) == params
+    formed = SamplingParams(structured_output=StructuredOutput(regex="a+"))
+    with pytest.warns(UserWarning, match="structured_output of this version has no fields ..form_of_later.."):
+        assert SamplingParams.deserialize({"structured_output": {"regex": "a+", "form_of_later": 1}}) == formed
     assert params.add_attributes({"top_k": 3}).top_k == 3
     with pytest.raises(ValueError, match="unknown fields"):
         params.add_attributes({"topk": 3})
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"logit_bias": 5}, {"logit_bias": [5]}, {"logit_bias": [[1, 2, 3]]}, {"logit_bias": [[[], 1]]}, {"logit_bias": [["5", 1]]},
+        {"structured_output": 5}, {"structured_output": "x"}, {"structured_output": {}}, {"stop_words": 3}, {"seed": "x"},
+    ],
+)  # fmt: skip
+def test_settings_of_wrong_types_are_refused_by_name(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        SamplingParams.deserialize(bad)
+    with pytest.raises(ValueError, match="SamplingParams must be a mapping of its fields and is a list"):
+        SamplingParams.deserialize([bad])  # type: ignore[arg-type]
 
 
 def test_budgets() -> None:

@@ -17,6 +17,7 @@ from mcore_parallel.models import TransformerConfig
 
 __all__ = ["InferenceConfig", "MemorySizes", "with_free_buffer"]
 
+_DEFAULT_BUFFER_GB = 20.0
 _DEFAULT_MAX_TOKENS = 16384
 _DEFAULT_REQUESTS = 512
 """That draw in one step, where nothing is asked for."""
@@ -30,7 +31,7 @@ class InferenceConfig:
     """Sizes of a ``DynamicInferenceContext``.
 
     Raises:
-        ValueError: a field is out of its range, or both sizes of the cache are given.
+        ValueError: a field is out of its range, or ``buffer_size_gb`` is given beside ``num_blocks``.
     """
 
     max_sequence_length: int = 2560
@@ -42,7 +43,7 @@ class InferenceConfig:
     """Tokens in one step; None for 16384 (at least ``max_requests``)."""
     block_size_tokens: int = 256
     """Tokens of one cache block."""
-    buffer_size_gb: float | None = 20.0
+    buffer_size_gb: float | None = _DEFAULT_BUFFER_GB
     """Memory of the cache and of recurrent states in 2**30 bytes, when ``num_blocks`` is None; no more is taken than ``max_requests`` can
     fill. None for what a GPU has left when the context is made, less a tenth of its memory and what the largest step takes; ranks that
     share a model take the least of theirs."""
@@ -56,7 +57,7 @@ class InferenceConfig:
     """"fp8": keys and values as e4m3 with a scale for each head of a token, half the memory of bfloat16; None for the model's dtype."""
     weight_dtype: Literal["fp8", "fp8_weight_only"] | None = None
     """Of the linear layers and experts of the blocks; embedding, output layer and routers keep the model's dtype, and None keeps it
-    everywhere. "fp8": e4m3 with a scale for each output feature, half the memory of bfloat16; a step of more than 16 tokens (for experts,
+    everywhere. "fp8": e4m3 with a scale for each output feature, half the memory of bfloat16; a step of more than 32 tokens (for experts,
     of more than 64 rows an expert on average) multiplies in fp8, with a scale for each token's activations, so that log-probabilities
     depend a little on the size of a step. "fp8_weight_only": activations keep their dtype, and what is computed is the model with rounded
     weights. The engine rounds its model's weights when it is made, in place."""
@@ -94,6 +95,10 @@ class InferenceConfig:
         as_number("watermark", self.watermark, 0, 1)
         if self.watermark == 1:
             raise ValueError("watermark=1 leaves no block to admissions; it must be below 1")
+        if self.num_blocks is not None and self.buffer_size_gb not in (None, _DEFAULT_BUFFER_GB):
+            raise ValueError(
+                f"num_blocks={self.num_blocks} and buffer_size_gb={self.buffer_size_gb} are two sizes of one cache; leave one of them out"
+            )
         if self.max_requests is not None and self.max_tokens is not None and self.max_tokens < self.max_requests:
             raise ValueError(f"max_tokens={self.max_tokens} must be at least max_requests={self.max_requests}; raise max_tokens")
 

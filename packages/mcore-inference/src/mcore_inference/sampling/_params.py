@@ -3,13 +3,12 @@
 """What a request asks of the sampler."""
 
 import dataclasses
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mcore_inference._fields import as_flag, as_integer, as_number
-from mcore_inference.sampling._structured import StructuredOutput
+from mcore_inference.sampling._structured import StructuredOutput, known_fields
 
 _MAX_STOPS = 64
 _MAX_TOKEN = 2**31 - 1
@@ -51,7 +50,8 @@ class SamplingParams:
         True
 
     Raises:
-        ValueError: a field is of another type or out of its range; names the field, the value and the range. Booleans are no numbers,
+        ValueError: a field is of another type or out of its range, or two exclude each other; names the field, the value and the range.
+            Booleans are no numbers,
             floats no integers, numpy's numbers are both.
     """
 
@@ -124,6 +124,9 @@ class SamplingParams:
                 f"num_tokens_to_generate={self.num_tokens_to_generate} "
                 f"and num_tokens_total={self.num_tokens_total} exclude each other; set one"
             )
+        if not self.return_log_probs and (self.processed_log_probs or not self.skip_prompt_log_probs):
+            name = "processed_log_probs=True" if self.processed_log_probs else "skip_prompt_log_probs=False"
+            raise ValueError(f"{name} says which log-probabilities are returned, and return_log_probs=False returns none; set it to True")
         if self.structured_output is not None:
             if not isinstance(self.structured_output, StructuredOutput):
                 raise ValueError(f"structured_output is a {type(self.structured_output).__name__}; give StructuredOutput(...)")
@@ -190,15 +193,16 @@ class SamplingParams:
 
     @classmethod
     def deserialize(cls, data: Mapping[str, Any]) -> "SamplingParams":
-        """Settings from data; fields this version does not know are dropped with a warning."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(set(data) - known):
-            warnings.warn(f"SamplingParams of this version has no fields {unknown}; they are dropped", UserWarning, stacklevel=2)
-        fields = {name: value for name, value in data.items() if name in known}
+        """Settings from data; fields this version does not know are dropped with a warning.
+
+        Raises:
+            ValueError: a field is of another type or out of its range, as when they are made.
+        """
+        fields = known_fields("SamplingParams", data, [field.name for field in dataclasses.fields(cls)])
         if fields.get("logit_bias") is not None:
-            fields["logit_bias"] = dict(fields["logit_bias"])
+            fields["logit_bias"] = _bias_of_pairs(fields["logit_bias"])
         if fields.get("structured_output") is not None:
-            fields["structured_output"] = StructuredOutput(**fields["structured_output"])
+            fields["structured_output"] = StructuredOutput.deserialize(fields["structured_output"])
         return cls(**fields)
 
 
@@ -206,6 +210,14 @@ def _stop_word(word: object) -> str:
     if not isinstance(word, str) or not 0 < len(word) <= _MAX_STOP_LENGTH:
         raise ValueError(f"stop_words={str(word)[:80]!r} must hold strings of 1 to {_MAX_STOP_LENGTH} characters")
     return word
+
+
+def _bias_of_pairs(pairs: object) -> dict[Any, Any]:
+    """What ``serialize`` makes of a bias, as a mapping again; one that is a mapping stays it."""
+    try:
+        return dict(pairs)  # type: ignore[call-overload]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"logit_bias={str(pairs)[:80]!r} must be pairs of token ids and numbers") from error
 
 
 def _bias(bias: object) -> dict[int, float]:

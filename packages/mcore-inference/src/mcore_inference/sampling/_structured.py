@@ -3,6 +3,7 @@
 """The form that a request's output must have."""
 
 import json
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -70,9 +71,27 @@ class StructuredOutput:
         return name, value
 
     def serialize(self) -> dict[str, Any]:
-        """The field that is set, as JSON-ready data; ``StructuredOutput(**data)`` is the same."""
+        """The field that is set, as JSON-ready data."""
         name, text = self.form
         return {name: {"json_object": True, "choices": list(self.choices or ())}.get(name, text)}
+
+    @classmethod
+    def deserialize(cls, data: Mapping[str, Any]) -> "StructuredOutput":
+        """A form from data; fields this version does not know are dropped with a warning."""
+        return cls(**known_fields("structured_output", data, _KINDS))
+
+
+def known_fields(name: str, data: object, known: Collection[str]) -> dict[str, Any]:
+    """Those fields of serialized data that this version has; of the others a warning says the names.
+
+    Raises:
+        ValueError: the data are no mapping; names what they are for.
+    """
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{name} must be a mapping of its fields and is a {type(data).__name__}")
+    if unknown := sorted(str(field) for field in data if field not in known):
+        warnings.warn(f"{name} of this version has no fields {unknown}; they are dropped", UserWarning, stacklevel=3)
+    return {field: value for field, value in data.items() if field in known}
 
 
 def _schema_text(schema: object) -> str:

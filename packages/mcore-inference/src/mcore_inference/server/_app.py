@@ -171,6 +171,8 @@ class Routes:
             raise ApiError(
                 422, f"{len(body.prompts)} prompts with n={body.num_choices} exceed {MAX_CHOICES} choices; send fewer", param="n"
             )
+        if body.logprobs_mode is not None and body.logprobs is None:
+            raise ApiError(400, "logprobs_mode says which log-probabilities are returned; set logprobs too", param="logprobs_mode")
         budget = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         for prompt in body.prompts:
             tokens = self._encoder.encode(prompt) if isinstance(prompt, str) else self._checked(prompt)
@@ -178,7 +180,7 @@ class Routes:
             texts.append("" if not body.echo else prompt if isinstance(prompt, str) else self._encoder.decode(prompt))
             for choice in range(body.num_choices):
                 more = {"return_log_probs": body.logprobs is not None, "top_n_logprobs": body.logprobs or 0}
-                more["processed_log_probs"] = body.logprobs is not None and body.logprobs_mode == "processed_logprobs"
+                more["processed_log_probs"] = body.logprobs_mode == "processed_logprobs"
                 if body.echo and body.logprobs is not None:
                     more["skip_prompt_log_probs"] = False
                 params.append(self._params(body, budget, choice, more))
