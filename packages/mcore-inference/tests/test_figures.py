@@ -2,6 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """Figures of engines, one and several together."""
 
+import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +13,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("zmq")
 
-from mcore_inference import EngineRunner
-from mcore_inference._figures import FIGURES, counters, together
+from mcore_inference import EngineRunner, SamplingParams
+from mcore_inference._figures import FIGURES, HISTOGRAMS, counters, together
 from mcore_inference.coordinator._past import PastCounters
 
 
@@ -40,6 +42,60 @@ def test_counters_and_sizes_are_summed_and_the_rest_has_its_own_rule() -> None:
         "max_tokens": 64,
     }
     assert together([]) == {} and counters(merged) == {"generated_tokens": 112, "finished_stop": 1}
+
+
+def test_times_of_requests_are_counted_once_each(make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(100.0, 0.25)
+    engine = make_engine(max_requests=2)
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "monotonic", lambda: next(clock))
+        params = [SamplingParams(num_tokens_to_generate=count, stop_words=None, seed=1) for count in (1, 4, 0, 3)]
+        records = engine.generate([[1], [2], [3], [4]], params)
+        aborted = engine.add_request([5], SamplingParams(num_tokens_to_generate=5))
+        engine.step()
+        engine.abort(aborted)
+    times = {
+        "time_to_first_token_seconds": [record.time_to_first_token for record in records],
+        "e2e_request_latency_seconds": [record.latency for record in records],
+        "time_per_output_token_seconds": [record.time_per_output_token for record in records],
+    }
+    figures = engine.latency_stats()
+    for name, histogram in HISTOGRAMS.items():
+        seconds = [value for value in times[name] if value is not None]
+        counts = [figures[bucket] for bucket in histogram.bucket_names(name)]
+        if name == "time_to_first_token_seconds":
+            # The aborted request had its first token.
+            assert figures[f"{name}_count"] == len(seconds) + 1 == 4 and figures[f"{name}_sum"] > sum(seconds)
+            continue
+        assert counts == [sum(value <= bound for value in seconds) for bound in histogram.bounds]
+        assert figures[f"{name}_count"] == len(seconds) == {"e2e_request_latency_seconds": 4, "time_per_output_token_seconds": 2}[name]
+        assert figures[f"{name}_sum"] == pytest.approx(sum(seconds))
+
+
+def test_the_oldest_request_in_the_queue_has_waited_longest(make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, now = make_engine(max_requests=1), [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    assert engine.stats()["longest_waiting_seconds"] == 0
+    for priority in (0, 5, 1):
+        engine.add_request([1], SamplingParams(num_tokens_to_generate=2), priority=priority)
+        now[0] += 10
+    engine.step()
+    # The first one runs, and the second is last in the queue.
+    assert engine.stats()["longest_waiting_seconds"] == 20 and engine.stats()["waiting_requests"] == 2
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert engine.stats()["longest_waiting_seconds"] == 0
+    assert together([{"longest_waiting_seconds": 3.0}, {"longest_waiting_seconds": 7.0}]) == {"longest_waiting_seconds": 7.0}
+
+
+def test_histograms_of_engines_add_up_and_outlive_them() -> None:
+    one = dict.fromkeys(FIGURES, 2.0)
+    merged, past = together([one, one]), PastCounters()
+    past.add("w", one)
+    for name, histogram in HISTOGRAMS.items():
+        for figure in (*histogram.bucket_names(name), f"{name}_count", f"{name}_sum"):
+            assert merged[figure] == 4 and past.sums[figure] == 2
+        assert list(histogram.bounds) == sorted(set(histogram.bounds)) and len(set(histogram.bucket_names(name))) == len(histogram.bounds)
 
 
 EVENTS = st.lists(st.tuples(st.sampled_from(["grow", "lose", "join", "begin anew"]), st.integers(0, 3), st.integers(0, 9)), max_size=40)

@@ -225,6 +225,17 @@ def test_models_health_and_metrics(client: openai.OpenAI, http: httpx.Client) ->
     finished = families["mcore_inference_finished_requests"]
     assert {sample.labels["reason"] for sample in finished.samples} == {"stop", "length", "abort", "error"}
     assert families["mcore_inference_alive"].samples[0].value == 1
+    assert families["mcore_inference_longest_waiting_seconds"].type == "gauge"
+    client.completions.create(prompt="x", max_tokens=3, extra_body={"ignore_eos": True}, **COMMON)
+    families = {family.name: family for family in text_string_to_metric_families(http.get("/metrics").text)}
+    for name in ("time_to_first_token_seconds", "time_per_output_token_seconds", "e2e_request_latency_seconds"):
+        family = families[f"mcore_inference_{name}"]
+        values = {sample.labels.get("le", sample.name.rpartition("_")[2]): sample.value for sample in family.samples}
+        assert family.type == "histogram" and family.documentation and values["+Inf"] == values["count"] >= 1 and values["sum"] > 0
+        counts = [value for bound, value in values.items() if bound not in ("count", "sum")]
+        assert counts == sorted(counts) and len(counts) > 10
+    # Their counts are no families of their own.
+    assert not any("_le_" in name for name in families)
     assert "openmetrics" in http.get("/metrics", headers={"accept": "application/openmetrics-text"}).headers["content-type"]
 
 

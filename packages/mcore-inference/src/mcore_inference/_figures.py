@@ -25,6 +25,41 @@ def _counter(text: str) -> Figure:
     return Figure(help=text, kind="counter")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Histogram:
+    """Times of requests, whose counts are figures too: ``{name}_le_{bound}`` up to each bound, ``{name}_count`` and ``{name}_sum``."""
+
+    help: str
+    bounds: tuple[float, ...]
+    """Of the buckets, in seconds, rising."""
+
+    def bucket_names(self, name: str) -> list[str]:
+        """Names of the figures that count times up to each bound."""
+        return [f"{name}_le_{bound:g}" for bound in self.bounds]
+
+    def figures(self, name: str) -> dict[str, Figure]:
+        """All of them, by name."""
+        return dict.fromkeys((*self.bucket_names(name), f"{name}_count", f"{name}_sum"), _counter(self.help))
+
+
+HISTOGRAMS: Mapping[str, Histogram] = MappingProxyType(
+    {
+        "time_to_first_token_seconds": Histogram(
+            help="Seconds from a request's arrival to its first token.",
+            bounds=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300),
+        ),
+        "time_per_output_token_seconds": Histogram(
+            help="Mean seconds between tokens of a request that was completed, behind its first.",
+            bounds=(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1),
+        ),
+        "e2e_request_latency_seconds": Histogram(
+            help="Seconds from a request's arrival to its completion.",
+            bounds=(0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1800),
+        ),
+    }
+)
+"""By name, as in ``/metrics``."""
+
 FIGURES: Mapping[str, Figure] = MappingProxyType(
     {
         "steps": _counter("Steps of the engine that ended well."),
@@ -38,6 +73,7 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
         "evicted_blocks": _counter("Known cache blocks that were given to other tokens."),
         "drafted_tokens": _counter("Proposed tokens that were verified."),
         "accepted_tokens": _counter("Proposed tokens that were drawn as well."),
+        **{figure: of for name, histogram in HISTOGRAMS.items() for figure, of in histogram.figures(name).items()},
         **{f"finished_{reason.value}": _counter(f"Requests that ended by {reason.value}.") for reason in FinishReason},
         "seconds_to_first_token": Figure(
             help="Age of the engine's process when it drew its first token, of several the largest; 0 before.", together="largest"
@@ -45,6 +81,9 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
         "weight_version": Figure(help="Number of completed weight loads, of several engines the smallest.", together="smallest"),
         "running_requests": Figure(help="Requests that take part in steps."),
         "waiting_requests": Figure(help="Requests in the queue."),
+        "longest_waiting_seconds": Figure(
+            help="Seconds since the oldest request in the queue of an engine arrived; 0 without any.", together="largest"
+        ),
         "total_blocks": Figure(help="Cache blocks that requests can hold."),
         "used_blocks": Figure(help="Cache blocks in use."),
         "available_blocks": Figure(help="Cache blocks that are free."),

@@ -17,7 +17,7 @@ SHORT_BYTES = 2**20
 """Longest message of those that carry neither tokens nor weights."""
 GREETING_BYTES = 64 * 2**10
 """Longest message of a peer that is not known."""
-MAX_FIGURES = 64
+MAX_FIGURES = 128
 """That an engine may report."""
 MAX_NAME = 64
 """Characters of the name of a figure or an engine."""

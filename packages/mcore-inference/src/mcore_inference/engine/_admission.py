@@ -4,6 +4,7 @@
 
 import bisect
 import dataclasses
+import time
 from collections.abc import Iterable
 
 from mcore_inference.context import DynamicInferenceContext
@@ -101,6 +102,12 @@ class Admission:
         if self._context.config.track_paused_request_events:
             for entry in entries:
                 entry.segment.add_event_pause()
+
+    @property
+    def longest_waiting_s(self) -> float:
+        """Age of the oldest request in the queue; 0 without any. Any thread may ask."""
+        now = time.monotonic()
+        return max((now - entry.started for entry in list(self.waiting)), default=0.0)
 
     def preempt(self, entry: ActiveRequest) -> None:
         """Back to the queue, to be computed again; the tokens stay, and so does the place among all requests."""

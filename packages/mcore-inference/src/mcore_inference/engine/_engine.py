@@ -367,9 +367,16 @@ class DynamicInferenceEngine:
             "weight_version": self.weight_version,
             "running_requests": len(self._admission.running),
             "waiting_requests": self.num_waiting,
+            "longest_waiting_seconds": self._admission.longest_waiting_s,
             **{f"finished_{reason.value}": self.finished_counts[reason.value] for reason in FinishReason},
             **self.context.get_kvcache_utilization_stats(),
         }
+
+    def latency_stats(self) -> dict[str, float]:
+        """Histograms of the times of requests, for metrics: of ``time_to_first_token_seconds``, and of completed requests
+        ``time_per_output_token_seconds`` and ``e2e_request_latency_seconds``, the requests up to each bound (``{name}_le_{bound}``), all of
+        them (``{name}_count``) and the sum of their times (``{name}_sum``)."""
+        return self._requests.latencies.figures()
 
     # -- weights -----------------------------------------------------------------------------------------------------
 

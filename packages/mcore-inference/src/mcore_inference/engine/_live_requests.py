@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._admission import Admission
+from mcore_inference.engine._latencies import Latencies
 from mcore_inference.engine._process_age import process_age_s
 from mcore_inference.engine._verification import Draw
-from mcore_inference.requests import DynamicInferenceRequestRecord, FinishReason, StepFailedError
+from mcore_inference.requests import DynamicInferenceRequestRecord, FinishReason, Status, StepFailedError
 
 
 class LiveRequests:
@@ -28,6 +29,7 @@ class LiveRequests:
         """By number, in the order of arrival."""
         self.finished_counts: Counter[str] = Counter()
         """Requests that ended, by reason."""
+        self.latencies = Latencies()
         self.num_generated = 0
         """Tokens that were drawn."""
         self.seconds_to_first_token = 0.0
@@ -71,7 +73,11 @@ class LiveRequests:
         if not self.num_generated:
             self.seconds_to_first_token = process_age_s()
         self.num_generated += draw[0] >= 0
-        if (end := entry.append(*draw)) is not None:
+        waits = entry.record.time_to_first_token is None
+        end = entry.append(*draw)
+        if waits:
+            self.latencies.count_first_token(entry.record)
+        if end is not None:
             self.end(entry, *end)
         elif entry.drafter is not None:
             entry.drafter.push(draw[0])
@@ -101,6 +107,8 @@ class LiveRequests:
             self._admission.waiting.remove(entry)
         reason = entry.finish(reason, error)
         self.finished_counts[reason.value] += 1
+        if record.status is Status.COMPLETED:
+            self.latencies.count_end(record)
         self._ended.append(record)
 
     def take_ended(self) -> list[DynamicInferenceRequestRecord]:

@@ -368,8 +368,8 @@ class EngineRunner:
         return self.engine.context.room(num_prompt_tokens)
 
     def stats(self) -> dict[str, float]:
-        """``DynamicInferenceEngine.stats``, and the steps that failed."""
-        return {**self.engine.stats(), "failed_steps": self.num_failed_steps}
+        """``DynamicInferenceEngine.stats`` and ``latency_stats``, and the steps that failed."""
+        return {**self.engine.stats(), **self.engine.latency_stats(), "failed_steps": self.num_failed_steps}
 
     def health(self) -> EngineHealth:
         """Liveness by progress: a thread that hangs in a step is dead after ``stall_timeout_s``, one that waits for weights after a minute

@@ -2,19 +2,22 @@
 # Copyright (c) 2026 the mcore authors
 """What ``/metrics`` answers: the state of the engine, read when it is asked for."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
 from prometheus_client import CollectorRegistry, Counter, Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from mcore_inference._figures import FIGURES
+from mcore_inference._figures import FIGURES, HISTOGRAMS
 from mcore_inference.requests import FinishReason
 from mcore_inference.server._runner import Runner
 
 _PREFIX = "mcore_inference_"
 _REASON = "finished_"
+_OF_HISTOGRAMS = frozenset(figure for name, histogram in HISTOGRAMS.items() for figure in histogram.figures(name))
 _OF_EACH_ENGINE = ("open_requests", "open_tokens", "waiting_requests", "utilization", "weight_version", "seconds_to_first_token")
 _MAX_ENGINES = 256
 """That have entries of their own."""
@@ -30,8 +33,8 @@ class HasEngines(Protocol):
 
 
 class EngineCollector(Collector):
-    """Counters and gauges of one engine, or of the engines of a coordinator together: those of them that ``stats`` has. Of each engine of a
-    coordinator some gauges, with its name."""
+    """Counters, gauges and histograms of one engine, or of the engines of a coordinator together: those that ``stats`` has. Of each engine
+    of a coordinator some gauges, with its name."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -39,9 +42,14 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._runner.stats()
         for name, figure in FIGURES.items():
-            if name in stats and not name.startswith(_REASON):
+            if name in stats and not name.startswith(_REASON) and name not in _OF_HISTOGRAMS:
                 family = CounterMetricFamily if figure.kind == "counter" else GaugeMetricFamily
                 yield family(_PREFIX + name, figure.help, value=stats[name])
+        for name, histogram in HISTOGRAMS.items():
+            if f"{name}_count" in stats:
+                values = [stats.get(bucket, 0.0) for bucket in histogram.bucket_names(name)]
+                buckets = list(zip(map(floatToGoString, (*histogram.bounds, math.inf)), (*values, stats[f"{name}_count"]), strict=True))
+                yield HistogramMetricFamily(_PREFIX + name, histogram.help, buckets=buckets, sum_value=stats.get(f"{name}_sum", 0.0))
         finished = CounterMetricFamily(_PREFIX + "finished_requests", "Requests that ended, by reason.", labels=["reason"])
         for reason in FinishReason:
             finished.add_metric([reason.value], stats.get(f"{_REASON}{reason.value}", 0.0))
