@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention, SamplingParams
+from mcore_inference import (
+    DynamicInferenceContext,
+    DynamicInferenceEngine,
+    ExecutionConfig,
+    InferenceConfig,
+    NgramSpeculation,
+    PagedAttention,
+    SamplingParams,
+)
 from mcore_parallel import ProcessGroups
 from mcore_parallel.backends import choose_backend
 from mcore_parallel.models import GPTModel, ModelOutput, TransformerConfig
@@ -31,13 +39,15 @@ def prompts() -> list[list[int]]:
     return [shared + torch.randint(90, (1 + 7 * i,), generator=generator).tolist() for i in range(5)]
 
 
-def build(max_tokens: int, fields: dict[str, Any], dtype: torch.dtype, *, caching: bool) -> DynamicInferenceEngine:
+def build(
+    max_tokens: int, fields: dict[str, Any], dtype: torch.dtype, *, caching: bool, execution: ExecutionConfig | None = None
+) -> DynamicInferenceEngine:
     config, backend = dataclasses.replace(SIZES, **fields), choose_backend(batch_invariant=True)
     model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), backend=backend, dtype=dtype).eval()
     sizes = InferenceConfig(
         max_sequence_length=80, max_requests=4, max_tokens=max_tokens, block_size_tokens=8, num_blocks=24, enable_prefix_caching=caching
     )
-    return DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes))
+    return DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes), execution=execution)
 
 
 def results(records: Any) -> list[Any]:
@@ -65,6 +75,19 @@ def test_requests_have_the_same_bits_in_any_company_and_as_the_trainer(fields: d
         output, _ = plain(whole[:-1], Step.causal(1, len(whole) - 1))
         assert isinstance(output, ModelOutput)
         assert output.log_probs(whole[1:], temperature)[len(prompt) - 1 :].tolist() == values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_speculation_changes_no_bit(dtype: torch.dtype) -> None:
+    # What follows in a prompt was there before.
+    repeating = [prompt[:5] * 4 for prompt in prompts()]
+    settings = [dataclasses.replace(params, num_tokens_to_generate=20) for params in PARAMS]
+    speculation = ExecutionConfig(speculation=NgramSpeculation(num_tokens=3, min_ngram=1))
+    for max_tokens, caching in ((80, False), (9, True)):
+        plain = build(max_tokens, {}, dtype, caching=caching).generate(repeating, settings)
+        engine = build(max_tokens, {}, dtype, caching=caching, execution=speculation)
+        assert results(engine.generate(repeating, settings)) == results(plain)
+        assert engine.num_drafted > engine.num_accepted > 0
 
 
 def test_a_cache_of_another_dtype_is_refused_by_name() -> None:

@@ -26,6 +26,7 @@ from mcore_inference import (
     InvalidTokenError,
     MaxSequenceLengthOverflowError,
     NonFiniteLogitsError,
+    PagedAttention,
     QueueFullError,
     SamplingParams,
     StaticInferenceEngine,
@@ -412,6 +413,41 @@ def test_the_seed_of_an_engine_is_an_integer_of_64_bits(make_model: Callable[...
         with pytest.raises(ValueError, match="seed="):
             StaticInferenceEngine(model, max_batch_size=1, seed=bad)  # type: ignore[arg-type]
     assert DynamicInferenceEngine(model, context, seed=np.int64(-3)).generate([[1]], SamplingParams(num_tokens_to_generate=2))  # type: ignore[arg-type]
+
+
+class OneToken(torch.nn.Module):
+    """An output layer by which one token is certain."""
+
+    def __init__(self, token: int, vocab_size: int) -> None:
+        super().__init__()
+        self.token, self.vocab_size = token, vocab_size
+
+    def forward(self, hidden: Tensor, weight: Tensor | None, rows: Tensor) -> Tensor:
+        logits = hidden.new_full((len(rows), self.vocab_size), -30.0)
+        logits[:, self.token] = 30.0
+        return logits
+
+
+@pytest.mark.slow
+def test_ids_that_no_float32_holds_are_drawn_and_end_requests() -> None:
+    last = 2**24 + 1
+    config = TransformerConfig(num_layers=1, hidden_size=2, num_attention_heads=1, vocab_size=last + 2)
+    model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), dtype=torch.bfloat16).eval()
+    sizes = InferenceConfig(num_blocks=2, block_size_tokens=8, max_sequence_length=8)
+    engine = DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes))
+    common = {"num_tokens_to_generate": 2, "return_log_probs": True, "top_n_logprobs": 1}
+    # Rounded to float32 the id would be that of its neighbour.
+    for drawn in (last, last - 1):
+        model.output = OneToken(drawn, last + 2)
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(temperature=temperature, termination_id=last, seed=1, **common)
+            (record,) = engine.generate([[last, last - 1]], params)
+            wanted = ([last], FinishReason.STOP) if drawn == last else ([drawn] * 2, FinishReason.LENGTH)
+            assert (record.generated_tokens, record.finish_reason) == wanted
+            assert [list(best) for best in record.generated_top_n_logprobs] == [[token] for token in record.generated_tokens]
+            assert record.generated_log_probs == pytest.approx([0.0] * len(record.generated_tokens), abs=1e-6)
+    biased = SamplingParams(temperature=1.0, logit_bias={last: 100.0}, stop_token_ids=(last,), seed=1, **common)
+    assert engine.generate([[last]], biased)[0].generated_tokens == [last]
 
 
 class PoisonedLogits(torch.nn.Module):

@@ -147,8 +147,8 @@ def test_greedy_takes_the_lowest_id_of_the_best() -> None:
         (SamplingParams(top_p=1e-9), [1, 0, 0, 0]),
     ],
 )
-def test_draws_follow_the_filtered_distribution(params: SamplingParams, expected: list[float]) -> None:
-    draws = 10_000
+@pytest.mark.parametrize("draws", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_draws_follow_the_filtered_distribution(params: SamplingParams, expected: list[float], draws: int) -> None:
     # Shuffled, so that ids are not in the order of their scores.
     order = torch.tensor([2, 0, 3, 1])
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()[order]

@@ -77,7 +77,19 @@ class Simulated:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_request_ends_in_random_worlds(seed: int) -> None:
-    rng = random.Random(seed)
+    check_world(random.Random(seed), num_requests=20)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_every_request_ends_in_random_worlds_of_a_hundred_thousand_operations() -> None:
+    rng, operations = random.Random(40), 0
+    while operations < 100_000:
+        operations += check_world(rng, num_requests=60)
+
+
+def check_world(rng: random.Random, num_requests: int) -> int:
+    """Requests arrive, are admitted, preempted, computed and end; the number of these events."""
     max_requests = rng.randint(1, 6)
     size = rng.choice([1, 2, 4, 8])
     usable = rng.randint(4, 12)
@@ -91,13 +103,14 @@ def test_every_request_ends_in_random_worlds(seed: int) -> None:
     )
     longest = usable * size
     arrivals = []
-    for number in range(20):
+    for number in range(num_requests):
         prompt = rng.randint(1, longest if limits.chunked_prefill else min(longest, limits.max_tokens))
         arrivals.append(Simulated(number, prompt, rng.randint(1, longest - prompt + 1)))
     waiting: list[Simulated] = []
     running: list[Simulated] = []
     admitted_order: list[int] = []
-    for _ in range(20_000):
+    operations = 2 * num_requests
+    for _ in range(1_000 * num_requests):
         while arrivals and rng.random() < 0.3:
             waiting.append(arrivals.pop(0))
         if not (arrivals or waiting or running):
@@ -106,6 +119,7 @@ def test_every_request_ends_in_random_worlds(seed: int) -> None:
         views = [[view(item.request_id, item.tokens, item.cached, item.blocks) for item in queue] for queue in (running, waiting)]
         plan = plan_step(views[0], views[1], now)
         assert plan == plan_step(views[0], views[1], now)
+        operations += len(plan.preempted) + len(plan.admitted) + len(plan.work)
         oldest = (running or waiting or [None])[0]
         assert oldest is None or any(item.request_id == oldest.request_id for item in plan.work), "the oldest always advances"
         for number in plan.preempted:
@@ -135,6 +149,7 @@ def test_every_request_ends_in_random_worlds(seed: int) -> None:
         assert sum(item.blocks for item in running) <= usable
     assert not (arrivals or waiting or running)
     assert admitted_order == sorted(admitted_order)
+    return operations
 
 
 def test_a_request_whose_next_block_is_in_work_is_passed_over_and_others_are_not() -> None:
