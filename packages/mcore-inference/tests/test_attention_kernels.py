@@ -47,6 +47,8 @@ CASES = (
 )
 # As models have them; slow in the interpreter, and no other code there.
 WIDE = Case(rows=((66, 1), (0, 9), (30, 13)), width=128, heads=8, block_size=64, splits=2)
+WIDER = Case(rows=((66, 1), (0, 9), (30, 40)), width=272, heads=8, block_size=64, splits=2)
+"""Channels beyond 256 in 16 bits, and no power of two."""
 
 
 DECODE_CASES = (
@@ -267,6 +269,14 @@ def test_the_kernel_of_decode_steps_equals_plain_attention_on_a_gpu(case: Case, 
 def test_kernels_equal_plain_attention_on_a_gpu(case: Case, dtype: torch.dtype, tolerance: float) -> None:
     for fp8 in (False, True):
         check(case, "cuda", dtype, tolerance, fp8=fp8)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
+def test_kernels_of_wider_heads_equal_plain_attention_on_a_gpu(dtype: torch.dtype, tolerance: float) -> None:
+    check(WIDER, "cuda", dtype, tolerance)
+    check(WIDER, "cuda", dtype, tolerance, fp8=True)
 
 
 @pytest.mark.gpu
