@@ -70,7 +70,10 @@ def engine_of(config: TransformerConfig, place: dict[str, Any], use_graphs: bool
 
 
 def outcome(records: Any) -> list[Any]:
-    return [(r.generated_tokens, r.generated_log_probs, r.prompt_log_probs, r.generated_top_n_logprobs) for r in records]
+    return [
+        (r.generated_tokens, r.generated_log_probs, r.prompt_log_probs, r.generated_top_n_logprobs, r.prompt_top_n_logprobs)
+        for r in records
+    ]
 
 
 def check_company(
@@ -106,7 +109,7 @@ def check_trainer(config: TransformerConfig, place: dict[str, Any], count: int, 
     for temperature in {KINDS[i % len(KINDS)]["temperature"] or 1.0 for i in range(count)}:
         together = packed.log_probs(labels, temperature).detach()
         for number, (start, end) in enumerate(itertools.pairwise(bounds.tolist())):
-            kind, (_, values, prompt_values, _) = KINDS[number % len(KINDS)], drawn[number]
+            kind, (_, values, prompt_values, *_) = KINDS[number % len(KINDS)], drawn[number]
             if temperature != (kind["temperature"] if kind.get("processed_log_probs") else 1.0) or "top_p" in kind:
                 continue
             row, text = whole[number], texts[number]
