@@ -59,8 +59,6 @@ from mcore_tools.serving import (
 )
 from mcore_tools.torchrun import report_error
 
-_STALL_ON_GPU_S = 5.0
-
 
 @quiet_pipe
 @short_turns()
@@ -82,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--stall-seconds",
         type=number(above=0),
-        help="that a step may take before /health is red (default: 5 on a GPU; 60 on a CPU or with --speculation)",
+        help="that a step may take before /health is red (default: 3.5 on a GPU; 60 on a CPU or with --speculation)",
     )
     parser.add_argument(
         "--tool-call-parser", choices=("hermes", "llama3_json", "mistral"), help="how the model writes calls of tools (default: no tools)"
@@ -216,11 +214,7 @@ def _weights(options: argparse.Namespace) -> WeightFolders | None:
 
 
 def _limits(options: argparse.Namespace) -> ServerLimits:
-    stall = options.stall_seconds
-    if stall is None:
-        # Compiled and recorded before the first request no step of a GPU takes long, but for those of draft heads.
-        stall = _STALL_ON_GPU_S if torch.cuda.is_available() and options.speculation is None else ServerLimits().stall_timeout_s
-    return ServerLimits(max_waiting_requests=options.max_waiting, stall_timeout_s=stall)
+    return ServerLimits(max_waiting_requests=options.max_waiting, stall_timeout_s=options.stall_seconds)
 
 
 def _serve(engine: DynamicInferenceEngine, options: argparse.Namespace, token: str | None, weights: WeightFolders | None) -> int:

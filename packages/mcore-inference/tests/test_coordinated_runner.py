@@ -3,6 +3,10 @@
 """Engines of a coordinator as one runner sees them: figures, health, the end; and who may do what, over real sockets."""
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -154,6 +158,42 @@ def test_metrics_of_a_server_have_the_engines_together_and_gauges_of_each(runner
             family = many[f"mcore_inference_engine_{name}"]
             assert family.type == "gauge" and [sample.labels["engine"] for sample in family.samples] == ['dp-0 "x"\n', 'dp-1 "x"\n']
         assert "mcore_inference_engine_open_requests" not in one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stops", [True, False], ids=["a stopped process", "a hung step"])
+def test_by_default_health_is_red_within_five_seconds(
+    make_model: Make, make_engine: Make, monkeypatch: pytest.MonkeyPatch, stops: bool
+) -> None:
+    engine = make_engine(make_model(vocab_size=272, dtype=torch.float32, layers=1), ByteTokenizer(), max_sequence_length=512)
+    going = threading.Event()
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(DataParallelInferenceCoordinator())
+        if stops:
+            script = "import sys; from tests.campaigns._serving_engine import work; work(*sys.argv[1:], '')"
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+            process = subprocess.Popen([sys.executable, "-c", script, coordinator.address, "dp-0"], env=environment)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        else:
+            served = stack.enter_context(EngineRunner(engine))
+            stack.enter_context(EngineWorker(served, coordinator.address))
+        coordinator.wait_for_engines(1)
+        runner = stack.enter_context(CoordinatedRunner(coordinator.address))
+        asyncio.run(ten(runner))
+        assert runner.health().alive
+        begin = time.monotonic()
+        if stops:
+            os.kill(process.pid, signal.SIGSTOP)
+        else:
+            stack.callback(going.set)
+            monkeypatch.setattr(engine, "step", lambda: going.wait(30) and [])
+            # As one on a GPU that was warmed up.
+            monkeypatch.setattr(engine.context, "device", torch.device("cuda"))
+            monkeypatch.setattr(engine._executor, "is_warm", True)
+            asyncio.run(asyncio.wait_for(runner.submit("hung", TEN), 10))
+        until(lambda: not runner.health().alive, "health turned red", 20)
+        assert time.monotonic() - begin < 5
 
 
 def test_a_stuck_engine_turns_health_red_within_a_heartbeat_and_comes_back(

@@ -39,7 +39,9 @@ from mcore_inference.coordinator._messages import (
     is_greeting,
     is_too_long,
 )
+from mcore_inference.coordinator._runner import _STATUS_S, _STATUS_TIMEOUT_S
 from mcore_inference.coordinator._states import signals_between, state_after
+from mcore_inference.engine._runner import _WARM_STALL_S
 from tests.support.coordinator_core import Group, bucket, connect, load, partials, register, reply, report, submit
 
 
@@ -372,6 +374,18 @@ def test_each_kind_of_message_has_its_longest() -> None:
     assert not any(is_too_long(encode(message)) for message in allowed) and len(encode(allowed[2])) > SHORT_BYTES
     assert is_greeting(encode(connect("x" * 4096))) and is_greeting(encode(register()))
     assert not is_greeting(encode(connect("x" * GREETING_BYTES))) and not is_greeting(encode(submit(0)))
+
+
+def test_by_default_health_is_red_within_five_seconds_of_a_hung_step_a_stopped_engine_and_a_stopped_coordinator() -> None:
+    config = CoordinatorConfig()
+    core, now = CoordinatorCore(config), 0.0
+    core.receive(b"e", register(worker="w"), now)
+    while core.num_engines:
+        # As the coordinator's thread does.
+        now += config.heartbeat_s / 4
+        core.tick(now)
+    hung = _WARM_STALL_S + config.heartbeat_s
+    assert max(hung, now) + _STATUS_S <= 4.75 and _STATUS_S + _STATUS_TIMEOUT_S <= 4.75
 
 
 def test_one_that_asked_several_times_before_it_was_heard_is_one_engine() -> None:

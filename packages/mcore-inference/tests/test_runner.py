@@ -304,6 +304,19 @@ def test_a_step_that_hangs_shows_in_health(engine: DynamicInferenceEngine, outpu
     asyncio.run(main())
 
 
+def test_only_a_step_that_may_compile_or_is_of_a_cpu_may_take_a_minute(
+    engine: DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with EngineRunner(engine) as runner, EngineRunner(engine, stall_timeout_s=7) as given:
+        assert runner.stall_timeout_s == 60
+        monkeypatch.setattr(engine.context, "device", torch.device("cuda"))
+        assert runner.stall_timeout_s == 60
+        engine._executor.is_warm = True
+        assert runner.stall_timeout_s == 3.5 and given.stall_timeout_s == 7
+        monkeypatch.setattr(engine.context, "device", torch.device("cpu"))
+        assert runner.stall_timeout_s == 60
+
+
 def test_close_ends_open_streams(engine: DynamicInferenceEngine, output: Output) -> None:
     async def main() -> None:
         runner = EngineRunner(engine)

@@ -53,6 +53,19 @@ def test_nothing_is_counted_and_nothing_changes(execution: ExecutionConfig | Non
     assert [record.cached_prompt_tokens for record in engine.generate(PROMPTS, SETTINGS)] == again
 
 
+def test_it_is_warm_until_its_recordings_are_given_up_and_never_with_speculation() -> None:
+    engine, speculates = make_engine(), make_engine(ExecutionConfig(speculation=NgramSpeculation()))
+    assert not engine.is_warm
+    for each in (engine, speculates):
+        each.warm_up()
+    # Steps of proposals are none of those that it ran.
+    assert engine.is_warm and not speculates.is_warm
+    engine._executor.clear_graphs()
+    assert not engine.is_warm
+    engine.warm_up()
+    assert engine.is_warm
+
+
 def test_recurrent_states_are_left_clean() -> None:
     mamba = MambaConfig(state_dim=6, head_dim=8, num_groups=2, chunk_size=4)
     config = TransformerConfig(

@@ -64,7 +64,7 @@ class CoordinatorConfig:
     security: CoordinatorSecurity = CoordinatorSecurity()
     heartbeat_s: float = 1.0
     """Seconds between two signs of life of an engine and of a client."""
-    engine_timeout_s: float = 5.0
+    engine_timeout_s: float = 4.0
     """Seconds of silence after which an engine is lost."""
     client_timeout_s: float = 30.0
     """Seconds of silence after which a client is gone and its requests are aborted."""

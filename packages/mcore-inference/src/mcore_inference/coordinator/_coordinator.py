@@ -226,7 +226,7 @@ class DataParallelInferenceCoordinator:
 
     async def _tick(self, router: zmq.asyncio.Socket) -> None:
         while True:
-            await asyncio.sleep(self.config.heartbeat_s / 2)
+            await asyncio.sleep(self.config.heartbeat_s / 4)
             await self._deliver(router, self._core.tick(time.monotonic()))
 
     async def _lose_engines(self, router: zmq.asyncio.Socket) -> None:

@@ -19,7 +19,9 @@ from mcore_inference.engine import EngineHealth, Increment, RequestStream, Weigh
 from mcore_inference.requests import CoordinatorError, EngineDeadError, RequestError
 from mcore_inference.sampling import SamplingParams
 
-_STATUS_S = 0.5
+_STATUS_S = 0.25
+"""Between two looks at the engines."""
+_STATUS_TIMEOUT_S = 2.0
 
 
 @experimental_api
@@ -220,7 +222,7 @@ class CoordinatedRunner:
         while True:
             await asyncio.sleep(_STATUS_S)
             try:
-                self._take_status(await asyncio.wait_for(self._client.status(), 4 * _STATUS_S))
+                self._take_status(await asyncio.wait_for(self._client.status(), _STATUS_TIMEOUT_S))
             except (CoordinatorError, TimeoutError):
                 self._status = None
 

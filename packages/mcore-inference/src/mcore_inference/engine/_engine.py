@@ -235,6 +235,12 @@ class DynamicInferenceEngine:
         self._check_idle("warm_up")
         self._executor.warm_up()
 
+    @property
+    def is_warm(self) -> bool:
+        """Whether ``warm_up`` has left nothing that a step would compile or record. False with speculation, whose steps it does not run,
+        and after ``suspend`` has given the recordings up."""
+        return self._executor.is_warm
+
     def _check_idle(self, call: str) -> None:
         if self.has_unfinished_requests() or self.is_suspended:
             state = "is suspended" if self.is_suspended else f"has {len(self._requests.entries)} unfinished requests"

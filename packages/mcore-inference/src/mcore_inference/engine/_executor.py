@@ -177,6 +177,9 @@ class Executor:
                 f"MtpSpeculation runs the experts of its heads at times of its own, and ep={model.groups.ep.size} etp="
                 f"{model.groups.expt_tp.size} share experts with ranks that do not; leave speculation at None, or NgramSpeculation"
             )
+        self._speculates = execution.speculation is not None
+        self.is_warm = False
+        """No step compiles or records any more."""
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
         self._recordings = RecordingPool()
@@ -403,9 +406,11 @@ class Executor:
         for lengths, cached in steps:
             logits_NV = self._launched_logits(builder.sink_step(lengths, cached), range(len(lengths)))
         warm_up_draws(self._sampler, logits_NV, self._vocab_size)
+        self.is_warm = not self._speculates
 
     def clear_graphs(self) -> None:
         """Forget all recordings: the cache moves, or its memory is given back."""
+        self.is_warm = False
         for graphs in (self.graphs, self.mixed_graphs):
             if graphs is not None:
                 graphs.clear()

@@ -28,6 +28,10 @@ __all__ = ["EngineHealth", "EngineRunner"]
 
 _WEIGHTS_S = 60.0
 """That the next weights of a load may take: they are read from disks and gathered from trainers, which have limits of their own."""
+_WARM_STALL_S = 3.5
+"""That a step may take on a GPU that has nothing to compile: with the ways to a server's ``/health`` it is red within 5 s."""
+_COLD_STALL_S = 60.0
+"""That a step may take which compiles, or is of a CPU."""
 _LAST_STEP_S = 5.0
 """That a step gets to end whose other ranks are lost; it may never do so."""
 _LOG = logging.getLogger("mcore_inference.engine")
@@ -71,7 +75,8 @@ class EngineRunner:
 
     Args:
         engine: of the first rank; it must not be used elsewhere until ``close``, and of several ranks only be read in ``call``.
-        stall_timeout_s: age of the last step at which a busy engine counts as dead in ``health``.
+        stall_timeout_s: age of the last step at which a busy engine counts as dead in ``health``; None for 3.5 on a GPU while the engine
+            ``is_warm``, and for 60 where a step may compile or is of a CPU.
         max_failed_steps: steps that fail one after the other before the engine is given up. A step that fails before that ends its own
             requests only.
         max_waiting_requests: length of the engine's queue at which ``submit`` refuses; None for the engine's own limit only.
@@ -86,7 +91,7 @@ class EngineRunner:
         self,
         engine: DynamicInferenceEngine,
         *,
-        stall_timeout_s: float = 60.0,
+        stall_timeout_s: float | None = None,
         max_failed_steps: int = 3,
         max_waiting_requests: int | None = None,
         lockstep: LockstepConfig | None = None,
@@ -97,7 +102,7 @@ class EngineRunner:
                 f"this is {rank_name(engine, ranks.rank)} of {ranks.size}, and rank 0 runs the engine; call follow_runner(engine) here"
             )
         self.engine = engine
-        self._stall_timeout_s = as_number("stall_timeout_s", stall_timeout_s, 0, 1e9)
+        self._stall_timeout_s = None if stall_timeout_s is None else as_number("stall_timeout_s", stall_timeout_s, 0, 1e9)
         self._max_failed_steps = as_integer("max_failed_steps", max_failed_steps, 1, 2**31)
         self._max_waiting = 2**31 if max_waiting_requests is None else as_integer("max_waiting_requests", max_waiting_requests, 1, 2**31)
         self.num_failed_steps = 0
@@ -371,13 +376,20 @@ class EngineRunner:
         """``DynamicInferenceEngine.stats`` and ``latency_stats``, and the steps that failed."""
         return {**self.engine.stats(), **self.engine.latency_stats(), "failed_steps": self.num_failed_steps}
 
+    @property
+    def stall_timeout_s(self) -> float:
+        """Age of the last step, in seconds, at which a busy engine counts as dead now."""
+        if self._stall_timeout_s is not None:
+            return self._stall_timeout_s
+        return _WARM_STALL_S if self.engine.is_warm and self.engine.context.device.type == "cuda" else _COLD_STALL_S
+
     def health(self) -> EngineHealth:
         """Liveness by progress: a thread that hangs in a step is dead after ``stall_timeout_s``, one that waits for weights after a minute
         at least."""
         waits = self._paused or (self._peers is not None and self._peers.last.hold is not None)
         busy = bool(self._commands or (self._streams and not waits))
         age = time.monotonic() - self._progress if busy else None
-        patience_s = max(self._stall_timeout_s, _WEIGHTS_S) if self._awaits_weights else self._stall_timeout_s
+        patience_s = max(self.stall_timeout_s, _WEIGHTS_S) if self._awaits_weights else self.stall_timeout_s
         alive = self._thread.is_alive() and not self._closing and (age is None or age < patience_s)
         failure = None if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
         return EngineHealth(alive=alive, last_step_age_s=age, unfinished_requests=len(self._streams), failure=failure)

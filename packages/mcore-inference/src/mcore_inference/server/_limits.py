@@ -26,8 +26,8 @@ class ServerLimits:
     """Length of the queue at which requests are answered 429; None for the engine's own limit only."""
     max_failed_steps: int = 3
     """As of ``EngineRunner``."""
-    stall_timeout_s: float = 60.0
-    """Age of the last step at which ``/health`` reports the engine dead."""
+    stall_timeout_s: float | None = None
+    """Age of the last step at which ``/health`` reports the engine dead; None as of ``EngineRunner``."""
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
 
     def __post_init__(self) -> None:
@@ -36,4 +36,5 @@ class ServerLimits:
         if self.max_waiting_requests is not None:
             as_integer("max_waiting_requests", self.max_waiting_requests, 1, 2**31)
         as_integer("max_failed_steps", self.max_failed_steps, 1, 2**31)
-        as_number("stall_timeout_s", self.stall_timeout_s, 0, 1e9)
+        if self.stall_timeout_s is not None:
+            as_number("stall_timeout_s", self.stall_timeout_s, 0, 1e9)
