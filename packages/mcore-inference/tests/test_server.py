@@ -297,6 +297,56 @@ def test_a_bad_body_is_an_openai_shaped_error_and_the_server_lives(http: httpx.C
     assert http.get("/health").status_code == 200
 
 
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+SCHEMA: dict[str, Any] = {"name": "x", "schema": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "status", "field"),
+    [
+        ("completions", {"stream_options": {"include_usage": True}}, 400, "stream_options"),
+        ("completions", {"stream": False, "stream_options": {}}, 400, "stream_options"),
+        ("chat/completions", {"stream_options": {"include_usage": True}}, 400, "stream_options"),
+        ("chat/completions", {"stream": True, "stream_options": {"include_obfuscation": True}}, 422, "stream_options.include_obfuscation"),
+        ("completions", {"logprobs_mode": "processed_logprobs"}, 400, "logprobs_mode"),
+        ("completions", {"logprobs_mode": "raw_logprobs"}, 400, "logprobs_mode"),
+        ("completions", {"min_tokens": 3}, 400, "min_tokens"),
+        ("completions", {"min_tokens": 17, "max_tokens": None}, 400, "min_tokens"),
+        ("chat/completions", {"min_tokens": 3}, 400, "min_tokens"),
+        ("chat/completions", {"min_tokens": 300, "max_tokens": None}, 400, "min_tokens"),
+        ("chat/completions", {"max_completion_tokens": 3}, 400, "max_tokens"),
+        ("chat/completions", {"parallel_tool_calls": True}, 400, "parallel_tool_calls"),
+        ("chat/completions", {"parallel_tool_calls": False}, 400, "parallel_tool_calls"),
+        (
+            "chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {**SCHEMA, "strict": False}}},
+            422,
+            "response_format.json_schema.json_schema.strict",
+        ),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x", "name": "ada"}]}, 400, "messages.name"),
+    ],
+)
+def test_a_field_that_would_change_nothing_is_refused_by_name(
+    http: httpx.Client, path: str, more: dict[str, Any], status: int, field: str
+) -> None:
+    body = {**(CHAT if path.startswith("chat") else {"prompt": "x", "max_tokens": 2}), **more}
+    answer = http.post(f"/v1/{path}", json=body)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["param"] == field and field.rpartition(".")[2] in answer.json()["error"]["message"]
+
+
+def test_the_same_fields_are_taken_where_they_say_something(http: httpx.Client) -> None:
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("completions", {"prompt": "x", "stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}),
+        ("completions", {"prompt": "x", "logprobs": 0, "logprobs_mode": "raw_logprobs", "min_tokens": 2, "max_tokens": 2}),
+        ("completions", {"prompt": "x", "stream": None, "stream_options": None, "logprobs_mode": None, "min_tokens": 0, "max_tokens": 0}),
+        ("chat/completions", {**CHAT, "max_completion_tokens": 2, "min_tokens": 2, "parallel_tool_calls": None}),
+    ]
+    for path, body in bodies:
+        answer = http.post(f"/v1/{path}", json=body)
+        assert answer.status_code == 200, answer.text
+
+
 def test_other_faults_of_a_call_are_named(http: httpx.Client) -> None:
     good = json.dumps({"prompt": "x", "max_tokens": 1})
     assert http.post("/v1/completions", content=good, headers={"content-type": "text/plain"}).status_code == 415

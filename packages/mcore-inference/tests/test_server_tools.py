@@ -279,6 +279,38 @@ def test_a_server_without_parser_refuses_tools_and_says_how_to_start_it(make_mod
             serve(engine, tokenizer, tool_call_parser=parser)
 
 
+class NamingTokenizer(ByteTokenizer):
+    """Its template writes names of tools, which must have one, and of users, and no others."""
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> list[int]:
+        lines = []
+        for message in messages:
+            role = message["role"]
+            name = message["name"] if role == "tool" else message.get("name", "") if role == "user" else ""
+            lines.append(f"{role}({name}): {message['content']}\n")
+        return self.tokenize("".join(lines))
+
+
+def test_a_name_goes_to_the_chat_template_and_is_refused_where_that_writes_none(runner: ScriptedRunner) -> None:
+    messages: Any = [
+        {"role": "user", "name": "ada", "content": "x"},
+        {"role": "user", "content": "y"},
+        {"role": "tool", "name": "now", "content": "12"},
+    ]
+    runner.text, runner.reason = "x", FinishReason.STOP
+    with serve_runner(lambda: runner, NamingTokenizer()) as server, client_of(server) as client:
+        client.chat.completions.create(model="mcore", messages=messages)
+        assert runner.prompt == "user(ada): x\nuser(): y\ntool(now): 12\n"
+        named: Any = [*messages, {"role": "assistant", "name": "bot", "content": "z"}]
+        for ask in (
+            lambda: client.chat.completions.create(model="mcore", messages=named),
+            lambda: client.post("../tokenize", body={"messages": named}, cast_to=object),
+        ):
+            with pytest.raises(openai.BadRequestError, match="writes no name of role 'assistant'; leave name out") as caught:
+                ask()
+            assert caught.value.param == "messages.name"
+
+
 def test_tokenize_counts_tools_as_the_chat_does(scripted: openai.OpenAI, runner: ScriptedRunner) -> None:
     runner.text = "x"
     chat(scripted, False)

@@ -21,6 +21,7 @@ from mcore_inference.engine import Increment, RequestStream
 from mcore_inference.requests import DynamicInferenceRequestRecord, FinishReason, Status, StructuredOutputError
 from mcore_inference.sampling import SamplingParams
 from mcore_inference.server._bodies import BodyReader
+from mcore_inference.server._combinations import check_budget, check_chat, check_completion
 from mcore_inference.server._errors import ApiError
 from mcore_inference.server._format import chat_log_probs, completion_log_probs, usage
 from mcore_inference.server._metrics import ServerMetrics
@@ -164,9 +165,8 @@ class Routes:
 
     async def completions(self, request: Request) -> Response:
         body = await self._reader.read(request, CompletionBody)
+        check_completion(body)
         texts, prompts, params = [], [], []
-        if body.echo and body.stream:
-            raise ApiError(400, "echo with stream is not available; call without stream", param="echo")
         if len(body.prompts) * body.num_choices > MAX_CHOICES:
             raise ApiError(
                 422, f"{len(body.prompts)} prompts with n={body.num_choices} exceed {MAX_CHOICES} choices; send fewer", param="n"
@@ -174,6 +174,7 @@ class Routes:
         if body.logprobs_mode is not None and body.logprobs is None:
             raise ApiError(400, "logprobs_mode says which log-probabilities are returned; set logprobs too", param="logprobs_mode")
         budget = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        check_budget(body, budget)
         for prompt in body.prompts:
             tokens = self._encoder.encode(prompt) if isinstance(prompt, str) else self._checked(prompt)
             prompts.append(tokens)
@@ -200,11 +201,11 @@ class Routes:
 
     async def chat_completions(self, request: Request) -> Response:
         body = await self._reader.read(request, ChatBody)
-        if body.top_logprobs and not body.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+        check_chat(body)
         tools = ToolUse.of(body, self._tool_format)
         tokens = self._encoder.encode_chat([message.plain() for message in body.messages], tools=() if tools is None else tools.tools)
         budget = body.max_completion_tokens or body.max_tokens or max(1, self._runner.room(len(tokens)))
+        check_budget(body, budget)
         more: dict[str, Any] = {"return_log_probs": bool(body.logprobs), "top_n_logprobs": body.top_logprobs or 0}
         if tools is not None and tools.structured_output is not None:
             more["structured_output"] = tools.structured_output

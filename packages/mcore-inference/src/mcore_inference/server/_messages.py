@@ -92,7 +92,8 @@ class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=256)] | None = None
     """None only beside ``tool_calls``."""
-    name: Annotated[str, StringConstraints(max_length=256)] | None = None
+    name: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
+    """Of who speaks or of the tool, where the chat template writes it."""
     tool_calls: Annotated[list[MessageCall], Field(min_length=1, max_length=_MAX_TOOLS)] | None = None
     """Of the assistant."""
     tool_call_id: CallId | None = None
@@ -111,10 +112,12 @@ class Message(BaseModel):
         return self
 
     def plain(self) -> dict[str, Any]:
-        """Role and joined text, calls and the call that is answered, as chat templates take it."""
+        """Role, name and joined text, calls and the call that is answered, as chat templates take it."""
         content = self.content or ""
         plain: dict[str, Any] = {"role": self.role}
         plain["content"] = content if isinstance(content, str) else "".join(part.text for part in content)
+        if self.name is not None:
+            plain["name"] = self.name
         if self.tool_calls is not None:
             plain["tool_calls"] = [call.plain() for call in self.tool_calls]
         if self.tool_call_id is not None:

@@ -64,21 +64,32 @@ class PromptEncoder:
         """Ids of a conversation, by the tokenizer's chat template where it has one.
 
         Args:
-            messages: ``role`` and ``content`` of each, and ``tool_calls`` of some.
+            messages: ``role`` and ``content`` of each, and ``name`` and ``tool_calls`` of some.
             tools: that the model may call.
             add_generation_prompt: whether the assistant's turn is opened at the end.
 
         Raises:
-            ApiError: 400; the conversation is too long, or the template refuses it.
+            ApiError: 400; the conversation is too long, the template refuses it, or writes no names where there are some.
         """
         calls = [message["tool_calls"] for message in messages if "tool_calls" in message]
         written = sum(len(json.dumps(part)) for part in (calls, tools) if part)
-        self._check_length(written + sum(len(message.get("content") or "") for message in messages), "messages")
-        try:
-            tokens = chat_tokens(self.tokenizer, messages, add_generation_prompt, tools)
-        except Exception as error:
-            # Templates refuse conversations in their own ways (wrong order of roles); it is the client's conversation.
-            raise ApiError(400, f"the chat template refused the messages: {error}", param="messages") from error
+        texts = sum(len(message.get("content") or "") + len(message.get("name", "")) for message in messages)
+        self._check_length(written + texts, "messages")
+
+        def encoded(conversation: Sequence[Mapping[str, Any]]) -> list[int]:
+            try:
+                return chat_tokens(self.tokenizer, conversation, add_generation_prompt, tools)
+            except Exception as error:
+                # Templates refuse conversations in their own ways (wrong order of roles); it is the client's conversation.
+                raise ApiError(400, f"the chat template refused the messages: {error}", param="messages") from error
+
+        tokens = encoded(messages)
+        for role in sorted({message["role"] for message in messages if "name" in message}):
+            # Templates write names of some roles, or none; another name shows which, also where one is needed.
+            other = [{**message, "name": f"{message['name']}_"} if _is_named(message, role) else message for message in messages]
+            if encoded(other) == tokens:
+                text = f"messages: the chat template writes no name of role {role!r}; leave name out, or put it into the content"
+                raise ApiError(400, text, param="messages.name")
         # A template may write the begin-of-text token before an encoder that adds it.
         bos = self.bos
         return tokens[1:] if bos is not None and tokens[:2] == [bos, bos] else tokens
@@ -92,6 +103,10 @@ class PromptEncoder:
             message = f"the {param} has {num_characters} characters, beyond the {longest * each} of {limit}; shorten it"
             # OpenAI's own code, which clients look for.
             raise ApiError(400, message, code="context_length_exceeded", param=param)
+
+
+def _is_named(message: Mapping[str, Any], role: str) -> bool:
+    return message["role"] == role and "name" in message
 
 
 def check_tool_template(tokenizer: Tokenizer) -> None:

@@ -36,7 +36,8 @@ class StreamOptions(BaseModel):
     model_config = EXACT
 
     include_usage: bool = False
-    include_obfuscation: bool = False
+    include_obfuscation: Literal[False] = False
+    """Nothing is added to chunks to hide their lengths."""
 
 
 class TextFormat(BaseModel):
@@ -63,8 +64,8 @@ class NamedSchema(BaseModel):
     name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: Text | None = None
     json_schema: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None
-    """The output has the form in either case."""
+    strict: Literal[True] | None = None
+    """The output always has the form; a schema that is only a hint would reach no model."""
 
 
 class JsonSchemaFormat(BaseModel):
