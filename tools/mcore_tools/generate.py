@@ -60,10 +60,11 @@ _NUM_TOKENS = 64
 """Of a continuation, where nothing is said."""
 
 
-def generate(engine: DynamicInferenceEngine, prompts: Sequence[str], *, max_tokens: int | None, temperature: float) -> int:
+def generate(engine: DynamicInferenceEngine, prompts: Sequence[str], *, max_tokens: int | None, temperature: float | None) -> int:
     """Print each prompt with its continuation, on the first rank of the engine; 1 when one was refused.
 
-    A continuation that the engine's length cuts is said to be cut. ``max_tokens`` is None for 64, or as many as there is room for.
+    A continuation that the engine's length cuts is said to be cut. ``max_tokens`` is None for 64, or as many as there is room for;
+    ``temperature`` is None for 0.
     """
     longest = engine.context.max_sequence_length
     # All ranks make the same calls, and get the same tokens.
@@ -84,8 +85,10 @@ def continue_coordinated(options: argparse.Namespace) -> int:
     return _show(options.prompt, [results[number] for number in range(len(options.prompt))], longest)
 
 
-def _params(max_tokens: int | None, temperature: float, longest: int) -> SamplingParams:
-    return SamplingParams(temperature=temperature, num_tokens_to_generate=min(_NUM_TOKENS, longest) if max_tokens is None else max_tokens)
+def _params(max_tokens: int | None, temperature: float | None, longest: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=temperature or 0.0, num_tokens_to_generate=min(_NUM_TOKENS, longest) if max_tokens is None else max_tokens
+    )
 
 
 def _show(prompts: Sequence[str], results: Sequence[DynamicInferenceRequestRecord | RequestError], longest: int) -> int:
@@ -220,7 +223,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """What is continued, and how."""
     parser.add_argument("--prompt", action="append", default=[], help="continue this text; may be given again")
     parser.add_argument("--max-tokens", type=integer(1), help="of a continuation (default: 64)")
-    parser.add_argument("--temperature", type=number(least=0), default=0.0, help="of a continuation (default: 0, the likeliest token)")
+    parser.add_argument("--temperature", type=number(least=0), help="of a continuation (default: 0, the likeliest token)")
 
 
 @quiet_pipe

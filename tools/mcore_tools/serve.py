@@ -59,6 +59,22 @@ from mcore_tools.serving import (
 )
 from mcore_tools.torchrun import report_error
 
+_SERVER = "a server"
+_USES = {
+    "max_tokens": ["--prompt"],
+    "temperature": ["--prompt"],
+    "name": ["--join"],
+    "max_waiting": ["--join", _SERVER],
+    "stall_seconds": ["--join", _SERVER],
+    "host": [_SERVER],
+    "port": [_SERVER],
+    "drain_seconds": [_SERVER],
+    "tool_call_parser": [_SERVER],
+    "token_file": [_SERVER],
+}
+"""Where a flag says something."""
+_DEFAULTS = {"host": "127.0.0.1", "port": 8000, "drain_seconds": 30.0, "max_waiting": 512}
+
 
 @quiet_pipe
 @short_turns()
@@ -69,14 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_split_argument(parser)
     add_speculation_arguments(parser)
     add_sampling_arguments(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s); other than loopback it needs --token-file")
-    parser.add_argument("--port", type=integer(0, 65_535), default=8000, help="0 for a free one (default: 8000)")
-    parser.add_argument(
-        "--drain-seconds", type=number(least=0), default=30.0, help="that open requests get to end at a signal (default: 30)"
-    )
-    parser.add_argument(
-        "--max-waiting", type=integer(1), default=512, help="requests in the queue, then clients are sent away (default: 512)"
-    )
+    parser.add_argument("--host", help="address (default: 127.0.0.1); other than loopback it needs --token-file")
+    parser.add_argument("--port", type=integer(0, 65_535), help="0 for a free one (default: 8000)")
+    parser.add_argument("--drain-seconds", type=number(least=0), help="that open requests get to end at a signal (default: 30)")
+    parser.add_argument("--max-waiting", type=integer(1), help="requests in the queue, then clients are sent away (default: 512)")
     parser.add_argument(
         "--stall-seconds",
         type=number(above=0),
@@ -126,13 +138,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--name",
-        default=f"{socket.gethostname()}-{os.getpid()}",
         help="of an engine that joins, another than that of each other (default: host and process)",
     )
     words = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(words)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
+        _settle(options)
         _check_layout(options)
         token, weights = options.token_file, _weights(options)
         if not (options.prompt or options.join or int(os.environ.get("RANK", "0"))):
@@ -164,6 +176,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, CheckpointingException) as error:
         report_error(str(error))
         return exit_code(error)
+
+
+def _settle(options: argparse.Namespace) -> None:
+    """Refuse flags that would change nothing, and give the others that are missing their defaults."""
+    if options.prompt and options.join:
+        raise ValueError("--prompt and --join exclude each other: one continues texts and ends, one works for a coordinator")
+    use = "--prompt" if options.prompt else "--join" if options.join else _SERVER
+    for name, uses in _USES.items():
+        if use in uses or getattr(options, name) is None:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        if _SERVER in uses:
+            raise ValueError(f"{flag} is of a server over HTTP, and {use} starts none; leave it out")
+        raise ValueError(f"{flag} is of {uses[0]}; give both, or leave it out")
+    for name, value in _DEFAULTS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    options.name = options.name or f"{socket.gethostname()}-{os.getpid()}"
 
 
 def _is_coordinated(options: argparse.Namespace) -> bool:

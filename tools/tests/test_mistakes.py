@@ -25,6 +25,7 @@ UPCYCLED = "--set load.path=published --set data.prefix=corpus --set output=out 
 SPLIT = "--set data.split=80,20,0"
 EIGHT_BIT = "--set data_parallel=fsdp --set fsdp.eight_bit_parameters"
 LAYOUT = "--gpus 8 --sequence 4096 --global-batch 64"
+OF_HTTP = ("--host 127.0.0.1", "--port 0", "--drain-seconds 30", "--tool-call-parser hermes", "--token-file text.txt")
 
 MISTAKES = [
     ("quickstart --text nothing", "cannot read nothing: no such file or folder; check the path"),
@@ -121,6 +122,15 @@ MISTAKES = [
     ("serve foreign --port 0", "config.json: model_type='rwkv' is none of "),
     ("serve published --port 99999", "--port: 99999 must be 0 to 65535; mcore serve --help"),
     ("serve published --host 0.0.0.0", "give --token-file, or --host 127.0.0.1"),
+    ("serve published --max-tokens 8", "--max-tokens is of --prompt; give both, or leave it out"),
+    ("serve published --temperature 0", "--temperature is of --prompt; give both, or leave it out"),
+    ("serve published --name me", "--name is of --join; give both, or leave it out"),
+    ("serve published --name me --prompt x", "--name is of --join; give both, or leave it out"),
+    ("serve published --max-tokens 8 --join tcp://127.0.0.1:9", "--max-tokens is of --prompt; give both, or leave it out"),
+    ("serve published --prompt x --join tcp://127.0.0.1:9", "--prompt and --join exclude each other: one continues texts and ends"),
+    *((f"serve published --prompt x {flag}", f"{flag.split()[0]} is of a server over HTTP, and --prompt starts none") for flag in OF_HTTP),
+    *((f"serve published --prompt x {flag}", f"{flag.split()[0]} is of a server") for flag in ("--max-waiting 8", "--stall-seconds 8")),
+    *((f"serve published --join tcp://127.0.0.1:9 {flag}", f"{flag.split()[0]} is of a server over HTTP, and --join") for flag in OF_HTTP),
     ("convert import x out", "invalid choice: 'import' (choose from"),
     ("convert import-hf published published", "published exists and is not an empty folder; choose another or remove it"),
     ("convert import-hf foreign out", "config.json: model_type='rwkv' is none of "),
