@@ -12,6 +12,7 @@ import ssl
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_tools import serve as command
 from tests.support.checkpoints import tiny_checkpoint
 
-FILES = Path(__file__).parents[2] / "docs" / "launch" / "examples"
+ROOT = Path(__file__).parents[2]
+FILES = ROOT / "docs" / "launch" / "examples"
 
 
 def free_port() -> int:
@@ -44,6 +46,16 @@ def until(done: Callable[[], Any], limit_s: float, why: Callable[[], str]) -> An
         assert time.monotonic() < deadline, why()
         time.sleep(0.1)
     return value
+
+
+def test_the_application_and_its_image_bring_what_its_server_answers_with() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (declared,) = [name for name in project["dependencies"] if name.startswith("mcore-inference")]
+    image = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
+    for text in (declared, image.partition("ls mcore_inference-*.whl)")[2]):
+        extras = text.partition("[")[2].partition("]")[0].split(",")
+        # HTTP, engines in processes of their own, `response_format` and required calls of tools.
+        assert {"server", "coordinator", "structured"} <= set(extras), text[:80]
 
 
 def test_the_kubernetes_file_says_what_the_command_takes(capsys: pytest.CaptureFixture[str]) -> None:
