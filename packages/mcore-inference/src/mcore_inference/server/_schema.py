@@ -27,7 +27,8 @@ Token = Annotated[int, Field(ge=0, lt=2**31)]
 # JSON's names of fields are strings; one spelling of each id, so that none comes twice.
 TokenKey = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 Bias = Annotated[float, Field(ge=-1000, le=1000)]
-Tokens = Annotated[list[Token], Field(min_length=1, max_length=_MAX_TOKENS)]
+# The first wrong entry ends the reading of a list: a body has room for a hundred thousand.
+Tokens = Annotated[list[Token], Field(min_length=1, max_length=_MAX_TOKENS, fail_fast=True)]
 
 
 class StreamOptions(BaseModel):
@@ -174,8 +175,8 @@ class CompletionBody(_Sampling):
     prompt: (
         Text
         | Tokens
-        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
     max_tokens: int | None = Field(default=None, ge=0, le=_MAX_TOKENS)
     """16 when absent."""
