@@ -17,10 +17,11 @@ from typing import Any
 
 from mcore_inference import EngineLostError, EngineRunner, SamplingParams
 from mcore_inference.coordinator import CoordinatorConfig, CoordinatorSecurity, DataParallelInferenceCoordinator, InferenceClient
+from mcore_inference.coordinator._core import CoordinatorCore
 from mcore_parallel import named_shards
 from tests.campaigns._serving_engine import HEARTBEAT_S, make_model, most_probable, work
 
-__all__ = ["killed_engines", "suspended", "swapped_weights"]
+__all__ = ["Fates", "killed_engines", "suspended", "swapped_weights"]
 
 Figures = dict[str, Any]
 _SECRET = "of the campaign"
@@ -58,25 +59,49 @@ def _greedy(count: int) -> SamplingParams:
 
 
 @dataclass
-class _Requests:
+class Fates:
     """What became of the requests beside the kills."""
 
     whole: int = 0
     streams: int = 0
     failures: int = 0
-    slowest_s: float = 0.0
     problems: list[str] = field(default_factory=list)
     killed: dict[str, float] = field(default_factory=dict)
     """When each engine was killed."""
+    held: dict[int, list[str]] = field(default_factory=dict)
+    """Engines that were lost with a request, by its number."""
+    after_last_s: list[float] = field(default_factory=list)
+    """Of each request that a killed engine held, from the kill to its end; from the last kill where its next engine was killed too."""
+    after_first_s: list[float] = field(default_factory=list)
+    """The same from the first."""
+    survivors_s: list[float] = field(default_factory=list)
+    """Of each other request that was open at a kill, from its beginning to its end."""
+
+    def note_end(self, number: int, begin: float, end: float) -> None:
+        """A request has ended, well or not."""
+        moments = [self.killed[name] for name in self.held.get(number, []) if name in self.killed]
+        if moments:
+            self.after_last_s.append(end - max(moments))
+            self.after_first_s.append(end - min(moments))
+        elif any(begin < moment < end for moment in self.killed.values()):
+            self.survivors_s.append(end - begin)
+
+    def late(self) -> list[str]:
+        """What took too long, or was not measured."""
+        measured = {
+            "from the kill of its engine to the end of a request": self.after_last_s,
+            "for one of an engine that lived": self.survivors_s,
+        }
+        late = [f"{seconds:.1f} s {what}" for what, each in measured.items() for seconds in each if seconds > _LIMIT_S]
+        return late if self.after_last_s or not self.killed else [*late, "no killed engine held a request"]
 
     async def one(self, client: InferenceClient, index: int, wanted: list[int]) -> None:
         """A request of a client: whole ones must succeed, streams may fail by name of a killed engine."""
         streamed, begin = index % 2 == 1, time.monotonic()
         self.streams, self.whole = self.streams + streamed, self.whole + (not streamed)
+        request = await client.submit([1, index % 4], _greedy(60), stream=streamed)
         try:
-            record = await (
-                (await client.submit([1, index % 4], _greedy(60))).record() if streamed else client.add_request([1, index % 4], _greedy(60))
-            )
+            record = await request.record()
         except EngineLostError as error:
             self.failures += 1
             name = re.search(r"engine (dp-\d+)", str(error))
@@ -87,10 +112,20 @@ class _Requests:
         else:
             if record.generated_tokens != wanted:
                 self.problems.append("other tokens than those of one engine")
-        # In flight when engines died; a retry may go to the next victim, so each death has its own time.
-        moments = [moment for moment in self.killed.values() if begin < moment]
-        if moments:
-            self.slowest_s = max(self.slowest_s, (time.monotonic() - min(moments)) / len(moments))
+        self.note_end(request.request_id, begin, time.monotonic())
+
+
+def _note_holders(core: CoordinatorCore, held: dict[int, list[str]]) -> None:
+    """From now on each engine that is lost is noted at the requests that it has then."""
+    lose = core._lose
+
+    def noting(peer: bytes, reason: str, now: float, *, tell: bool = True) -> None:
+        engine = core._engines[peer]
+        for attempt in engine.requests:
+            held.setdefault(core._attempts[attempt].message.request_id, []).append(engine.name)
+        lose(peer, reason, now, tell=tell)
+
+    core._lose = noting  # type: ignore[method-assign]
 
 
 def killed_engines(kills: int, seed: int, until: float = math.inf) -> Figures:
@@ -116,7 +151,7 @@ def killed_engines(kills: int, seed: int, until: float = math.inf) -> Figures:
             for process in processes.values():
                 process.kill()
                 process.join()
-    problems = requests.problems + ([f"a request took {requests.slowest_s:.1f} s"] if requests.slowest_s > _LIMIT_S else [])
+    problems, lived = requests.problems + requests.late(), sorted(requests.survivors_s)
     return {
         "kills": len(requests.killed),
         "engine_timeout_s": _ENGINE_TIMEOUT_S,
@@ -124,7 +159,11 @@ def killed_engines(kills: int, seed: int, until: float = math.inf) -> Figures:
         "whole_requests": requests.whole,
         "streams": requests.streams,
         "typed_failures_of_streams": requests.failures,
-        "slowest_end_after_the_kill_s": round(requests.slowest_s, 2),
+        "held_by_a_killed_engine": len(requests.after_last_s),
+        "slowest_end_after_its_kill_s": round(max(requests.after_last_s, default=0), 2),
+        "slowest_end_after_the_first_of_its_kills_s": round(max(requests.after_first_s, default=0), 2),
+        "survivors": {"requests": len(lived)}
+        | {f"p{share}_s": round(lived[share * (len(lived) - 1) // 100], 2) for share in (50, 99, 100) if lived},
         "problems": problems[:5],
     }
 
@@ -136,8 +175,9 @@ async def _kill(
     kills: int,
     rng: random.Random,
     until: float,
-) -> _Requests:
-    requests = _Requests()
+) -> Fates:
+    requests = Fates()
+    _note_holders(coordinator._core, requests.held)
     async with InferenceClient(coordinator.address, security=CoordinatorSecurity(secret=_SECRET), heartbeat_s=HEARTBEAT_S) as client:
         wanted = [(await client.add_request([1, last], _greedy(60))).generated_tokens for last in range(4)]
         async with _loaded(6, lambda index: requests.one(client, index, wanted[index % 4])):

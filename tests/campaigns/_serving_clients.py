@@ -10,6 +10,7 @@ is the plan as JSON; one line of JSON comes back. ``steady``, ``mixed``,
 import asyncio
 import contextlib
 import errno
+import itertools
 import json
 import math
 import os
@@ -22,14 +23,17 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import zmq
 
-__all__ = ["http_request", "main"]
+__all__ = ["Departure", "http_request", "leave", "main"]
 
 Plan = dict[str, Any]
+_LEAVING_TOKENS = 200
+"""Of a stream that a client leaves."""
 _IP_BIND_ADDRESS_NO_PORT = 24
 """Of Linux: a port is chosen at the connect, so that one may serve several connections."""
 
@@ -267,46 +271,89 @@ def _sink(_: Plan) -> Plan:
     return {"cpu_s": round(time.process_time(), 2)}
 
 
-async def _leaving(plan: Plan) -> Plan:
-    """Clients that leave within their stream, or while they wait for an answer: half of them by a reset."""
-    draw, gate, began, left = random.Random(plan["seed"]), asyncio.Semaphore(8), 0, 0
+@dataclass(frozen=True)
+class Departure:
+    """How a client leaves."""
+
+    streams: bool
+    choices: int
+    cut: int
+    """Pieces of the stream that it reads first; 0 to read nothing."""
+    pause_s: float
+    """That it waits where it reads nothing."""
+    resets: bool
+
+    @classmethod
+    def draw(cls, draw: random.Random) -> "Departure":
+        """Within a stream at any of its tokens, more often early, or while it waits for an answer; half of them by a reset."""
+        streams = draw.random() < 0.8
+        cut = round(_LEAVING_TOKENS ** draw.random()) if streams and draw.random() < 0.8 else 0
+        return cls(streams, draw.choice([1, 1, 3]), cut, draw.uniform(0, 0.02), draw.random() < 0.5)
+
+
+async def _read_pieces(reader: asyncio.StreamReader, count: int) -> int:
+    """So many pieces of a stream, or fewer where it ends."""
+    pieces = 0
+    with contextlib.suppress(ConnectionError):
+        while pieces < count and (line := await reader.readline()):
+            pieces += line.startswith(b"data: {")
+    return pieces
+
+
+async def leave(plan: Plan) -> Plan:
+    """Clients that leave, eight at a time: how many did, and how many of them within their stream."""
+    draw, gate, left, cuts, refused = random.Random(plan["seed"]), asyncio.Semaphore(8), 0, list[int](), 0
     end = time.monotonic() + plan["seconds"]
 
-    async def one(port: int) -> None:
-        nonlocal began, left
+    async def one(port: int, departure: Departure) -> None:
+        nonlocal left, refused
         async with gate:
             if time.monotonic() > end:
                 return
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            body = {"prompt": "leaving", "max_tokens": 200, "ignore_eos": True, "stream": draw.random() < 0.8, "n": draw.choice([1, 1, 3])}
-            writer.write(http_request(body))
-            if body["stream"] and draw.random() < 0.8:
-                with contextlib.suppress(ConnectionError):
-                    began += b" 200 " in await reader.read(draw.choice([20, 400, 2000]))
+            body = {"prompt": "leaving", "max_tokens": _LEAVING_TOKENS, "ignore_eos": True}
+            writer.write(http_request({**body, "stream": departure.streams, "n": departure.choices}))
+            if departure.cut:
+                pieces = await _read_pieces(reader, departure.cut)
+                if pieces == departure.cut:
+                    cuts.append(pieces)
+                else:
+                    refused += 1
             else:
-                await asyncio.sleep(draw.uniform(0, 0.02))
-            if draw.random() < 0.5:
+                await asyncio.sleep(departure.pause_s)
+            if departure.resets:
                 raw = writer.get_extra_info("socket")
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             writer.transport.abort()
             left += 1
 
-    await asyncio.gather(*(one(plan["ports"][index % len(plan["ports"])]) for index in range(plan["count"])))
-    return {"count": left, "left_within_their_stream": began}
+    departures = [Departure.draw(draw) for _ in range(plan["count"])]
+    ports = itertools.cycle(plan["ports"])
+    await asyncio.gather(*(one(next(ports), departure) for departure in departures))
+    pieces = sorted(cuts)
+    quantiles = {f"p{share}": pieces[share * (len(pieces) - 1) // 100] for share in (10, 50, 90, 100) if pieces}
+    return {"count": left, "left_within_their_stream": len(cuts), "tokens_read_before": quantiles, "streams_that_ended_before": refused}
 
 
 async def _slow(plan: Plan) -> Plan:
-    """Connections that send a byte a second of header or body, or read one a second of a stream."""
+    """Connections that send a byte a second of header or body, or read one a second of a stream.
+
+    Without ``holds`` only those that ask for a stream, which read it at once: the same work, and nothing held.
+    """
     request = http_request({"prompt": "slow", "max_tokens": 300, "ignore_eos": True, "stream": True})
 
     async def one(index: int) -> None:
+        begun = (0, request.index(b"\r\n\r\n") + 4, len(request))[index % 3]
+        if not plan["holds"]:
+            if begun == len(request):
+                await _ask(plan["ports"][index % len(plan["ports"])], request)
+            return
         raw = socket.socket()
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         raw.setblocking(False)
         loop = asyncio.get_running_loop()
         with raw, contextlib.suppress(OSError):
             await loop.sock_connect(raw, ("127.0.0.1", plan["ports"][index % len(plan["ports"])]))
-            begun = (0, request.index(b"\r\n\r\n") + 4, len(request))[index % 3]
             await loop.sock_sendall(raw, request[:begun])
             while True:
                 await asyncio.sleep(1)
@@ -345,7 +392,7 @@ _KINDS: dict[str, Callable[[Plan], Plan | Awaitable[Plan]]] = {
     "hostile_http": _hostile_http,
     "hostile_coordinator": _hostile_coordinator,
     "sink": _sink,
-    "leaving": _leaving,
+    "leaving": leave,
     "slow": _slow,
     "many": _many,
     "mixed": _mixed,

@@ -4,7 +4,6 @@
 
 import gc
 import os
-import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,18 @@ def leaving(service: Service, aborts: int, seed: int, seconds: float) -> Figures
 
 
 def slow(service: Service, clients: int, seconds: float, rate: float) -> Figures:
-    """Good requests beside clients that send or read a byte a second."""
-    holding = started("slow", service.ports, service.cores.others, count=clients)
-    try:
-        steady, _ = beside(service, rate, lambda: time.sleep(seconds))
-    finally:
-        ended(holding)
-    return {"slow_clients": clients, "good": steady, "problems": lost(steady) + service.left()}
+    """Good requests beside clients that send or read a byte a second; and before, beside clients that ask for the same and read at once."""
+    figures: Figures = {"slow_clients": clients}
+    problems: list[str] = []
+    for name, holds in (("good beside the same work read at once", False), ("good", True)):
+        others = started("slow", service.ports, service.cores.others, count=clients, holds=holds)
+        try:
+            steady, _ = beside(service, rate, lambda: time.sleep(seconds))
+        finally:
+            ended(others)
+        figures[name] = steady
+        problems += lost(steady) + service.left()
+    return {**figures, "problems": problems}
 
 
 def _oversize_requests() -> dict[str, bytes]:
@@ -66,23 +70,55 @@ def _oversize_requests() -> dict[str, bytes]:
             requests[name] = head + b"Content-Length: %d\r\n\r\n" % len(data) + data
         else:
             requests[name] = http_request({"prompt": "x", name.partition(" of ")[0]: value})
-    return requests
+    return requests | {name: http_request(body, path) for name, (path, body) in _oversize_bodies().items()}
+
+
+def _oversize_bodies() -> dict[str, tuple[str, Any]]:
+    """Of the other routes, and lists of much."""
+    user = {"role": "user", "content": "x"}
+    long, many = {**user, "content": "x" * 2**20}, [user] * 10**5
+    parts = {**user, "content": [{"type": "text", "text": "x"}] * 10**5}
+    tools = [{"type": "function", "function": {"name": f"f{index}"}} for index in range(10**4)]
+    completions, chat, tokenize = "/v1/completions", "/v1/chat/completions", "/tokenize"
+    return {
+        "many prompts": (completions, {"prompt": ["x"] * 10**5}),
+        "long prompts": (completions, {"prompt": ["x" * 2**15] * 100}),
+        "many prompts of tokens": (completions, {"prompt": [[1]] * 10**5}),
+        "long prompts of tokens": (completions, {"prompt": [[1] * 2**13] * 100}),
+        "chat: long message": (chat, {"messages": [long]}),
+        "chat: many messages": (chat, {"messages": many}),
+        "chat: many parts": (chat, {"messages": [parts]}),
+        "chat: most messages": (chat, {"messages": [{**user, "content": "x" * 100}] * 4096}),
+        "chat: many tools": (chat, {"messages": [user], "tools": tools}),
+        "chat: n": (chat, {"messages": [user], "n": 10**6}),
+        "chat: stop": (chat, {"messages": [user], "stop": ["x"] * 10**5}),
+        "tokenize: long prompt": (tokenize, {"prompt": "x" * 2**20}),
+        "tokenize: many messages": (tokenize, {"messages": many}),
+        "detokenize: many tokens": ("/detokenize", {"tokens": [1] * (2**20 + 1)}),
+        "detokenize: wrong tokens": ("/detokenize", {"tokens": [2**31 - 1] * 10**5}),
+    }
 
 
 def oversize(service: Service, repeats: int, limit_ms: float) -> Figures:
-    """Each oversize request so many times: the median of the time to its whole answer."""
+    """Each oversize request so many times: the longest time to its whole answer, and the longest of it that was computed.
+
+    The time computed is of this process, which serves and asks and does nothing else: unlike the other it does not hang on what else the
+    machine does, and it is what others wait for. It has the limit; the other has ten times as much.
+    """
     results, problems = {}, []
     for name, request in _oversize_requests().items():
-        seconds, statuses = [], set()
+        seconds, computed, statuses = [], [], set()
         for index in range(repeats):
-            begin = time.perf_counter()
+            begin, computing = time.perf_counter(), time.process_time()
             statuses.add(answer(service.ports[index % 2], request)[0])
             seconds.append(time.perf_counter() - begin)
-        results[name] = {"status": sorted(statuses), "median_ms": round(1e3 * statistics.median(seconds), 1)}
+            computed.append(time.process_time() - computing)
+        slowest, dearest = (round(1e3 * max(times), 1) for times in (seconds, computed))
+        results[name] = {"status": sorted(statuses), "slowest_ms": slowest, "most_computed_ms": dearest}
         if not all(400 <= status < 500 for status in statuses):
             problems.append(f"oversize {name}: {sorted(statuses)}")
-        if results[name]["median_ms"] > limit_ms:
-            problems.append(f"oversize {name}: {results[name]['median_ms']} ms")
+        if dearest > limit_ms or slowest > 10 * limit_ms:
+            problems.append(f"oversize {name}: {slowest} ms, of which {dearest} ms were computed; at most {limit_ms:g} may be")
     for port in service.ports:
         if answer(port, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")[0] != 200:
             problems.append("a server is not healthy afterwards")

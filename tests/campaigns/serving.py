@@ -143,7 +143,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS), metavar="PART", help=f"of {', '.join(_PARTS)}")
     parser.add_argument("--budget-seconds", type=float, default=math.inf, help="begin no part or round later; what is lacking is a problem")
     parser.add_argument("--seconds", type=float, default=30, help="of the trial without attack, and of the slow clients")
-    parser.add_argument("--oversize-ms", type=float, default=50, help="limit of the median time to refuse an oversize request")
+    parser.add_argument(
+        "--oversize-ms", type=float, default=500, help="of computing that an oversize request may cost; ten times as much in all"
+    )
     parser.add_argument("--rate", type=float, default=20, help="good requests a second")
     parser.add_argument("--http-share", type=float, default=0.5, help="of --frames: to the HTTP ports; the rest to the coordinator's")
     parser.add_argument("--attackers", type=int, default=1, help="processes that send frames, and as many that send HTTP requests")

@@ -2,23 +2,28 @@
 # Copyright (c) 2026 the mcore authors
 """The serving campaign in short, in a process of its own."""
 
+import asyncio
+import contextlib
 import dataclasses
 import json
 import os
+import random
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 pytest.importorskip("zmq", reason="the campaign has a coordinator")
 pytest.importorskip("uvicorn", reason="the campaign has servers")
 
+from tests.campaigns._serving_changes import Fates
+from tests.campaigns._serving_clients import Departure, leave
 from tests.campaigns._serving_cores import assigned
 from tests.campaigns._serving_soak import Sample, growth
 
 # Times depend on what else the machine does; those of the documentation are of a run of their own.
 SHORT = {"frames": 200, "aborts": 40, "kills": 2, "swaps": 6, "repeats": 1, "slow-clients": 8, "requests": 80, "seconds": 1}
-SHORT["oversize-ms"] = 5000
 
 
 def run(sizes, timeout, *flags):
@@ -37,6 +42,9 @@ def check(figures, sizes):
     assert figures["hostile bytes"]["good"]["requests"] >= 20 and figures["hostile bytes"]["http_statuses"]["400"] > 10
     assert figures["clients that leave"]["left_within_their_stream"] > 0 and figures["suspends"]["requests"] > 0
     assert figures["weights"]["requests_of_several_versions"] > 0 and figures["killed engines"]["whole_requests"] > 0
+    assert figures["killed engines"]["held_by_a_killed_engine"] > 0 and figures["clients that leave"]["tokens_read_before"]["p100"] > 20
+    refused = figures["oversize requests"]["requests"]
+    assert {name.partition(":")[0] for name in refused} >= {"chat", "tokenize", "detokenize", "many prompts"}
 
 
 @pytest.mark.timeout(180)
@@ -52,6 +60,54 @@ def test_an_attack_on_engines_of_other_processes_loses_nothing_and_says_where_al
     places = figures["cores_of"]
     assert places == "all parts share all cores" if figures["cores"] < 8 else not set(places["server"]) & set(places["others"])
     assert figures["hostile bytes"]["http_statuses"]["400"] > 10 and figures["p99 to that without attack"]["hostile bytes"] > 0
+
+
+def test_a_request_whose_engine_was_killed_is_late_however_many_kills_follow():
+    fates = Fates(killed={f"dp-{index}": 2.0 * index for index in range(5)}, held={1: ["dp-0"], 2: ["dp-0", "dp-1"]})
+    for number, end in ((1, 9.0), (2, 6.5), (3, 4.5), (4, 0.0)):
+        fates.note_end(number, begin=-1.0, end=end)
+    # The second went to the next victim; engines of the third lived; nobody was killed beside the fourth.
+    assert fates.after_last_s == [9.0, 4.5] and fates.after_first_s == [9.0, 6.5] and fates.survivors_s == [5.5]
+    assert fates.late() == ["9.0 s from the kill of its engine to the end of a request", "5.5 s for one of an engine that lived"]
+    assert Fates(killed={"dp-0": 0.0}).late() == ["no killed engine held a request"] and Fates().late() == []
+
+
+def test_every_client_that_leaves_within_its_stream_is_counted_and_leaves_at_any_token():
+    """Eight at a time, of a server whose pieces come one by one."""
+    sent: list[int] = []
+
+    async def stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        wanted = json.loads((await reader.readuntil(b"}"))[-200:].partition(b"\r\n\r\n")[2])
+        number = 0
+        with contextlib.suppress(ConnectionError):
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+            while wanted["stream"] and number < 200 and not writer.is_closing():
+                number += 1
+                writer.write(b"6\r\ndata: {}\n\n\r\n")
+                await writer.drain()
+                await asyncio.sleep(0.0005)
+            if not wanted["stream"]:
+                await reader.read()
+        sent.append(number)
+        writer.transport.abort()
+
+    async def run() -> dict[str, Any]:
+        server = await asyncio.start_server(stream, "127.0.0.1", 0)
+        async with server:
+            plan = {"ports": [server.sockets[0].getsockname()[1]], "count": 120, "seed": 1, "seconds": 30.0}
+            figures = await leave(plan)
+            while len(sent) < 120:
+                await asyncio.sleep(0.01)
+            # What was aborted is closed in the next turn.
+            await asyncio.sleep(0.01)
+            return figures
+
+    figures = asyncio.run(asyncio.wait_for(run(), 50))
+    draw = random.Random(1)
+    cuts = [departure.cut for departure in (Departure.draw(draw) for _ in range(120)) if departure.cut]
+    assert figures["count"] == 120 and figures["left_within_their_stream"] == len(cuts) > 60 and not figures["streams_that_ended_before"]
+    read = figures["tokens_read_before"]
+    assert read["p100"] == max(cuts) > 100 and read["p10"] == sorted(cuts)[(len(cuts) - 1) // 10]
 
 
 def test_a_campaign_that_is_out_of_time_writes_what_it_has_and_says_what_is_lacking(tmp_path):
@@ -81,7 +137,7 @@ def test_parts_of_the_campaign_share_few_cores():
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_the_long_campaign_loses_and_leaks_nothing():
-    sizes = {"frames": 1_000_000, "aborts": 10_000, "oversize-ms": 5000}
+    sizes = {"frames": 1_000_000, "aborts": 10_000}
     check(run(sizes, 7000), sizes)
 
 
