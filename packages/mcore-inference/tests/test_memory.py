@@ -3,6 +3,7 @@
 """Memory of a cache comes back as zeros; where there is no GPU, managed memory is refused by name."""
 
 import gc
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 from mcore_inference import (
+    DynamicInferenceContext,
     InferenceConfig,
+    PagedAttention,
     SamplingParams,
     UnifiedMemoryCompileTimeoutError,
     UnifiedMemoryUnsupportedError,
@@ -22,6 +25,8 @@ from mcore_inference import (
     prefetch_managed_tensor,
 )
 from mcore_inference.memory import _memory, _unified, cache_memory
+from mcore_parallel import ParallelPlan, ProcessGroups
+from mcore_parallel.models import GPTModel, TransformerConfig
 
 GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=24)
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has managed memory")
@@ -101,6 +106,44 @@ def test_managed_memory_is_refused_without_a_gpu() -> None:
             function(torch.zeros(2, 3).T, device=0)
         with pytest.raises(UnifiedMemoryUnsupportedError):
             function(torch.zeros(2), device=0)
+
+
+def check_levels(plan: dict[str, int], lacking: list[int]) -> list[str]:
+    """Which memory this rank's cache has, and the warnings; a stand-in is managed memory where there is a compiler."""
+    rank = torch.distributed.get_rank()
+
+    class Managed(_memory.PlainMemory):
+        def __init__(self, device: torch.device, level: int) -> None:
+            if rank in lacking:
+                raise UnifiedMemoryUnsupportedError("unified memory needs a C compiler")
+            super().__init__(device)
+
+    _memory.ManagedMemory = Managed  # type: ignore[misc]
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mcore_inference.memory").addHandler(handler)
+    groups = ProcessGroups.build(ParallelPlan(**plan, sequence_parallel=False))
+    config = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4, num_query_groups=2, vocab_size=64)
+    model = GPTModel(config, groups, attention_core=PagedAttention())
+    try:
+        context = DynamicInferenceContext.for_model(model, InferenceConfig(num_blocks=8, max_sequence_length=64, unified_memory_level=1))
+    except UnifiedMemoryUnsupportedError as error:
+        return [str(error), *said]
+    return [type(context.memory).__name__, *said]
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("plan", [{"tp": 2}, {"pp": 2}], ids=["tp", "pp"])
+@pytest.mark.parametrize("lacking", [[], [1], [0, 1]])
+def test_ranks_of_a_model_have_managed_memory_together_or_not(world: Callable[..., Any], plan: dict[str, int], lacking: list[int]) -> None:
+    first, second = world(check_levels, plan=plan, lacking=lacking)
+    if len(lacking) == 1:
+        text = "unified_memory_level=1 is 0 on all of them: 1 of the 2 ranks of the model have no managed memory"
+        assert first == ["PlainMemory", text]
+        assert second == ["PlainMemory", f"{text}, this one too: unified memory needs a C compiler"]
+    else:
+        assert first == second == ["unified memory needs a C compiler" if lacking else "Managed"]
 
 
 @pytest.mark.parametrize("level", [-1, 3, True, 1.0])

@@ -64,7 +64,7 @@ class InferenceConfig:
     unified_memory_level: Literal[0, 1, 2] = 0
     """0: a suspended engine gives the memory of its cache back, and computes again what was there. 1: the cache is managed memory, and a
     suspended engine's moves to the host with what it holds. 2: the tensors of steps are managed memory too. 1 and 2 need a GPU and a C
-    compiler, and as much host memory as the cache takes."""
+    compiler, and as much host memory as the cache takes; where some ranks of a model lack them, all have 0, with a warning."""
     track_paused_request_events: bool = False
     """Whether requests record an event ``PAUSE`` each time that they stop: before they give up their blocks to others, and when the engine
     is suspended."""

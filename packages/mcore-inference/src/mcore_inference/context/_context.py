@@ -64,7 +64,7 @@ class DynamicInferenceContext:
         rotation: turns heads in place of this package's kernel; ``for_model`` finds it where ``use_flashinfer_fused_rope`` asks for it.
 
     Raises:
-        UnifiedMemoryUnsupportedError: ``unified_memory_level`` is above 0 where there is no managed memory.
+        UnifiedMemoryUnsupportedError: ``unified_memory_level`` is above 0 where no rank of the model has managed memory.
         ValueError: the memory does not hold two blocks beside the states, or tp does not divide the key-value heads; ``kv_cache_dtype``
             for latents, or where no layer has keys and values; ``use_flashinfer_fused_rope=True`` without a rotation.
     """
@@ -115,7 +115,7 @@ class DynamicInferenceContext:
         self.max_tokens, self.max_requests = held.max_tokens, held.max_requests
         self.allocator = BlockAllocator(held.num_blocks)
         layers = None if states is None else states.attention_layers
-        self.memory = cache_memory(self.device, config.unified_memory_level)
+        self.memory = cache_memory(self.device, config.unified_memory_level, None if groups is None else groups.tp_pp)
         """Of keys, values and states."""
         rank = None if latent is None else latent.kv_lora_rank
         self.cache = PagedKVCache.allocate(

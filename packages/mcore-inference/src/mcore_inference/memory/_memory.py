@@ -3,6 +3,7 @@
 """Where the tensors of a cache lie."""
 
 import contextlib
+import logging
 import math
 from collections.abc import Sequence
 from typing import Protocol
@@ -13,7 +14,11 @@ from torch import Tensor
 from mcore_inference._stability import experimental_api
 from mcore_inference.memory._driver import has_driver
 from mcore_inference.memory._reserved import ReservedRange
-from mcore_inference.memory._unified import ManagedRegion
+from mcore_inference.memory._unified import ManagedRegion, UnifiedMemoryUnsupportedError
+from mcore_parallel.comm import all_reduce
+from mcore_parallel.groups import Group
+
+_LOG = logging.getLogger("mcore_inference.memory")
 
 
 @experimental_api
@@ -56,19 +61,42 @@ class CacheMemory(Protocol):
 
 
 @experimental_api
-def cache_memory(device: torch.device, unified_memory_level: int = 0) -> CacheMemory:
+def cache_memory(device: torch.device, unified_memory_level: int = 0, ranks: Group | None = None) -> CacheMemory:
     """Memory of a device.
 
     Args:
         device: where tensors lie.
         unified_memory_level: as of ``InferenceConfig``.
+        ranks: that share the model, and call this together; None for this process alone. Where some of them have no managed memory, all
+            go on without, with a warning.
 
     Raises:
-        UnifiedMemoryUnsupportedError: managed memory is asked for where there is none.
+        UnifiedMemoryUnsupportedError: managed memory is asked for where no rank has it.
     """
-    if unified_memory_level:
-        return ManagedMemory(device, unified_memory_level)
+    managed = _managed_memory(device, unified_memory_level, ranks) if unified_memory_level else None
+    if managed is not None:
+        return managed
     return ReservedMemory(device) if device.type == "cuda" and has_driver() else PlainMemory(device)
+
+
+def _managed_memory(device: torch.device, level: int, ranks: Group | None) -> "ManagedMemory | None":
+    """Managed memory; None where some of the ranks have none."""
+    memory, refusal = None, None
+    try:
+        memory = ManagedMemory(device, level)
+    except UnifiedMemoryUnsupportedError as error:
+        refusal = error
+    num_ranks = 1 if ranks is None else ranks.size
+    has_it = torch.tensor(int(memory is not None), device=device)
+    num_able = int(has_it if ranks is None else all_reduce(has_it, ranks, op="sum"))
+    if refusal is not None and not num_able:
+        raise refusal
+    if num_able == num_ranks:
+        return memory
+    lacking = f"{num_ranks - num_able} of the {num_ranks} ranks of the model have no managed memory"
+    here = "" if refusal is None else f", this one too: {refusal}"
+    _LOG.warning("unified_memory_level=%d is 0 on all of them: %s%s", level, lacking, here)
+    return None
 
 
 class PlainMemory:
