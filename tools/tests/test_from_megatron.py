@@ -38,6 +38,17 @@ calculate_grpo_loss PackingContext
 """Names of Megatron that users know."""
 
 
+WITHOUT_OBJECT = """
+UnknownHeaderError EngineSuspendedError trace_async_exceptions _run_coroutine_sync start_listening_to_data_parallel_coordinator
+run_engine_with_coordinator step_modern step_legacy symmetric_ar_type MegatronLLM MegatronAsyncLLM ServeConfig Headers SET_EPOCH
+--inference-max-requests --inference-max-seq-length --inference-dynamic-batching --inference-dynamic-batching-buffer-size-gb
+--inference-dynamic-batching-num-cuda-graphs --decode-only-cuda-graphs --cuda-graph-impl --disable-chunked-prefill
+--use-flashinfer-fused-rope --inference-coordinator-port --inference-wandb-logging-step-interval --batch-invariant-mode
+--materialize-only-last-token-logits
+"""
+"""Names and flags of its inference for which something else stands here."""
+
+
 def rows() -> Iterator[list[str]]:
     for line in PAGE.read_text(encoding="ascii").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
@@ -66,6 +77,11 @@ def public() -> dict[str, Any]:
 
 def test_every_name_that_users_know_has_a_row() -> None:
     assert sorted(set(NAMES.split()) - set(names())) == []
+
+
+def test_what_stands_for_a_name_that_is_no_object_has_a_row() -> None:
+    named = {name for cells in rows() for name in re.findall(r"`([^`]+)`", cells[0])}
+    assert {*WITHOUT_OBJECT.split(), "PUT /api"} - named == set()
 
 
 def test_what_is_not_there_yet_is_not_there() -> None:
