@@ -483,6 +483,14 @@ def lock(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def audit(session: nox.Session) -> None:
+    """Known vulnerabilities of the pinned versions, as the index reports them: it needs the network, and says so where there is none."""
+    # Every pin stands in the file, so nothing is resolved or installed.
+    options = ["--requirement", CONSTRAINTS, "--no-deps", "--disable-pip", "--progress-spinner", "off"]
+    session.run(UV, "tool", "run", "--from", "pip-audit>=2.9", "pip-audit", *options, *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
 def image(session: nox.Session) -> None:
     """The GPU image, tagged with the commit that it holds."""
     commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

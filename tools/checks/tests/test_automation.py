@@ -51,6 +51,13 @@ def test_the_command_writes_what_the_matrix_reads(tmp_path):
     assert json.loads(lines["wheels"]) == list(wheels()) and len(json.loads(lines["pythons"])) == 3
 
 
+def test_every_session_of_the_week_is_there_and_one_audits_the_pins():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/weekly.yml").read_text())["jobs"]
+    named = jobs["bounds"]["strategy"]["matrix"]["session"]
+    sessions = re.findall(r"^def (\w+)\(session: nox\.Session", (ROOT / "noxfile.py").read_text(), re.MULTILINE)
+    assert set(named) <= set(sessions) and "audit" in named
+
+
 # ---- cherry-picks
 
 
