@@ -6,6 +6,7 @@ import builtins
 import functools
 import json
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -197,6 +198,47 @@ def test_a_form_that_the_library_refuses_is_an_error_before_admission(
     assert not engine.has_unfinished_requests()
     (record,) = engine.generate(["x"], params(**form))
     assert isinstance(record.error, StructuredOutputError)
+
+
+def chain_of_references(count: int, spelling: str = "$ref") -> str:
+    """A schema whose definitions lead to each other; 300 were enough to end a process with a stack of 8 MiB."""
+    refs = [f'"d{number}":{{"properties":{{"a":{{"{spelling}":"#/$defs/d{number + 1}"}}}}}}' for number in range(count)]
+    return f'{{"{spelling}":"#/$defs/d0","$defs":{{{",".join(refs)},"d{count}":{{"type":"integer"}}}}}}'
+
+
+def chain_of_rules(count: int, name: str = "a") -> str:
+    rules = [f'{name}{number}: "x" {"(" * 9}{name}{number + 1}{")+" * 9}' for number in range(count)]
+    return "\n".join([f"start: {name}0", *rules, f'{name}{count}: "z"'])
+
+
+def test_forms_as_deep_as_the_bounds_allow_are_compiled_on_a_stack_that_holds_them() -> None:
+    compiler = GrammarCompiler(ByteTokenizer(), 272)
+    for form in (
+        StructuredOutput(json_schema=chain_of_references(2000)),
+        StructuredOutput(grammar=chain_of_rules(318)),
+        StructuredOutput(grammar=chain_of_rules(318, "A")),
+        StructuredOutput(grammar=f"start: %json {chain_of_references(120)}"),
+    ):
+        assert compiler.matcher(form, 0).allowed(()).any()
+    assert threading.stack_size() == 0
+
+
+@pytest.mark.parametrize(
+    ("form", "word"),
+    [
+        ({"json_schema": chain_of_references(4000)}, r"4001 different \$ref in 5 levels"),
+        ({"json_schema": chain_of_references(4000, "$\\u0072ef")}, r"4001 different \$ref in 5 levels"),
+        ({"json_schema": '{"items":' * 100 + chain_of_references(300)[:-1] + "}" * 101}, r"301 different \$ref in 105 levels"),
+        ({"grammar": f"start: %json {chain_of_references(2000)}"}, r"2001 different \$ref"),
+        ({"grammar": chain_of_rules(4000)}, "4002 rules"),
+        ({"grammar": chain_of_rules(4000, "A")}, "4002 rules"),
+        ({"grammar": "start: " + "(" * 100_000 + '"a"' + ")" * 100_000}, "nested"),
+        ({"regex": "(" * 100_000 + "a" + ")" * 100_000}, "regex"),
+    ],
+)
+def test_forms_that_would_overflow_the_stack_are_refused(form: dict[str, Any], word: str) -> None:
+    with pytest.raises(StructuredOutputError, match=f"(?s){next(iter(form))} is refused.*{word}"):
+        GrammarCompiler(ByteTokenizer(), 272).matcher(StructuredOutput(**form), 0)
 
 
 def test_what_is_missing_is_named_in_one_line(make_model: Make, make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:

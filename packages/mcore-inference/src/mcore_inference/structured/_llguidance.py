@@ -13,6 +13,7 @@ import numpy as np
 from mcore_inference._stability import experimental_api
 from mcore_inference.requests import StructuredOutputError
 from mcore_inference.sampling import StructuredOutput
+from mcore_inference.structured._bounds import check_depth, on_deep_stack
 from mcore_inference.text import JsonTokenizer, Tokenizer, VocabularyTokenizer
 
 _MAX_COMPILED = 64
@@ -97,7 +98,7 @@ class GrammarCompiler:
 
         Raises:
             StructuredOutputError: the library is not installed, the tokenizer does not say the bytes of its tokens, or the form is wrong or
-                has a part that the library does not know.
+                has a part that the library does not know, or is deeper than can be compiled.
         """
         library = _library(request_id)
         if self._index is None:
@@ -112,8 +113,16 @@ class GrammarCompiler:
         return GrammarMatcher(compiled.deep_copy(), self._vocab_size, request_id)
 
     def _compile(self, library: ModuleType, name: str, text: str, request_id: int) -> Any:
+        def make() -> Any:
+            return library.LLMatcher(self._index, _grammar(library, name, text), log_level=0)
+
         try:
-            compiled = library.LLMatcher(self._index, _grammar(library, name, text), log_level=0)
+            check_depth(name, text)
+            compiled = on_deep_stack(make)
+        except MemoryError as error:
+            raise StructuredOutputError(
+                request_id, f"structured_output: {name} could not be compiled: {error}", is_transient=True
+            ) from error
         except ValueError as error:
             raise StructuredOutputError(request_id, f"structured_output: {name} is refused: {_short(str(error))}") from error
         if compiled.is_error():

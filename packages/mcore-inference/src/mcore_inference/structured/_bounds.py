@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""How deep a form may lead its compiler, which calls itself for each rule, each ``$ref`` and each level of a schema.
+
+A stack that overflows ends the process, so forms are bounded before the library sees them, and compiled on a stack that holds what the
+bounds allow: at most 33 KB a rule (with all the brackets that one may nest) and 11 KB a level of a schema, measured with llguidance 1.9.
+"""
+
+import re
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+_MAX_RULES = 320
+"""Of a grammar: its compiler takes the cube of a chain's length to describe an error at its end."""
+_MAX_LEVELS = 2**14
+_MAX_NESTING = 128
+"""The library reads no JSON that is nested deeper."""
+_STACK_BYTES = 2**29
+"""More than twice what the bounds allow; the system gives memory to the part that is used."""
+_RULE = re.compile(r"^[ \t]*[!?]*[A-Za-z_]", re.MULTILINE)
+_REFERENCE = re.compile(r'"\$(?:dynamic|recursive)?[rR]ef"\s*:\s*"((?:[^"\\]|\\.)*)"')
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_ESCAPED_LETTER = re.compile(r"\\u00(24|[46][1-9a-fA-F]|[57][0-9aA])")
+
+Result = TypeVar("Result")
+
+
+def check_depth(name: str, text: str) -> None:
+    """See that a form can be compiled on the stack of ``on_deep_stack``.
+
+    Raises:
+        ValueError: too many rules, or too deep by its references; names how many, and the bound.
+    """
+    if name == "grammar" and (num_rules := len(_RULE.findall(text))) > _MAX_RULES:
+        raise ValueError(f"it has {num_rules} rules and terminals; at most {_MAX_RULES} are allowed")
+    # A reference leads at most once into a schema, and that at most as deep as it is nested. Grammars may hold schemas.
+    if name in ("json_schema", "grammar"):
+        references = len(set(_REFERENCE.findall(_ESCAPED_LETTER.sub(lambda found: chr(int(found[1], 16)), text))))
+        nesting = min(_nesting(text), _MAX_NESTING) if name == "json_schema" else _MAX_NESTING
+        if references * nesting > _MAX_LEVELS:
+            raise ValueError(
+                f"it has {references} different $ref in {nesting} levels, whose product is at most {_MAX_LEVELS}; "
+                "use fewer definitions, or nest them less"
+            )
+
+
+def _nesting(text: str) -> int:
+    """Of a JSON text."""
+    depth = deepest = 0
+    for bracket in re.findall(r"[\[{}\]]", _STRING.sub("", text)):
+        depth += 1 if bracket in "[{" else -1
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def on_deep_stack(call: Callable[[], Result]) -> Result:
+    """What a call returns or raises, in a thread with a stack of 512 MiB; the caller's may be small.
+
+    Raises:
+        MemoryError: the system has no room for the stack.
+    """
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="mcore-grammar")
+    previous = threading.stack_size(_STACK_BYTES)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise MemoryError(f"no thread with a stack of {_STACK_BYTES} bytes: {error}") from error
+    finally:
+        threading.stack_size(previous)
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
