@@ -198,6 +198,23 @@ def test_a_request_that_ends_engines_ends_after_its_retries() -> None:
     assert failure.kind == "EngineLostError" and "max_retries=1" in failure.message and group.core.num_engines == 1
 
 
+def test_a_form_that_may_have_ended_an_engine_goes_to_no_other() -> None:
+    form = {"structured_output": {"regex": "a+"}}
+    for is_ended in (True, False):
+        group = Group(engines=2, clients=1)
+        group.send(b"c0", SubmitRequest(request_id=0, prompt="x", sampling_params=form, stream=False))
+        (peer,) = [peer for peer in (b"e0", b"e1") if group.got(peer, SubmitRequest)]
+        other = b"e1" if peer == b"e0" else b"e0"
+        if is_ended:
+            group.lose(peer)
+        else:
+            group.send(peer, Disconnect())
+        assert bool(group.got(other, SubmitRequest)) is not is_ended
+        failures = group.got(b"c0", Failure)
+        assert len(failures) == is_ended
+        assert all(each.kind == "EngineLostError" and "structured_output" in each.message for each in failures)
+
+
 def test_a_client_that_is_gone_leaves_nothing_behind() -> None:
     group = Group(engines=1, clients=2)
     for number in range(3):

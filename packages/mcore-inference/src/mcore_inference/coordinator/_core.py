@@ -216,7 +216,7 @@ class CoordinatorCore:
         return True
 
     def _lose(self, peer: bytes, reason: str, now: float, *, tell: bool = True) -> None:
-        """An engine is gone: its requests go to others where that changes nothing for the client."""
+        """An engine is gone: its requests go to others where that changes nothing for the client, and endangers no other engine."""
         engine = self._engines.pop(peer)
         self._past.add(engine.worker, engine.stats)
         self._num_lost += 1
@@ -224,8 +224,12 @@ class CoordinatorCore:
             self._send(peer, Refusal(call=-1, message=f"you were given up: {reason}; register again"))
         for attempt in list(engine.requests):
             request = self._attempts.pop(attempt)
-            if request.started or request.retries >= self._config.max_retries:
+            # A form is compiled by native code, which may have ended the engine. One that leaves by itself (tell=False) was not ended.
+            is_suspect = tell and request.message.sampling_params.get("structured_output") is not None
+            if request.started or is_suspect or request.retries >= self._config.max_retries:
                 why = "tokens of it were sent" if request.started else f"max_retries={self._config.max_retries}"
+                if is_suspect:
+                    why = "its structured_output may be what ended it"
                 self._fail(request, "EngineLostError", f"engine {engine.name} was lost ({reason}) and {why}")
             else:
                 request.retries += 1
