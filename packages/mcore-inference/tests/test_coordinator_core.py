@@ -215,6 +215,16 @@ def test_a_form_that_may_have_ended_an_engine_goes_to_no_other() -> None:
         assert all(each.kind == "EngineLostError" and "structured_output" in each.message for each in failures)
 
 
+def test_engines_that_are_silent_together_end_a_stop_and_not_the_coordinator() -> None:
+    group = Group(engines=2, clients=1)
+    group.send(b"c0", Stop(call=7))
+    group.send(b"e1", SignalAck(call=group.got(b"e1", Stop)[0].call))
+    group.wait(6.0)
+    (refusal,) = group.got(b"c0", Refusal)
+    assert refusal.call == 7 and "dp-0" in refusal.message
+    assert group.core.state is GroupState.STOPPED and not group.core.num_engines
+
+
 def test_a_client_that_is_gone_leaves_nothing_behind() -> None:
     group = Group(engines=1, clients=2)
     for number in range(3):

@@ -217,7 +217,10 @@ class CoordinatorCore:
 
     def _lose(self, peer: bytes, reason: str, now: float, *, tell: bool = True) -> None:
         """An engine is gone: its requests go to others where that changes nothing for the client, and endangers no other engine."""
-        engine = self._engines.pop(peer)
+        engine = self._engines.pop(peer, None)
+        if engine is None:
+            # The loss of another one ended a stop, and with it all engines.
+            return
         self._past.add(engine.worker, engine.stats)
         self._num_lost += 1
         if tell:
