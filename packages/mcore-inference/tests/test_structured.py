@@ -7,6 +7,7 @@ import functools
 import json
 import re
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,7 @@ from mcore_inference import (
     TransformersTokenizer,
 )
 from mcore_inference.sampling import keep_allowed
-from mcore_inference.structured import GrammarCompiler
+from mcore_inference.structured import GrammarCompiler, _llguidance
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.data.tokenizers import train_bpe
 
@@ -214,7 +215,7 @@ def chain_of_rules(count: int, name: str = "a") -> str:
 def test_forms_as_deep_as_the_bounds_allow_are_compiled_on_a_stack_that_holds_them() -> None:
     compiler = GrammarCompiler(ByteTokenizer(), 272)
     for form in (
-        StructuredOutput(json_schema=chain_of_references(2000)),
+        StructuredOutput(json_schema=chain_of_references(1000)),
         StructuredOutput(grammar=chain_of_rules(318)),
         StructuredOutput(grammar=chain_of_rules(318, "A")),
         StructuredOutput(grammar=f"start: %json {chain_of_references(120)}"),
@@ -239,6 +240,42 @@ def test_forms_as_deep_as_the_bounds_allow_are_compiled_on_a_stack_that_holds_th
 def test_forms_that_would_overflow_the_stack_are_refused(form: dict[str, Any], word: str) -> None:
     with pytest.raises(StructuredOutputError, match=f"(?s){next(iter(form))} is refused.*{word}"):
         GrammarCompiler(ByteTokenizer(), 272).matcher(StructuredOutput(**form), 0)
+
+
+AMBIGUOUS = 'start: e\ne: e e e | e e | "a" | \n'
+
+
+def test_an_ambiguous_grammar_ends_by_an_error_before_it_stalls_the_engine(make_model: Make, make_engine: Make) -> None:
+    engine = make_engine(make_model(vocab_size=272), ByteTokenizer(), max_sequence_length=128)
+    only = SamplingParams(
+        seed=1, num_tokens_to_generate=120, ignore_eos=True, logit_bias={97: 1000.0}, structured_output=StructuredOutput(grammar=AMBIGUOUS)
+    )
+    good = SamplingParams(seed=2, num_tokens_to_generate=120, ignore_eos=True)
+    (alone,) = engine.generate(["x"], good)
+    beside, ended = engine.generate(["x", "y"], [good, only])
+    assert isinstance(ended.error, StructuredOutputError) and ended.num_generated < 110
+    assert beside.error is None and beside.generated_tokens == alone.generated_tokens
+    matcher, worst = GrammarCompiler(ByteTokenizer(), 272).matcher(StructuredOutput(grammar=AMBIGUOUS), 0), 0.0
+    with pytest.raises(StructuredOutputError, match="items"):
+        for _ in range(400):
+            begin = time.thread_time()
+            matcher.accept(97)
+            worst = max(worst, time.thread_time() - begin)
+    assert worst < 0.1
+
+
+def test_a_mask_that_takes_too_long_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    matcher = GrammarCompiler(ByteTokenizer(), 272).matcher(StructuredOutput(regex="a+"), 3)
+    matcher.accept(97)
+    monkeypatch.setattr(_llguidance, "_MAX_TOKEN_S", 0.0)
+    with pytest.raises(StructuredOutputError, match=r"request 3: structured_output took .* for a token"):
+        matcher.accept(97)
+
+
+def test_objects_of_very_many_properties_are_refused_before_they_are_compiled() -> None:
+    schema = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(7000)}}
+    with pytest.raises(StructuredOutputError, match="too big"):
+        GrammarCompiler(ByteTokenizer(), 272).matcher(StructuredOutput(json_schema=schema), 0)
 
 
 def test_what_is_missing_is_named_in_one_line(make_model: Make, make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 """Forms of an output by way of the llguidance library (extra ``structured``)."""
 
 import json
+import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from types import ModuleType
@@ -18,6 +19,12 @@ from mcore_inference.text import JsonTokenizer, Tokenizer, VocabularyTokenizer
 
 _MAX_COMPILED = 64
 _MAX_MESSAGE = 300
+_MAX_ITEMS = 500
+"""Places in a form that a text may stand at: a token costs up to the square of them where a grammar is ambiguous."""
+_MAX_SYMBOLS = 20_000
+"""Of the rules of a form: an object takes the square of its optional properties to compile."""
+_MAX_TOKEN_S = 0.1
+"""Of a processor for the mask of one token, while all requests of the engine wait; some ms are usual for the largest vocabularies."""
 # A weak model would write blanks without end where a grammar allows them.
 _JSON_OPTIONS = {"whitespace_pattern": " ?"}
 
@@ -44,11 +51,17 @@ class GrammarMatcher:
         """Go on by a token.
 
         Raises:
-            StructuredOutputError: the form does not allow it, no token can follow although the form is not complete, or the library met a
-                limit of its own.
+            StructuredOutputError: the form does not allow it, no token can follow although the form is not complete, the library met a
+                limit, or took more than 0.1 s of a processor.
         """
+        begin = time.thread_time()
         self._matcher.consume_token(token)
         self._look()
+        if (seconds := time.thread_time() - begin) > _MAX_TOKEN_S:
+            raise StructuredOutputError(
+                self._request_id,
+                f"structured_output took {seconds:.2f} s for a token, and at most {_MAX_TOKEN_S} s are allowed; simplify it",
+            )
 
     def allowed(self, ending: Iterable[int]) -> np.ndarray:
         """[W] int32: bit ``i % 32`` of word ``i // 32`` says whether token i may come next; ``ending`` may where the form is complete."""
@@ -114,7 +127,9 @@ class GrammarCompiler:
 
     def _compile(self, library: ModuleType, name: str, text: str, request_id: int) -> Any:
         def make() -> Any:
-            return library.LLMatcher(self._index, _grammar(library, name, text), log_level=0)
+            # Errors that tell the state of the parser take the square of its size to write.
+            limits = library.LLParserLimits(max_items_in_row=_MAX_ITEMS, max_grammar_size=_MAX_SYMBOLS, verbose_errors=False)
+            return library.LLMatcher(self._index, _grammar(library, name, text), log_level=0, limits=limits)
 
         try:
             check_depth(name, text)
