@@ -22,8 +22,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 
 from mcore_inference import DynamicInferenceEngine, EngineDeadError, PortInUseError, SamplingParams
-from mcore_inference.server import InferenceServer, serve
-from mcore_inference.server._schema import ChatBody, CompletionBody
+from mcore_inference.server import InferenceServer, ServerLimits, serve
+from mcore_inference.server._errors import ApiError
+from mcore_inference.server._schema import ChatBody, CompletionBody, DetokenizeBody
 from mcore_parallel.data import ByteTokenizer
 
 Make = Callable[..., Any]
@@ -586,3 +587,41 @@ def test_a_form_that_cannot_be_had_is_refused_and_says_why(client: openai.OpenAI
 
 def _format(schema: dict[str, Any]) -> Any:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+_USER = {"role": "user", "content": "x"}
+_TOOL = {"type": "function", "function": {"name": "a"}}
+_CALL = {"id": "a", "function": {"name": "f", "arguments": "["}}
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "param"),
+    [
+        (CompletionBody, {"prompt": ["x"] * 400_000}, "prompt"),
+        (CompletionBody, {"prompt": [-1] * 400_000}, "prompt"),
+        (CompletionBody, {"prompt": [[1]] * 100_000}, "prompt"),
+        (CompletionBody, {"prompt": [[-1] * 400_000]}, "prompt"),
+        (CompletionBody, {"prompt": "x", "stop": [""] * 400_000}, "stop"),
+        (CompletionBody, {"prompt": "x", "structured_outputs": {"choice": [1] * 400_000}}, "structured_outputs"),
+        (CompletionBody, {"prompt": "x", **{f"f{number}": 1 for number in range(100_000)}}, None),
+        (ChatBody, {"messages": [_USER] * 50_000}, "messages"),
+        (ChatBody, {"messages": [{}] * 400_000}, "messages"),
+        (ChatBody, {"messages": [{"role": "user", "content": [{"type": "image"}] * 100_000}]}, "messages"),
+        (ChatBody, {"messages": [{"role": "assistant", "tool_calls": [_CALL] * 50_000}]}, "messages"),
+        (ChatBody, {"messages": [_USER], "tools": [_TOOL] * 50_000}, "tools"),
+        (ChatBody, {"messages": [_USER], "tools": [{}] * 400_000}, "tools"),
+        (DetokenizeBody, {"tokens": [-1] * 400_000}, "tokens"),
+    ],
+)
+def test_the_first_faults_of_a_very_long_list_are_all_that_is_looked_for(model: Any, body: dict[str, Any], param: str | None) -> None:
+    raw = json.dumps(body).encode()
+    assert len(raw) < ServerLimits().max_body_bytes
+    begin = time.thread_time()
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate_json(raw)
+    error = ApiError.of_validation(caught.value)
+    # Some ms on a quiet machine; a second and more while all faults were described.
+    assert time.thread_time() - begin < 1.0
+    assert error.status == 422 and len(error.message) < 2100
+    assert (error.param or "").split(".")[0] == (param or "")
+    assert caught.value.error_count() < 20 or (param is None and "100000 faults" in error.message)

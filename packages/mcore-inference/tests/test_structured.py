@@ -215,7 +215,7 @@ def chain_of_rules(count: int, name: str = "a") -> str:
 def test_forms_as_deep_as_the_bounds_allow_are_compiled_on_a_stack_that_holds_them() -> None:
     compiler = GrammarCompiler(ByteTokenizer(), 272)
     for form in (
-        StructuredOutput(json_schema=chain_of_references(1000)),
+        StructuredOutput(json_schema=chain_of_references(800)),
         StructuredOutput(grammar=chain_of_rules(318)),
         StructuredOutput(grammar=chain_of_rules(318, "A")),
         StructuredOutput(grammar=f"start: %json {chain_of_references(120)}"),

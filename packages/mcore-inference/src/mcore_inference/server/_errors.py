@@ -17,6 +17,8 @@ from mcore_inference.requests import (
     StructuredOutputError,
 )
 
+_MAX_FAULTS = 100
+
 
 class ApiError(Exception):
     """An answer that is not a success.
@@ -65,7 +67,9 @@ class ApiError(Exception):
 
     @classmethod
     def of_validation(cls, error: ValidationError) -> "ApiError":
-        """The first few faults of a body, with their fields."""
+        """The first few faults of a body, with their fields; of very many only their number, since to describe one takes microseconds."""
+        if error.error_count() > _MAX_FAULTS:
+            return cls(422, f"the body has {error.error_count()} faults, such as unknown fields; send fewer fields", code="invalid_body")
         faults = error.errors(include_url=False, include_context=False, include_input=False)
         where = [".".join(str(part) for part in fault["loc"]) for fault in faults]
         status = 400 if faults[0]["type"] == "json_invalid" else 422

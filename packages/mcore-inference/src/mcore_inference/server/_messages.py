@@ -90,11 +90,11 @@ class Message(BaseModel):
     model_config: ClassVar[ConfigDict] = {**EXACT, "json_schema_extra": {"anyOf": [*_ROLES]}}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=256)] | None = None
+    content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=256, fail_fast=True)] | None = None
     """None only beside ``tool_calls``."""
     name: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
     """Of who speaks or of the tool, where the chat template writes it."""
-    tool_calls: Annotated[list[MessageCall], Field(min_length=1, max_length=_MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[MessageCall], Field(min_length=1, max_length=_MAX_TOOLS, fail_fast=True)] | None = None
     """Of the assistant."""
     tool_call_id: CallId | None = None
     """The call that a tool's message answers."""
@@ -183,4 +183,4 @@ class ChosenTool(BaseModel):
     function: ChosenFunction
 
 
-Tools = Annotated[list[Tool], Field(min_length=1, max_length=_MAX_TOOLS)]
+Tools = Annotated[list[Tool], Field(min_length=1, max_length=_MAX_TOOLS, fail_fast=True)]

@@ -27,7 +27,7 @@ Token = Annotated[int, Field(ge=0, lt=2**31)]
 # JSON's names of fields are strings; one spelling of each id, so that none comes twice.
 TokenKey = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 Bias = Annotated[float, Field(ge=-1000, le=1000)]
-# The first wrong entry ends the reading of a list: a body has room for a hundred thousand.
+# The first fault of a list ends its check: a body may hold a million.
 Tokens = Annotated[list[Token], Field(min_length=1, max_length=_MAX_TOKENS, fail_fast=True)]
 
 
@@ -87,7 +87,7 @@ class StructuredOutputs(BaseModel):
     model_config = EXACT
 
     regex: Text | None = None
-    choice: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = None
+    choice: Annotated[list[Text], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
     grammar: Text | None = None
 
 
@@ -102,7 +102,7 @@ class _Sampling(BaseModel):
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=4, fail_fast=True)] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
@@ -118,7 +118,7 @@ class _Sampling(BaseModel):
     ignore_eos: bool | None = None
     priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
     """Lower numbers are served first; 0 when absent."""
-    stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=64, fail_fast=True)] | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
     """Put ``token_ids`` (and the prompt's) into each choice."""
@@ -199,7 +199,7 @@ class CompletionBody(_Sampling):
 class ChatBody(_Sampling):
     """Body of ``/v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_tokens: int | None = Field(default=None, ge=1, le=_MAX_TOKENS)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=_MAX_TOKENS)
     logprobs: bool | None = None
@@ -218,7 +218,7 @@ class TokenizeBody(BaseModel):
 
     model: ModelName = ""
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
     tools: Tools | None = None
     add_generation_prompt: bool = True
     """Open the assistant's turn behind the messages."""
@@ -233,7 +233,7 @@ class DetokenizeBody(BaseModel):
     model_config = EXACT
 
     model: ModelName = ""
-    tokens: Annotated[list[Token], Field(max_length=_MAX_TOKENS)]
+    tokens: Annotated[list[Token], Field(max_length=_MAX_TOKENS, fail_fast=True)]
 
 
 class UpdateWeightsBody(BaseModel):
