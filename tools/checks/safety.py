@@ -36,6 +36,8 @@ OBJECT_COLLECTIVES = {
     "scatter_object_list",
     "send_object_list",
 }
+# Methods of sockets (zmq) that pickle what they carry.
+PICKLING_METHODS = {"recv_pyobj", "send_pyobj"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,7 @@ class _Uses(ast.NodeVisitor):
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         full = self._full_name(node)
-        if full in CALLS or node.attr in OBJECT_COLLECTIVES:
+        if full in CALLS or node.attr in OBJECT_COLLECTIVES | PICKLING_METHODS:
             self._found(node, f"use of {full or node.attr}")
         self.generic_visit(node)
 

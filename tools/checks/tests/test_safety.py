@@ -34,6 +34,9 @@ from tools.checks.safety import findings_in
         "import torch.distributed as dist\ndist.all_gather_object(out, x)",
         "from torch.distributed import broadcast_object_list",
         "import os\nos.system('ls')",
+        "message = socket.recv_pyobj()",
+        "self._socket.send_pyobj(message)",
+        "send = socket.send_pyobj",
     ],
 )
 def test_uses_that_run_foreign_code_are_found(text):
