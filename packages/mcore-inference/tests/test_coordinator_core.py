@@ -12,6 +12,8 @@ from mcore_inference.coordinator._core import CoordinatorCore
 from mcore_inference.coordinator._messages import (
     GREETING_BYTES,
     MAX_FIGURES,
+    MAX_NUMBER,
+    MAX_TOKENS,
     SHORT_BYTES,
     Abort,
     AskStatus,
@@ -427,3 +429,45 @@ def test_one_that_asked_several_times_before_it_was_heard_is_one_engine() -> Non
     # It was given up meanwhile, and says so by another number: what it had is lost.
     again = core.receive(b"e", register(worker="w", registration=1), 2.0)
     assert core._num_lost == 1 and [type(message) for _, message in again] == [RegisterAck, SubmitRequest]
+
+
+def test_no_integer_of_a_message_is_too_large_to_be_counted_on_or_sent() -> None:
+    group = Group(engines=2, clients=1)
+    for message in (register(weight_version=2**64 - 1), load(version=2**63), submit(2**63), Stop(call=2**63), register(weight_version=-1)):
+        with pytest.raises(msgspec.ValidationError):
+            decode_incoming(encode(message))
+    group.send(b"e2", register("last", weight_version=MAX_NUMBER))
+    group.send(b"c0", load())
+    (refusal,) = group.got(b"c0", Refusal)
+    assert refusal.call == 1 and str(MAX_NUMBER) in refusal.message and not group.got(b"e0", LoadWeights)
+    for number in range(8):
+        group.send(b"c0", submit(number, budget=2**63))
+    group.send(b"c0", AskStatus(call=2))
+    encode(group.got(b"c0", Status)[-1])
+
+
+def test_settings_and_prompts_of_a_request_are_bounded() -> None:
+    many = SubmitRequest(request_id=0, prompt="x", sampling_params={f"x{at}": 1 for at in range(MAX_FIGURES + 1)}, stream=False)
+    long = SubmitRequest(request_id=0, prompt=[0] * (MAX_TOKENS + 1), sampling_params={}, stream=False)
+    for message in (many, long):
+        with pytest.raises(msgspec.ValidationError):
+            decode_incoming(encode(message))
+
+
+def test_what_cannot_be_sent_ends_its_request_alone() -> None:
+    group = Group(engines=1, clients=1)
+    group.send(b"c0", submit(3))
+    (sent,) = group.got(b"e0", SubmitRequest)
+    group._take(group.core.unsendable(b"e0", sent))
+    (failure,) = group.got(b"c0", Failure)
+    assert failure.request_id == 3 and group.core.num_open_requests == 0
+    group._take(group.core.unsendable(b"c0", reply(4)))
+    assert group.got(b"c0", Failure)[-1].request_id == 4
+    group._take(group.core.unsendable(b"c0", Heartbeat()))
+
+
+def test_peers_that_are_refused_are_counted() -> None:
+    group = Group(CoordinatorConfig(security=CoordinatorSecurity(secret="s")))
+    group.send(b"c0", connect())
+    group.send(b"e0", register())
+    assert group.core._status(0, 0.0).past["refused_peers"] == 2

@@ -95,6 +95,8 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
         "max_tokens": Figure(help="Tokens that one step of an engine may compute, of several the largest.", together="largest"),
         "engines": Figure(help="Engines that take requests."),
         "lost_engines": _counter("Engines that left or were lost."),
+        "refused_peers": _counter("Engines and clients that a coordinator refused: another secret, protocol or name."),
+        "refused_messages": _counter("Messages that a coordinator did not take: not understood, too long, or of strangers."),
         "open_requests": Figure(help="Requests that have no answer yet."),
         "open_tokens": Figure(help="Tokens of the prompts and budgets of open requests."),
     }

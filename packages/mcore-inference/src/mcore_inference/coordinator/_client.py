@@ -19,6 +19,9 @@ from mcore_inference._stability import experimental_api
 from mcore_inference.coordinator._config import CoordinatorSecurity
 from mcore_inference.coordinator._messages import (
     MAX_MESSAGE_BYTES,
+    MAX_NUMBER,
+    MAX_TEXT,
+    MAX_TOKENS,
     PROTOCOL,
     Abort,
     AskStatus,
@@ -283,7 +286,7 @@ class InferenceClient:
         """
         if in_flight not in ("recompute", "keep", "drain"):
             raise ValueError(f"in_flight={in_flight!r} is unknown; choose recompute, keep or drain")
-        wanted = -1 if version is None else as_integer("version", version, 0, 2**63 - 1)
+        wanted = -1 if version is None else as_integer("version", version, 0, MAX_NUMBER)
         self._check_open()
         number = next(self._numbers)
         answer: WeightAck = await self._ask(number, LoadWeights(call=number, version=wanted, in_flight=in_flight))
@@ -321,7 +324,9 @@ class InferenceClient:
         settings = (SamplingParams() if params is None else params).serialize()
         remote = RemoteStream(self, next(self._numbers), whole=not stream)
         body: str | list[int] = prompt if isinstance(prompt, str) else [int(token) for token in prompt]
-        number = remote.request_id
+        number, most = remote.request_id, MAX_TEXT if isinstance(body, str) else MAX_TOKENS
+        if len(body) > most:
+            raise RequestError(number, f"the prompt has {len(body)} {'characters' if isinstance(body, str) else 'tokens'}, above {most}")
         frame = encode(SubmitRequest(request_id=number, prompt=body, sampling_params=settings, stream=stream, priority=priority))
         if len(frame) > self._max_bytes:
             # The connection would be cut, and with it every other request.

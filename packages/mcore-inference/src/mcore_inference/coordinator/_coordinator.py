@@ -16,7 +16,7 @@ import zmq.asyncio
 from mcore_inference._stability import experimental_api
 from mcore_inference.coordinator._config import CoordinatorConfig
 from mcore_inference.coordinator._core import CoordinatorCore, Outbox
-from mcore_inference.coordinator._messages import UNKNOWN, Refusal, decode_incoming, encode, is_greeting, is_too_long
+from mcore_inference.coordinator._messages import UNKNOWN, Message, Refusal, decode_incoming, encode, is_greeting, is_too_long
 from mcore_inference.coordinator._states import GroupState
 from mcore_inference.requests import PortInUseError
 
@@ -198,19 +198,23 @@ class DataParallelInferenceCoordinator:
         """One message, and what follows from it."""
         # A message of ours has one frame; everything else is somebody else's.
         if len(frames) != 2:
+            self._core.num_refused_messages += 1
             return
         peer, frame = frames
         now = time.monotonic()
         is_stranger = not self._core.knows(peer)
         if is_stranger and not is_greeting(frame):
             # Nothing of it is read.
+            self._core.num_refused_messages += 1
             outbox: Outbox = [(peer, UNKNOWN)]
         elif is_too_long(frame):
+            self._core.num_refused_messages += 1
             outbox = [(peer, Refusal(call=-1, message=f"a message of {len(frame)} bytes is longer than its kind may be"))]
         else:
             try:
                 outbox = self._core.receive(peer, decode_incoming(frame), now)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                self._core.num_refused_messages += 1
                 outbox = [(peer, Refusal(call=-1, message=f"a message was not understood: {str(error)[:200]}"))]
         if is_stranger and not self._core.knows(peer) and not self._strangers.allows(now):
             return
@@ -218,11 +222,20 @@ class DataParallelInferenceCoordinator:
         while left:
             to, message = left.popleft()
             try:
-                socket.send_multipart([to, encode(message)], flags=zmq.DONTWAIT)
+                frame = encode(message)
+            except (OverflowError, RecursionError) as error:
+                left.extend(self._unsendable(to, message, error))
+                continue
+            try:
+                socket.send_multipart([to, frame], flags=zmq.DONTWAIT)
             except zmq.ZMQError as error:
                 if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                     raise
                 left.extend(self._core.unreachable(to, time.monotonic()))
+
+    def _unsendable(self, peer: bytes, message: Message, error: Exception) -> Outbox:
+        _LOG.error("a %s cannot be sent: %s", type(message).__name__, error)
+        return self._core.unsendable(peer, message)
 
     async def _tick(self, router: zmq.asyncio.Socket) -> None:
         while True:
@@ -240,7 +253,12 @@ class DataParallelInferenceCoordinator:
         while left:
             peer, message = left.popleft()
             try:
-                await router.send_multipart([peer, encode(message)], flags=zmq.DONTWAIT)
+                frame = encode(message)
+            except (OverflowError, RecursionError) as error:
+                left.extend(self._unsendable(peer, message, error))
+                continue
+            try:
+                await router.send_multipart([peer, frame], flags=zmq.DONTWAIT)
             except zmq.ZMQError as error:
                 if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                     raise

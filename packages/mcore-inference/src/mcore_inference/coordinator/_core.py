@@ -11,6 +11,7 @@ from mcore_inference.coordinator._admission import NO_CONTROL, Admission
 from mcore_inference.coordinator._config import CoordinatorConfig
 from mcore_inference.coordinator._entries import Client, Engine, Load, Operation, Request
 from mcore_inference.coordinator._messages import (
+    MAX_NUMBER,
     UNKNOWN,
     Abort,
     AskStatus,
@@ -43,6 +44,8 @@ from mcore_inference.coordinator._states import GroupState, signals_between, sta
 
 _DEFAULT_BUDGET = 256
 _CHARACTERS_PER_TOKEN = 4
+_MAX_BUDGET = 2**32
+"""That a request counts with, so that sums of them stay small."""
 _LOG = logging.getLogger("mcore_inference.coordinator")
 _BUCKET_BYTES = 16 * 2**20
 """Of weights: what each engine and the coordinator hold of a load."""
@@ -72,6 +75,9 @@ class CoordinatorCore:
         self._past = PastCounters()
         self._num_lost = 0
         """Engines that left or were lost."""
+        self._num_refused_peers = 0
+        self.num_refused_messages = 0
+        """That were not understood, too long, or of strangers; whoever reads the socket counts them."""
         self._operation: Operation | None = None
         self._signals: deque[tuple[bytes, Signal]] = deque()
         self._number = 0
@@ -144,6 +150,17 @@ class CoordinatorCore:
         self._forget_client(peer, now)
         return self._flush()
 
+    def unsendable(self, peer: bytes, message: Message) -> Outbox:
+        """What follows when a message could not be written, such as one that was nested just as deep as could be read."""
+        text = "a message of it is nested too deep"
+        if isinstance(message, SubmitRequest) and peer in self._engines:
+            request = self._take(peer, message.request_id)
+            if request is not None:
+                self._fail(request, "RequestError", text)
+        elif isinstance(message, EngineReply):
+            self._send(peer, Failure(request_id=message.request_id, kind="RequestError", message=text, is_transient=False))
+        return self._flush()
+
     def lose(self, name: str, reason: str, now: float) -> Outbox:
         """What follows when somebody knows that the engines of a name are gone."""
         for peer in [peer for peer, engine in self._engines.items() if engine.name == name]:
@@ -155,6 +172,7 @@ class CoordinatorCore:
     def _admits(self, peer: bytes, greeting: Connect | Register) -> bool:
         refusal = self._admission.refusal(greeting)
         if refusal is not None:
+            self._num_refused_peers += 1
             self._send(peer, Refusal(call=-1, message=refusal))
         return refusal is None
 
@@ -211,6 +229,7 @@ class CoordinatorCore:
                 # Finds out now whether its connection is gone; the new one asks again a heartbeat later.
                 self._send(other, Heartbeat())
                 text = f"name={message.name!r} is that of an engine that is here; give each engine a name of its own (--name, EngineWorker)"
+                self._num_refused_peers += 1
                 self._send(peer, Refusal(call=-1, message=text))
                 return False
         return True
@@ -296,7 +315,7 @@ class CoordinatorCore:
             self._send(peer, Failure(request_id=number, kind="QueueFullError", message=text, is_transient=True))
         else:
             budget = message.sampling_params.get("num_tokens_to_generate")
-            budget = budget if isinstance(budget, int) and budget >= 0 else _DEFAULT_BUDGET
+            budget = min(budget, _MAX_BUDGET) if isinstance(budget, int) and budget >= 0 else _DEFAULT_BUDGET
             length = len(message.prompt) // (_CHARACTERS_PER_TOKEN if isinstance(message.prompt, str) else 1)
             request = Request(client=peer, message=message, tokens=length + budget, arrived=now)
             client.requests[number] = request
@@ -476,10 +495,15 @@ class CoordinatorCore:
             text = "the engines are stopped" if self.state is GroupState.STOPPED else "there is no engine to load weights into"
             self._send(client, Refusal(call=message.call, message=text))
             return
-        self._number += 1
         # A load that failed had a number too: an engine that took it may be away, and come back.
         newest = max(self._version or 0, self._loaded or 0, *(engine.weight_version for engine in self._engines.values()))
-        version = self._version = message.version if message.version >= 0 else newest + 1
+        version = message.version if message.version >= 0 else newest + 1
+        if version > MAX_NUMBER:
+            text = f"no version follows {newest}, the largest; give the load a version"
+            self._send(client, Refusal(call=message.call, message=text))
+            return
+        self._number += 1
+        self._version = version
         deadline = now + self._config.load_timeout_s
         self._operation = Operation(
             signal=message,
@@ -563,7 +587,12 @@ class CoordinatorCore:
             waiting_requests=len(self._homeless),
             max_sequence_length=self._shortest_context(),
             engines=[engine.status(now) for engine in self._engines.values()],
-            past={**self._past.sums, "lost_engines": self._num_lost},
+            past={
+                **self._past.sums,
+                "lost_engines": self._num_lost,
+                "refused_peers": self._num_refused_peers,
+                "refused_messages": self.num_refused_messages,
+            },
         )
 
     def _shortest_context(self) -> int:

@@ -22,6 +22,17 @@ MAX_FIGURES = 128
 MAX_NAME = 64
 """Characters of the name of a figure or an engine."""
 
+MAX_NUMBER = 2**62
+"""Largest integer of a message that something is added to; the wire ends at 2**64 - 1."""
+MAX_TEXT = 2**26
+MAX_TOKENS = 2**24
+"""Characters and tokens of a prompt."""
+
+Number = Annotated[int, Meta(ge=-1, le=MAX_NUMBER)]
+"""-1 where there is none."""
+Size = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+
 Figures = Annotated[
     dict[Annotated[str, Meta(max_length=MAX_NAME)], Annotated[float, Meta(ge=-1e18, le=1e18)]], Meta(max_length=MAX_FIGURES)
 ]
@@ -35,7 +46,7 @@ class Message(msgspec.Struct, array_like=True, kw_only=True, forbid_unknown_fiel
 class Connect(Message, tag=1):
     """Client to coordinator: let me send requests."""
 
-    protocol: int
+    protocol: Size
     secret: str
     control_secret: str = ""
     """Of those that may send signals and weights; empty for none."""
@@ -44,27 +55,27 @@ class Connect(Message, tag=1):
 class ConnectAck(Message, tag=2):
     """Coordinator to client: you may."""
 
-    max_sequence_length: int
+    max_sequence_length: Size
     """Of the engine with the shortest; 0 while there is none."""
 
 
 class SubmitRequest(Message, tag=3):
     """Client to coordinator, with the client's number; coordinator to engine, with the coordinator's."""
 
-    request_id: int
-    prompt: str | list[int]
-    sampling_params: dict[str, Any]
+    request_id: Number
+    prompt: Annotated[str, Meta(max_length=MAX_TEXT)] | Annotated[list[int], Meta(max_length=MAX_TOKENS)]
+    sampling_params: Annotated[dict[Annotated[str, Meta(max_length=MAX_NAME)], Any], Meta(max_length=MAX_FIGURES)]
     """As ``SamplingParams.serialize``."""
     stream: bool
     """Whether tokens are sent as they come."""
-    priority: int = 0
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
     """Engines serve lower numbers first."""
 
 
 class EngineReply(Message, tag=4):
     """A request ended; the way back of ``SubmitRequest``."""
 
-    request_id: int
+    request_id: Number
     record: dict[str, Any]
     """As ``DynamicInferenceRequestRecord.serialize``."""
     tokens: list[int] = []
@@ -77,7 +88,7 @@ class EngineReply(Message, tag=4):
 class Signal(Message):
     """Client to coordinator, or coordinator to every engine: change the state of all engines."""
 
-    call: int
+    call: Number
     """Number that the acknowledgement repeats."""
 
 
@@ -88,7 +99,7 @@ class Pause(Signal, tag=5):
 class SignalAck(Message, tag=6):
     """A signal took effect: on this engine, or (coordinator to client) on all of them."""
 
-    call: int
+    call: Number
 
 
 class Unpause(Signal, tag=7):
@@ -110,7 +121,7 @@ class Stop(Signal, tag=10):
 class Failure(Message, tag=12):
     """A request ended by an error; the way back of ``SubmitRequest``."""
 
-    request_id: int
+    request_id: Number
     kind: str
     """Class of the error."""
     message: str
@@ -120,13 +131,13 @@ class Failure(Message, tag=12):
 class Abort(Message, tag=13):
     """End a request: nobody waits for it any more."""
 
-    request_id: int
+    request_id: Number
 
 
 class Partial(msgspec.Struct, array_like=True, kw_only=True, forbid_unknown_fields=True):
     """Tokens of a request that goes on."""
 
-    request_id: int
+    request_id: Number
     tokens: list[int]
     log_probs: list[float]
     top_n_logprobs: list[list[tuple[int, float]]]
@@ -144,17 +155,17 @@ class Disconnect(Message, tag=16):
 class Register(Message, tag=17):
     """Engine to coordinator: send me requests."""
 
-    protocol: int
+    protocol: Size
     secret: str
     name: str
     """For messages to humans: ``dp-3``; no two engines have one."""
     state: str
-    max_sequence_length: int
-    weight_version: int = 0
+    max_sequence_length: Size
+    weight_version: Size = 0
     worker: str = ""
     """Drawn by the worker at its start: tells one that comes back from another of its name."""
     stats: Figures = {}
-    registration: int = 0
+    registration: Size = 0
     """Grows each time that the worker has to register again: several of one may wait in the queue of a connection."""
 
 
@@ -163,7 +174,7 @@ class Report(Message, tag=25):
 
     is_alive: bool
     """Whether it makes progress (``EngineHealth.alive``)."""
-    last_step_age_s: Annotated[float, Meta(ge=0, le=1e9)] | None
+    last_step_age_s: Seconds | None
     """As of ``EngineHealth``."""
     stats: Figures
 
@@ -175,14 +186,14 @@ class RegisterAck(Message, tag=18):
 class Refusal(Message, tag=19):
     """The coordinator does not do that; -1 for ``call`` when it was no call."""
 
-    call: int
+    call: Number
     message: str
 
 
 class AskStatus(Message, tag=20):
     """Client to coordinator: how are the engines?"""
 
-    call: int
+    call: Number
 
 
 @experimental_api
@@ -190,13 +201,13 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     """One engine, as the coordinator knows it."""
 
     name: str
-    open_requests: int
-    open_tokens: int
+    open_requests: Size
+    open_tokens: Size
     """Tokens of prompts and budgets of these."""
-    finished_requests: int
+    finished_requests: Size
     silent_s: float
     """Seconds since it was last heard."""
-    weight_version: int = 0
+    weight_version: Size = 0
     """Of its weights; while an engine has those of the last load, others get no requests."""
     last_step_age_s: float | None = None
     """Seconds since its last step ended, or since work arrived, as it reported them last; None when idle."""
@@ -208,11 +219,11 @@ class EngineStatus(msgspec.Struct, kw_only=True):
 class Status(Message, tag=21):
     """Answer to ``AskStatus``."""
 
-    call: int
+    call: Number
     state: str
-    waiting_requests: int
+    waiting_requests: Size
     """Those that wait for an engine."""
-    max_sequence_length: int
+    max_sequence_length: Size
     """Of the engine with the shortest; 0 while there is none."""
     engines: list[EngineStatus]
     past: dict[str, float] = {}
@@ -222,11 +233,11 @@ class Status(Message, tag=21):
 class LoadWeights(Signal, tag=22):
     """Begin to load weights: as a signal of a client, and as the coordinator's to each engine. Buckets follow."""
 
-    version: int
+    version: Number
     """Of the new weights; -1 for the next."""
     in_flight: Literal["recompute", "keep", "drain"]
     """As of ``DynamicInferenceEngine.load_weights``."""
-    timeout_s: float = 0.0
+    timeout_s: Seconds = 0.0
     """That an engine waits for a bucket; the coordinator's to say."""
 
 
@@ -235,8 +246,8 @@ class WireChunk(msgspec.Struct, array_like=True, kw_only=True, forbid_unknown_fi
 
     name: str
     dtype: str
-    shape: list[int]
-    offsets: list[int] | None
+    shape: Annotated[list[Size], Meta(max_length=64)]
+    offsets: Annotated[list[Size], Meta(max_length=64)] | None
     """None for all of it."""
     data: bytes
 
@@ -244,8 +255,8 @@ class WireChunk(msgspec.Struct, array_like=True, kw_only=True, forbid_unknown_fi
 class WeightBucket(Message, tag=23):
     """Some of the weights of a load, sent when the one before was acknowledged."""
 
-    call: int
-    index: int
+    call: Number
+    index: Size
     """From 1."""
     chunks: list[WireChunk]
     end: Literal["", "whole", "aborted"] = ""
@@ -255,12 +266,12 @@ class WeightBucket(Message, tag=23):
 class WeightAck(Message, tag=24):
     """A bucket was taken (0 is the beginning), or the load is over: on this engine, or (coordinator to client) on all of them."""
 
-    call: int
-    index: int
+    call: Number
+    index: Size
     error: str = ""
     """Why the load failed."""
-    version: int = -1
-    bucket_bytes: int = 0
+    version: Number = -1
+    bucket_bytes: Size = 0
     """Largest bucket; the coordinator's to say."""
     is_over: bool = False
 
