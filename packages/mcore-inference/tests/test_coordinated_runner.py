@@ -416,3 +416,38 @@ def test_an_engine_takes_no_longer_message_than_it_was_told(runners: list[Engine
             assert time.monotonic() < deadline
         message = decode_incoming(another[1])
         assert isinstance(message, Register) and message.worker == decode_incoming(frame).worker and not worker.join(0)
+
+
+REFUSED: list[dict[str, Any]] = [
+    {"stop_token_ids": [2**30]},
+    {"logit_bias": {"9999": 1}},
+    {"prompt": [9999]},
+    {"prompt": ""},
+    {"prompt": [97] * 512, "max_tokens": 8},
+    {"min_tokens": 5, "structured_outputs": {"regex": "a"}},
+    {"structured_outputs": {"regex": "("}},
+    {"structured_outputs": {"grammar": "start: missing"}},
+    # Ends when it has begun.
+    {"structured_outputs": {"grammar": 'start: e\ne: e e e | e e | "a" | \n'}, "logit_bias": {"97": 1000}, "max_tokens": 200},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "objct"}}}},
+]
+
+
+def test_a_refusal_is_the_same_with_a_coordinator_and_without(runners: list[EngineRunner]) -> None:
+    httpx = pytest.importorskip("httpx")
+    pytest.importorskip("llguidance")
+    from mcore_inference.server import serve_runner
+
+    with ExitStack() as stack:
+        coordinator = start(stack)
+        join(stack, runners[0], coordinator)
+        coordinator.wait_for_engines(1)
+        far = stack.enter_context(serve_runner(lambda: CoordinatedRunner(coordinator.address), ByteTokenizer()))
+        near = stack.enter_context(serve_runner(lambda: runners[1], ByteTokenizer()))
+        for fields in REFUSED:
+            answers = [httpx.post(f"{each.url}/v1/completions", json={"prompt": "x", **fields}, timeout=30) for each in (near, far)]
+            errors = [answer.json()["error"] for answer in answers]
+            for error in errors:
+                del error["request_id"]
+            assert errors[0] == errors[1] and answers[0].status_code == answers[1].status_code >= 400, fields
+            assert errors[0]["code"] != "RequestError" and not errors[0]["message"].startswith("request "), errors[0]

@@ -168,14 +168,30 @@ class PortInUseError(OSError):
         super().__init__(f"port={port} on host={host} is in use; choose another port, or port=0 for a free one")
 
 
-def request_error(kind: str, message: str, *, is_transient: bool) -> RequestError:
-    """An error of a request from the name of its class and its message, as they came over a wire."""
+def request_error(kind: str, message: str, *, is_transient: bool) -> ValueError:
+    """An error of a request from the name of its class and its message, as they came over a wire; a ``RequestError`` for unknown names."""
+    if kind == "ValueError":
+        return ValueError(message)
     others = (InvalidTokenError, StepFailedError, QueueFullError, NonFiniteLogitsError, StructuredOutputError)
     classes = {cls.__name__: cls for cls in (*_WIRE_CLASSES.values(), *others)}
+    if kind == "RequestError":
+        return RequestError(None, message, is_transient=is_transient)
     cls = classes.get(kind)
     if cls is None or cls is ActiveRequestCountOverflowError:
         return RequestError(None, f"{kind}: {message}", is_transient=is_transient)
     return cls(None, message, is_transient=is_transient)
+
+
+def recorded(error: Exception) -> str:
+    """An error as text: the name of its class, and what it says without the number of its request."""
+    return f"{type(error).__name__}: {error.message if isinstance(error, RequestError) else error}"
+
+
+def recalled(text: str) -> Exception:
+    """The error of ``recorded``'s text: of its class where that is one of a request's, a RuntimeError with the text otherwise."""
+    kind, _, message = text.partition(": ")
+    error = request_error(kind, message, is_transient=False)
+    return error if isinstance(error, RequestError) and type(error).__name__ == kind else RuntimeError(text)
 
 
 _WIRE_CLASSES: dict[str, type[ContextOverflowError]] = {

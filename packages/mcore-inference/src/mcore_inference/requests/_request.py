@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mcore_inference.requests._errors import recalled, recorded
 from mcore_inference.sampling import SamplingParams
 
 __all__ = ["DynamicInferenceEvent", "DynamicInferenceRequest", "DynamicInferenceRequestRecord", "EventType", "FinishReason", "Status"]
@@ -164,7 +165,7 @@ class DynamicInferenceRequest:
         data["sampling_params"] = self.sampling_params.serialize()
         data["status"] = self.status.name
         data["finish_reason"] = None if self.finish_reason is None else self.finish_reason.value
-        data["error"] = None if self.error is None else f"{type(self.error).__name__}: {self.error}"
+        data["error"] = None if self.error is None else recorded(self.error)
         # Lists of pairs keep integer keys in JSON.
         data["generated_top_n_logprobs"] = _as_pairs(self.generated_top_n_logprobs)
         data["prompt_top_n_logprobs"] = None if self.prompt_top_n_logprobs is None else _as_pairs(self.prompt_top_n_logprobs)
@@ -173,12 +174,12 @@ class DynamicInferenceRequest:
 
     @classmethod
     def deserialize(cls, data: Mapping[str, Any]) -> "DynamicInferenceRequest":
-        """A request from ``serialize``'s data; its error comes back as a RuntimeError with the same text."""
+        """A request from ``serialize``'s data; an error of a request comes back as one, others as a RuntimeError with their text."""
         fields = dict(data)
         fields["sampling_params"] = SamplingParams.deserialize(fields["sampling_params"])
         fields["status"] = Status[fields["status"]]
         fields["finish_reason"] = None if fields["finish_reason"] is None else FinishReason(fields["finish_reason"])
-        fields["error"] = None if fields["error"] is None else RuntimeError(fields["error"])
+        fields["error"] = None if fields["error"] is None else recalled(fields["error"])
         for name in ("generated_top_n_logprobs", "prompt_top_n_logprobs"):
             if fields[name] is not None:
                 fields[name] = [{int(token): value for token, value in best} for best in fields[name]]

@@ -232,12 +232,12 @@ class Routes:
         except ClientGone:
             return Response(status_code=CLIENT_LEFT)
         except Exception as error:
-            raise ApiError.of(error) from error
+            raise _refusal(call, error) from error
         finally:
             _abort(streams)
         for record in records:
             if record.status is Status.FAILED:
-                raise ApiError(500, str(record.error or "the request was aborted"), code=type(record.error).__name__)
+                raise ApiError.of_failure(record.error)
         choices = [call.choice(call, index, record) for index, record in enumerate(records)]
         answer = call.envelope(call.kind, self._model_name, choices)
         return JSONResponse({**answer, "usage": usage(records, call.body.num_choices)})
@@ -251,10 +251,8 @@ class Routes:
                 streams.append(await self._runner.submit(prompt, params, priority=priority, stream=streamed))
         except BaseException as error:
             _abort(streams)
-            if isinstance(error, StructuredOutputError) and call.tools is not None:
-                raise ApiError(400, str(error), code=type(error).__name__, param="tools") from error
             if isinstance(error, Exception):
-                raise ApiError.of(error) from error
+                raise _refusal(call, error) from error
             raise
         return streams
 
@@ -278,9 +276,7 @@ class Routes:
                 if increment.record is not None:
                     records[index] = increment.record
                     if increment.record.status is Status.FAILED:
-                        raise ApiError(
-                            500, str(increment.record.error or "the request was aborted"), code=type(increment.record.error).__name__
-                        )
+                        raise ApiError.of_failure(increment.record.error)
                 yield chunk([call.delta(call, index, increment, sent[index])], **null_usage)
                 sent[index] += len(increment.text)
             if with_usage:
@@ -288,7 +284,7 @@ class Routes:
                 yield chunk([], usage=usage(ordered, call.body.num_choices))
             yield "[DONE]"
         except Exception as error:
-            yield json.dumps(ApiError.of(error).body(current_request_id()))
+            yield json.dumps(_refusal(call, error).body(current_request_id()))
         finally:
             _abort(streams)
 
@@ -392,6 +388,14 @@ class Routes:
         number = current_request_id()
         _LOG.error("request_id=%s failed with %s", number, type(error).__name__)
         return JSONResponse(ApiError(500, f"internal error: {type(error).__name__}").body(number), 500)
+
+
+def _refusal(call: _GenerationCall, error: Exception) -> ApiError:
+    """The answer to an error of the engine; where there are tools, the form that it speaks of is theirs."""
+    answer = ApiError.of(error)
+    if isinstance(error, StructuredOutputError) and call.tools is not None:
+        answer.param = "tools"
+    return answer
 
 
 def _reason(reason: FinishReason | None, parser: ToolCallParser) -> str | None:

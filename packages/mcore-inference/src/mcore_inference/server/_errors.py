@@ -50,20 +50,28 @@ class ApiError(Exception):
         """The answer to an error of the engine."""
         if isinstance(error, ApiError):
             return error
+        # The engine's number of a request says nothing to a client, who has one of his own.
+        text = error.message if isinstance(error, RequestError) else str(error)
         if isinstance(error, QueueFullError):
-            return cls(429, str(error), code=type(error).__name__)
+            return cls(429, text, code=type(error).__name__)
         if isinstance(error, MaxSequenceLengthOverflowError):
             # OpenAI's own code, which clients look for.
-            return cls(400, str(error), code="context_length_exceeded", param="prompt")
+            return cls(400, text, code="context_length_exceeded", param="prompt")
         if isinstance(error, ContextOverflowError) and error.is_transient:
-            return cls(429, str(error), code=type(error).__name__)
+            return cls(429, text, code=type(error).__name__)
         if isinstance(error, StructuredOutputError):
-            return cls(400, str(error), code=type(error).__name__, param="response_format")
+            return cls(400, text, code=type(error).__name__, param="response_format")
         if isinstance(error, RequestError | ValueError):
-            return cls(400, str(error), code=type(error).__name__)
+            return cls(400, text, code=type(error).__name__)
         if isinstance(error, EngineDeadError | EngineLostError | CoordinatorError):
-            return cls(503, str(error), code=type(error).__name__)
+            return cls(503, text, code=type(error).__name__)
         return cls(500, f"{type(error).__name__}: {error}", code=type(error).__name__)
+
+    @classmethod
+    def of_failure(cls, error: Exception | None) -> "ApiError":
+        """The answer for a request that failed after it had begun."""
+        text = error.message if isinstance(error, RequestError) else str(error or "the request was aborted")
+        return cls(500, text, code=type(error).__name__)
 
     @classmethod
     def of_validation(cls, error: ValidationError) -> "ApiError":
