@@ -308,7 +308,6 @@ def test_a_long_list_of_wrong_prompts_is_read_to_the_first_fault(prompt: list[An
 
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
-SCHEMA: dict[str, Any] = {"name": "x", "schema": {"type": "object"}}
 
 
 @pytest.mark.parametrize(
@@ -327,12 +326,6 @@ SCHEMA: dict[str, Any] = {"name": "x", "schema": {"type": "object"}}
         ("chat/completions", {"max_completion_tokens": 3}, 400, "max_tokens"),
         ("chat/completions", {"parallel_tool_calls": True}, 400, "parallel_tool_calls"),
         ("chat/completions", {"parallel_tool_calls": False}, 400, "parallel_tool_calls"),
-        (
-            "chat/completions",
-            {"response_format": {"type": "json_schema", "json_schema": {**SCHEMA, "strict": False}}},
-            422,
-            "response_format.json_schema.json_schema.strict",
-        ),
         ("chat/completions", {"messages": [{"role": "user", "content": "x", "name": "ada"}]}, 400, "messages.name"),
     ],
 )

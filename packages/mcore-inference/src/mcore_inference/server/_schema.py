@@ -65,8 +65,8 @@ class NamedSchema(BaseModel):
     name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: Text | None = None
     json_schema: dict[str, Any] = Field(alias="schema")
-    strict: Literal[True] | None = None
-    """The output always has the form; a schema that is only a hint would reach no model."""
+    strict: bool | None = None
+    """The output has the form in either case."""
 
 
 class JsonSchemaFormat(BaseModel):
