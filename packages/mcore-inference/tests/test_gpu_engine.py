@@ -93,6 +93,43 @@ def test_kernels_and_graphs_give_the_tokens_of_the_gathered_path(fields: dict[st
         assert record.generated_log_probs == pytest.approx(wanted.generated_log_probs, abs=1e-4)
 
 
+def test_penalties_biases_and_least_numbers_of_tokens_are_drawn_in_graphs_and_a_step_ahead() -> None:
+    kinds: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.5, "seed": 1},
+        {},
+        {"frequency_penalty": 0.8, "presence_penalty": 0.5, "top_p": 0.9},
+        {"logit_bias": {3: 4.0, 100: 3.0}, "seed": 2},
+        {"min_tokens": 12, "stop_token_ids": tuple(range(0, 128, 4))},
+        {"temperature": 0.0, "frequency_penalty": 1.0, "logit_bias": {5: 2.0}},
+    ]
+    settings = [SamplingParams(**{"num_tokens_to_generate": 20, "return_log_probs": i % 2 == 0, **kind}) for i, kind in enumerate(kinds)]
+    sizes = InferenceConfig(max_sequence_length=96, max_requests=8, block_size_tokens=16, num_blocks=30)
+    results = []
+    for device in ("cpu", "cuda"):
+        model = GPTModel(SIZES, ProcessGroups.single(), attention_core=PagedAttention(), device=device).eval()
+        engine = DynamicInferenceEngine(model, DynamicInferenceContext(SIZES, sizes, device=device))
+        results.append(engine.generate(prompts(6), settings))
+        alone = engine.generate(prompts(6)[:1], settings[0])
+        assert alone[0].generated_tokens == results[-1][0].generated_tokens
+        before = engine.num_preemptions
+        for prompt, one in zip(prompts(6), settings, strict=True):
+            engine.add_request(prompt, dataclasses.replace(one, seed=7))
+        for _ in range(8):
+            engine.step()
+        engine.suspend()
+        engine.resume()
+        resumed = []
+        while engine.has_unfinished_requests():
+            resumed += engine.step()
+        assert engine.num_preemptions == before + 6
+        results.append(sorted(resumed, key=lambda record: record.request_id))
+    assert sum(engine.cuda_graph_request_count_map.values()) > 40
+    for first, second in ((0, 2), (1, 3)):
+        for wanted, record in zip(results[first], results[second], strict=True):
+            assert record.generated_tokens == wanted.generated_tokens
+            assert record.generated_log_probs == pytest.approx(wanted.generated_log_probs, abs=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["mtp", "eagle"])
 def test_heads_propose_by_kernels_what_they_propose_by_the_gathered_path(kind: str) -> None:
     config = dataclasses.replace(SIZES, num_layers=4, mtp_num_layers=2)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_inference import SamplingParams
-from mcore_inference.sampling import SamplingRows, StructuredOutput, adjust, processed_log_probs, request_seed, sample, uniform
+from mcore_inference.sampling import SamplingRows, StructuredOutput, processed_log_probs, request_seed, sample, uniform
 from mcore_inference.sampling._random import philox
 
 
@@ -224,12 +224,3 @@ def test_rows_without_a_finite_best_score_are_marked_and_leave_others_alone() ->
 def test_a_tiny_temperature_does_not_overflow() -> None:
     logits = torch.tensor([[1e4, 1e4 - 1, -1e4]])
     assert draw(logits, [SamplingParams(temperature=1e-6)], [1], [0]) == [0]
-
-
-def test_penalties_and_bias_move_scores_as_defined() -> None:
-    logits = torch.tensor([[1.0, -1.0, 2.0, 3.0]])
-    params = SamplingParams(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={3: -10.0})
-    result = adjust(logits, [params], [[0]], [[1, 1]], [[2]])
-    assert result.tolist() == [[0.5, -2.0 - 0.5 - 0.5, -math.inf, -7.0]]
-    assert logits.tolist() == [[1.0, -1.0, 2.0, 3.0]]
-    assert adjust(logits, [SamplingParams()], [[0]], [[1]], [[]]) is logits

@@ -314,6 +314,10 @@ class DynamicInferenceContext:
         self._num_blocks[slot] = self._num_cached[slot] = self._num_known[slot] = 0
         self._free_slots.append(slot)
 
+    def holds(self, request_id: int) -> bool:
+        """Whether a request has a slot."""
+        return request_id in self._slots
+
     def num_cached(self, request_id: int) -> int:
         """Tokens of a request that are in the cache; 0 without a slot."""
         return int(self._num_cached[self._slots[request_id]]) if request_id in self._slots else 0

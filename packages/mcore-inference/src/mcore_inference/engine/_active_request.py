@@ -55,8 +55,8 @@ class ActiveRequest:
 
     def __post_init__(self) -> None:
         p = self.params
-        self.needs_history = p.has_penalties or self.grammar is not None
-        """Whether a draw depends on the tokens drawn before, which the host must then know."""
+        self.always_adjusts = p.has_penalties or bool(p.logit_bias)
+        """Whether every draw is from other scores than the model's."""
         self.is_bare = self.text is None and self.grammar is None and not p.return_log_probs and not p.top_n_logprobs
         """Whether a drawn token is all that is kept of a step."""
 
@@ -111,15 +111,16 @@ class ActiveRequest:
         """Tokens drawn so far."""
         return self.record.num_generated + self.num_pending
 
-    def banned(self, position: int) -> tuple[int, ...]:
-        """Tokens that must not be drawn after this many."""
-        return tuple(sorted(self.stop_ids)) if position < self.params.min_tokens else ()
+    @property
+    def num_without_end(self) -> int:
+        """Tokens that are still to be drawn before one that ends the request may be."""
+        min_tokens = self.params.min_tokens
+        return max(0, min_tokens - self.position) if min_tokens and self.stop_ids else 0
 
     @property
-    def is_settled(self) -> bool:
-        """Whether every further draw is from the logits themselves."""
-        p = self.params
-        return not (self.needs_history or p.logit_bias or self.position < p.min_tokens)
+    def adjusts(self) -> bool:
+        """Whether the next draw is from other scores than the model's, by penalties, biases or bans."""
+        return self.always_adjusts or self.num_without_end > 0
 
     def tokens(self, start: int, count: int) -> list[int]:
         """Tokens from ``start`` on: of the prompt, or of the output once the prompt is computed."""

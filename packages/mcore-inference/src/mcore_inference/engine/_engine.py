@@ -112,8 +112,7 @@ class DynamicInferenceEngine:
         ngrams = execution.speculation if isinstance(execution.speculation, NgramSpeculation) else None
         self._verification = Verification(context, self._admission, self._executor.drafts if ngrams is None else NgramProposals())
         self._loop = StepLoop(
-            context, self._requests, self._admission, self._executor, self._verification if speculates else None, runs_ahead=runs_ahead,
-            vocab_size=self.vocab_size,
+            context, self._requests, self._admission, self._executor, self._verification if speculates else None, runs_ahead=runs_ahead
         )  # fmt: skip
         if execution.log_interval_steps is not None:
             self._loop.log = StepLog(self.stats, execution.log_interval_steps)
@@ -489,6 +488,8 @@ class DynamicInferenceEngine:
         memory = self.context.memory
         self._loop.read_results()
         self._admission.note_pause(self._admission.running)
+        self._loop.forget_batch()
+        self._executor.adjusted.clear()
         if not memory.keeps_contents:
             self.reset_prefix_cache()
         if not memory.keeps_addresses:

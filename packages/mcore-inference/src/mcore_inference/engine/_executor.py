@@ -17,6 +17,7 @@ from mcore_inference.attention import TableRows
 from mcore_inference.context import DynamicInferenceContext, HostStep, StepInputs
 from mcore_inference.decoder import FusedDecoder
 from mcore_inference.engine._active_request import ActiveRequest
+from mcore_inference.engine._adjusted_requests import AdjustedRequests
 from mcore_inference.engine._decode_graphs import DecodeGraphs, graph_sizes
 from mcore_inference.engine._mixed_graphs import MixedGraphs, mixed_sizes
 from mcore_inference.engine._model_drafts import ModelDrafts
@@ -25,7 +26,7 @@ from mcore_inference.engine._prompt_scores import PromptScores
 from mcore_inference.engine._recording_pool import RecordingPool
 from mcore_inference.engine._routing import RoutingRecorder, StepRouting
 from mcore_inference.engine._warm_up import warm_up_draws
-from mcore_inference.sampling import DrawRows, Draws, Sampler, adjust, keep_allowed
+from mcore_inference.sampling import AdjustRows, DrawRows, Draws, Sampler, keep_allowed
 from mcore_inference.scheduling import Work
 from mcore_inference.speculation import EagleSpeculation, MtpSpeculation, NgramSpeculation
 from mcore_parallel.backends import TorchBackend
@@ -119,17 +120,26 @@ class DecodeBatch:
     """Requests that draw one token a step, as arrays: what a step of them costs the host hardly grows with their number.
 
     It holds while the same requests decode; a request that joins or ends makes a new one.
+
+    Args:
+        entries: with a slot in the context.
+        context: of the engine.
+        vocab_size: ids that exist.
+        adjusted: whose scores are adjusted, which may be some of these.
     """
 
-    def __init__(self, entries: list[ActiveRequest], context: DynamicInferenceContext, vocab_size: int) -> None:
+    def __init__(self, entries: list[ActiveRequest], context: DynamicInferenceContext, vocab_size: int, adjusted: AdjustedRequests) -> None:
         self.entries = entries
         lines = [context.line(entry.record.request_id) for entry in entries]
         self.lines_R = np.array(lines)
-        self.steps_left = min(entry.num_left for entry in entries)
-        """Until a request of it has drawn all its tokens."""
+        # Scores of a request that may end now, and asks for nothing else, are adjusted no more.
+        bans = [entry.num_without_end for entry in entries if entry.adjusts and not entry.always_adjusts]
+        self.steps_left = min(*(entry.num_left for entry in entries), *bans, 2**63)
+        """Until a request of it has drawn all its tokens, or may end."""
         positions = [entry.position for entry in entries]
         params, seeds = [entry.params for entry in entries], [entry.seed for entry in entries]
         self.rows = DrawRows.of(params, seeds, positions, lines, vocab_size, context.device)
+        self.adjust_rows = adjusted.rows([(entry, 0) for entry in entries])
 
     def advance(self) -> None:
         """One token was drawn for each."""
@@ -162,6 +172,8 @@ class Executor:
         """Passes through the model that began, and that ended."""
         self._batch_invariant = isinstance(model.backend, TorchBackend) and model.backend.batch_invariant
         self._sampler = Sampler(context.builder.last_tokens, vocab_size, batch_invariant=self._batch_invariant)
+        self.adjusted = AdjustedRequests(context, vocab_size)
+        """Requests with penalties, biases or bans."""
         self._shares_experts = shares_experts(model)
         self.agreed_rows: int | None = None
         """Of ranks that share experts, rows of the recording that all replay in this step; None for a step without one."""
@@ -276,12 +288,16 @@ class Executor:
         send = self._context.builder.send
         self._sampler.last_tokens[send([self._context.line(number) for number in tokens])] = send(list(tokens.values()))
 
+    def batch(self, entries: list[ActiveRequest]) -> DecodeBatch:
+        """Requests that draw a token in each of the steps that follow."""
+        return DecodeBatch(entries, self._context, self._vocab_size, self.adjusted)
+
     def decode(self, batch: DecodeBatch) -> InFlight:
         """One token for each request of the batch; ``extend_lines`` made room for it."""
         host = self._context.decode_step(batch.lines_R)
         logits_RV = self._forward(host, range(len(batch.entries)))
         routing = None if self._recorder is None else self._recorder.take(batch.entries, host)
-        draws = self._sampler.draw(logits_RV, batch.rows)
+        draws = self._sample(logits_RV, batch.rows, batch.adjust_rows)
         self._context.advance_lines(batch.lines_R)
         batch.advance()
         return InFlight(sampled=batch.entries, draws=draws, prompt_scores=[], computed=[], routing=routing)
@@ -405,7 +421,8 @@ class Executor:
             num_decode *= 2
         for lengths, cached in steps:
             logits_NV = self._launched_logits(builder.sink_step(lengths, cached), range(len(lengths)))
-        warm_up_draws(self._sampler, logits_NV, self._vocab_size)
+        warm_up_draws(self._sampler, self.adjusted.adjuster, logits_NV, self._vocab_size)
+        self.adjusted.clear()
         self.is_warm = not self._speculates
 
     def clear_graphs(self) -> None:
@@ -433,22 +450,32 @@ class Executor:
         params, positions = [entry.params for entry in entries], [entry.position + count for entry, count in places]
         lines = [self._context.line(entry.record.request_id) for entry in entries]
         rows = DrawRows.of(params, [entry.seed for entry in entries], positions, lines, self._vocab_size, self._context.device)
-        adjusted_RV = None
-        if not all(entry.is_settled for entry in entries):
-            records = [entry.record if entry.needs_history else None for entry in entries]
-            prompts = [() if record is None else record.prompt_tokens for record in records]
-            outputs = [
-                () if record is None else [*record.generated_tokens, *entry.drafts[:count]]
-                for record, (entry, count) in zip(records, places, strict=True)
-            ]
-            banned = [entry.banned(position) for entry, position in zip(entries, positions, strict=True)]
-            adjusted_RV = adjust(logits_RV[:, : self._vocab_size], params, prompts, outputs, banned)
         formed = [(row, entry.grammar.allowed(entry.stop_ids)) for row, entry in enumerate(entries) if entry.grammar is not None]
+        return self._sample(logits_RV, rows, self.adjusted.rows(places), formed)
+
+    def _sample(
+        self, logits_RV: Tensor, rows: DrawRows, adjust_rows: AdjustRows | None, formed: Sequence[tuple[int, np.ndarray]] = ()
+    ) -> Draws:
+        """A token for each row.
+
+        Args:
+            logits_RV: of the model.
+            rows: as many.
+            adjust_rows: those with penalties, biases or bans.
+            formed: rows that draw some tokens only, and their masks.
+        """
+        scores_RV = None
+        if adjust_rows is not None:
+            reads_raw = rows.wants_log_probs or any(rows.top_n)
+            scores_RV = self.adjusted.adjuster.adjust(logits_RV, rows.settings.position, adjust_rows, overwrites=not reads_raw)
         if formed:
             rows_G, words_GW = self._context.builder.send([row for row, _ in formed]), np.stack([words for _, words in formed])
-            scores_RV = logits_RV[:, : self._vocab_size] if adjusted_RV is None else adjusted_RV
-            adjusted_RV = keep_allowed(scores_RV, rows_G, self._context.builder.send_words(words_GW))
-        return self._sampler.draw(logits_RV, rows, adjusted_RV)
+            whole_RV = logits_RV[:, : self._vocab_size] if scores_RV is None else scores_RV
+            scores_RV = keep_allowed(whole_RV, rows_G, self._context.builder.send_words(words_GW))
+        draws = self._sampler.draw(logits_RV, rows, scores_RV)
+        if adjust_rows is not None:
+            self.adjusted.adjuster.count(adjust_rows)
+        return draws
 
 
 def _of_equal_lengths(step: Step) -> Step:

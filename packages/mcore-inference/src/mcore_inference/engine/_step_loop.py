@@ -24,7 +24,6 @@ class StepLoop:
         executor: runs the steps.
         verification: of proposed tokens; None where nobody proposes any.
         runs_ahead: results of a step are read when the next one is launched; else at once.
-        vocab_size: ids that exist.
     """
 
     def __init__(
@@ -36,10 +35,9 @@ class StepLoop:
         verification: Verification | None,
         *,
         runs_ahead: bool,
-        vocab_size: int,
     ) -> None:
         self._context, self._requests, self._admission, self._executor = context, requests, admission, executor
-        self._verification, self._runs_ahead, self._vocab_size = verification, runs_ahead, vocab_size
+        self._verification, self._runs_ahead = verification, runs_ahead
         self._in_flight: InFlight | None = None
         self._batch: DecodeBatch | None = None
         self._num_released = 0
@@ -119,13 +117,14 @@ class StepLoop:
             self._batch = None
             going_on = [entry for entry in running if entry.num_left]
             # The youngest are the ones whose prompts may not be computed.
-            if going_on and all(entry.is_settled and self._admission.decodes(entry) for entry in reversed(going_on)):
-                self._batch = DecodeBatch(going_on, self._context, self._vocab_size)
+            if going_on and all(entry.grammar is None and self._admission.decodes(entry) for entry in reversed(going_on)):
+                self._batch = self._executor.batch(going_on)
                 self._num_released = self._admission.num_released
         return self._batch
 
     def _plan(self, drafts: Mapping[int, int], admits: bool) -> StepPlan:
-        if any(entry.needs_history for entry in self._admission.running):
+        if any(entry.grammar is not None for entry in self._admission.running):
+            # What a form allows next, the host says.
             self.read_results()
         plan = self._admission.plan(admits=admits)
         if plan.preempted and self._in_flight is not None:

@@ -4,7 +4,7 @@
 
 from torch import Tensor
 
-from mcore_inference.sampling import DrawRows, Sampler, SamplingParams
+from mcore_inference.sampling import DrawRows, Sampler, SamplingParams, ScoreAdjuster
 
 __all__ = ["warm_up_draws"]
 
@@ -17,17 +17,25 @@ _KINDS = (
 )
 
 
-def warm_up_draws(sampler: Sampler, logits_RV: Tensor, vocab_size: int) -> None:
+_ADJUSTED = SamplingParams(repetition_penalty=1.1, logit_bias={0: 1.0})
+
+
+def warm_up_draws(sampler: Sampler, adjuster: ScoreAdjuster, logits_RV: Tensor, vocab_size: int) -> None:
     """Draw a token for each row by settings of every kind, from the logits and from such as penalties leave, and drop it.
 
     Args:
         sampler: no request has its first R lines.
-        logits_RV: [R, at least vocab_size].
+        adjuster: with as many lines; it has begun the first one afterwards.
+        logits_RV: [R, at least vocab_size]; they are overwritten.
         vocab_size: ids that exist.
     """
-    num_rows, adjusted_RV = len(logits_RV), logits_RV[:, :vocab_size].float()
+    num_rows = len(logits_RV)
+    adjuster.begin(0, _ADJUSTED, (), [0], [0])
+    adjust_rows = adjuster.rows([0], [0], [()], [0])
     for kind in _KINDS:
         positions = [0] * num_rows
         rows = DrawRows.of([kind] * num_rows, positions, positions, range(num_rows), vocab_size, logits_RV.device)
         sampler.draw(logits_RV, rows)
-        sampler.draw(logits_RV, rows, adjusted_RV).wait()
+        overwrites = not kind.return_log_probs
+        sampler.draw(logits_RV, rows, adjuster.adjust(logits_RV, rows.settings.position, adjust_rows, overwrites=overwrites)).wait()
+        adjuster.count(adjust_rows)

@@ -2,21 +2,24 @@
 # Copyright (c) 2026 the mcore authors
 """How a request wants its tokens drawn, and the draw itself."""
 
+from mcore_inference.sampling._adjust import AdjustRows
+from mcore_inference.sampling._adjuster import ScoreAdjuster
 from mcore_inference.sampling._bitmask import keep_allowed
-from mcore_inference.sampling._draw import SamplingRows, adjust, log_probs, processed_log_probs, sample, token_log_probs
+from mcore_inference.sampling._draw import SamplingRows, log_probs, processed_log_probs, sample, token_log_probs
 from mcore_inference.sampling._params import SamplingParams
 from mcore_inference.sampling._random import request_seed, uniform
 from mcore_inference.sampling._sampler import DrawRows, Draws, Sampler
 from mcore_inference.sampling._structured import StructuredOutput
 
 __all__ = [
+    "AdjustRows",
     "DrawRows",
     "Draws",
     "Sampler",
     "SamplingParams",
     "SamplingRows",
+    "ScoreAdjuster",
     "StructuredOutput",
-    "adjust",
     "keep_allowed",
     "log_probs",
     "processed_log_probs",

@@ -148,48 +148,6 @@ def _keep_top(scores_RV: Tensor, rows: SamplingRows) -> Tensor:
 
 
 @experimental_api
-def adjust(
-    logits_RV: Tensor,
-    params: Sequence[SamplingParams],
-    prompts: Sequence[Sequence[int]],
-    outputs: Sequence[Sequence[int]],
-    banned: Sequence[Sequence[int]],
-) -> Tensor:
-    """Penalties, bias and bans, row by row where a row asks for them; the input is left as it is.
-
-    Args:
-        logits_RV: [R, V].
-        params: of each row.
-        prompts: token ids of each row's prompt.
-        outputs: token ids generated for each row.
-        banned: ids that a row must not draw.
-
-    Returns:
-        [R, V], float32 or wider; ``logits_RV`` itself when no row asks for anything.
-    """
-    if not any(p.has_penalties or p.logit_bias or b for p, b in zip(params, banned, strict=True)):
-        return logits_RV
-    result_RV = logits_RV.clone() if logits_RV.dtype == torch.float64 else logits_RV.float()
-    if result_RV is logits_RV:
-        result_RV = logits_RV.clone()
-    device, vocab_size = logits_RV.device, logits_RV.shape[-1]
-    for row_V, p, prompt, output, bans in zip(result_RV, params, prompts, outputs, banned, strict=True):
-        if p.repetition_penalty != 1.0:
-            seen = torch.tensor(sorted({*prompt, *output}), dtype=torch.int64, device=device)
-            values = row_V[seen]
-            row_V[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
-        if output and (p.presence_penalty or p.frequency_penalty):
-            counts_V = torch.bincount(torch.tensor(list(output), dtype=torch.int64, device=device), minlength=vocab_size)
-            row_V -= p.frequency_penalty * counts_V + p.presence_penalty * (counts_V > 0)
-        if p.logit_bias:
-            ids = torch.tensor(list(p.logit_bias), dtype=torch.int64, device=device)
-            row_V[ids] += torch.tensor(list(p.logit_bias.values()), dtype=row_V.dtype, device=device)
-        if bans:
-            row_V[torch.tensor(list(bans), dtype=torch.int64, device=device)] = -math.inf
-    return result_RV
-
-
-@experimental_api
 def log_probs(logits_RV: Tensor) -> Tensor:
     """[R, V] log-softmax of raw logits, in float32 (float64 when they are)."""
     return (logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()).log_softmax(dim=-1)
