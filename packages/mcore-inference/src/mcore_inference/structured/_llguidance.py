@@ -202,5 +202,5 @@ def _index(library: ModuleType, tokenizer: Tokenizer | None, vocab_size: int, re
 
 def _short(message: str) -> str:
     """What a message of the library says first; it goes on with the state of the parser."""
-    text = message.split("<state>")[0].strip()
+    text = message.split("<state>")[0].split("<non-verbose/>")[0].strip()
     return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
