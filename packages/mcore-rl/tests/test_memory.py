@@ -63,9 +63,9 @@ def test_the_trainer_has_its_memory_before_the_answers_of_other_ranks(monkeypatc
     optimizer: Any = learner.optimizer
     seen, real = [], loop_module.exchange
 
-    def exchange(*arguments: Any) -> Any:
+    def exchange(*arguments: Any, **options: Any) -> Any:
         seen.append((engine.is_suspended, optimizer._parked.are_parked))
-        return real(*arguments)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(loop_module, "exchange", exchange)
     config = GRPOConfig(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ParallelPlan, ProcessGroups, named_buffer_shards, named_shards
 from mcore_parallel.models import GPTModel, TransformerConfig
-from mcore_rl import RankTimeoutError, RefitPlanError, RefitTimeoutError, WeightTransfer, gather_weights, refit
+from mcore_rl import GRPOConfig, RankTimeoutError, RefitPlanError, RefitTimeoutError, WeightTransfer, gather_weights, refit
 from mcore_rl._collect import Drawn, exchange
 
 SIZES = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=24, vocab_size=32)
@@ -153,7 +153,7 @@ def draw_nothing() -> str:
         time.sleep(2.0)
         return ""
     with pytest.raises(RankTimeoutError) as caught:
-        exchange(Drawn(groups=[]), groups, torch.device("cpu"), 0.5)
+        exchange(GRPOConfig(num_groups=3, group_size=2, seq_len=8), Drawn(groups=[]), groups, torch.device("cpu"), timeout_s=0.5)
     return str(caught.value)
 
 
