@@ -128,16 +128,12 @@ def test_a_rank_that_does_not_come_is_named(world) -> None:
 
 def stay_away() -> str:
     model, sink = build(ParallelPlan(tp=2), 1), Whole()
-    transfer = WeightTransfer(timeout_s=0.5)
     for _ in range(2):
-        refit(model, model.groups, sink, transfer)
+        refit(model, model.groups, sink)
     if dist.get_rank() == 1:
-        time.sleep(2.0)
         return ""
-    begin = time.perf_counter()
     with pytest.raises(RefitTimeoutError) as caught:
-        refit(model, model.groups, sink, transfer)
-    assert 0.4 < time.perf_counter() - begin < 1.5
+        refit(model, model.groups, sink, WeightTransfer(timeout_s=0.5))
     return str(caught.value)
 
 
@@ -148,19 +144,19 @@ def test_a_rank_that_never_calls_is_named(world) -> None:
 
 
 def draw_nothing() -> str:
-    groups = ProcessGroups.build(ParallelPlan(dp=3))
+    groups, config = ProcessGroups.build(ParallelPlan(dp=3)), GRPOConfig(num_groups=3, group_size=2, seq_len=8)
+    dist.barrier()
     if dist.get_rank() == 1:
-        time.sleep(2.0)
         return ""
     with pytest.raises(RankTimeoutError) as caught:
-        exchange(GRPOConfig(num_groups=3, group_size=2, seq_len=8), Drawn(groups=[]), groups, torch.device("cpu"), timeout_s=0.5)
+        exchange(config, Drawn(groups=[]), groups, torch.device("cpu"), timeout_s=1.0)
     return str(caught.value)
 
 
 @pytest.mark.world(3)
 def test_a_rank_whose_rollouts_never_come_is_named(world) -> None:
     first, _, last = world(draw_nothing)
-    assert first == last == "rank 1 did not come within timeout_s=0.5 (rollouts); look at the log of that rank"
+    assert first == last == "rank 1 did not come within timeout_s=1 (rollouts); look at the log of that rank"
 
 
 def refuse() -> str:
