@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ from mcore_rl import (
     refit,
 )
 from mcore_rl import _placement as placement_module
+from mcore_rl._handover import Handover
 from mcore_rl.envs import CharacterShare
 from mcore_rl.inference import OpenAIInference
 
@@ -222,6 +224,15 @@ def test_a_rank_that_is_lost_after_it_came_is_named(world, lost: int, half: str)
     for rank, message in enumerate(results):
         if rank != lost:
             assert message.startswith(f"rank {lost} ({half}) came, and did not exchange its rollouts within timeout_s=5")
+
+
+def test_a_rank_that_is_lost_while_rollouts_are_handed_over_is_named() -> None:
+    def lost(*_: Any) -> list[Any]:
+        raise RankTimeoutError("rank 1 (serves) came, and did not exchange its rollouts")
+
+    placement: Any = SimpleNamespace(gather=lambda *_: [None], gather_ahead=lost)
+    with pytest.raises(RankTimeoutError, match=r"^rank 1 \(serves\) came"):
+        Handover(CONFIG, placement, None, ProcessGroups.single(), 30.0).result()
 
 
 def limits() -> float:

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,11 +108,13 @@ class Handover:
             self._is_drawn.wait()
         # Who stays away is named here: the thread waits for as long as the engines draw.
         self._placement.gather(None, self._timeout_s, "rollouts")
-        try:
-            return self._batch.result(2 * self._timeout_s)
-        except TimeoutError as error:
-            text = f"the rollouts of all ranks were not exchanged and packed within twice timeout_s={self._timeout_s:g}; raise it"
-            raise RuntimeError(text) from error
+        # What the thread raised may be a TimeoutError itself.
+        wait([self._batch], 2 * self._timeout_s)
+        if not self._batch.done():
+            raise RuntimeError(
+                f"the rollouts of all ranks were not exchanged and packed within twice timeout_s={self._timeout_s:g}; raise it"
+            )
+        return self._batch.result()
 
     def close(self) -> None:
         """Wait until the thread has ended, which it does once the streams of all ranks are closed, or have drawn what it hands over."""
