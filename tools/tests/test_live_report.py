@@ -65,6 +65,8 @@ def test_a_timeline_has_the_phases_of_the_newest_iterations_and_a_histogram_the_
     assert sum(phases.values()) == 9.0 and (phases["update"], phases["wait"], phases["evaluate, save"]) == (2.0, 0.0, 1.5)
     ahead = _phases({**seconds, "lag": 1.0})
     assert (ahead["generate"], ahead["wait"], sum(ahead.values())) == (0.0, 4.0, 9.0)
+    alone = _phases({**seconds, **dict.fromkeys(parts, 0.0), "generate_s": 6.0, "lag": 0.0})
+    assert (alone["generate"], alone["wait"], sum(alone.values())) == (4.0, 0.0, 9.0)
     timeline = report._timeline()
     assert list(timeline.bars) == [name for name in _PHASES if name != "wait"]
     assert timeline.bars["generate"] == (list(range(11, 31)), [2.0] * 20)

@@ -251,6 +251,7 @@ def iterate_apart(plan: ParallelPlan, iterations: int, max_lag: int) -> list[tup
     loop = loop_of(plan, max_lag=max_lag, timeout_s=30.0)
     reports = [loop.iterate(2e-2) for _ in range(iterations)]
     assert all(bool(report.updates) == loop.placement.trains for report in reports)
+    assert max_lag or all(report.exchange_s == max(0.0, report.rollout_s - report.generate_s) for report in reports)
     return [(report.mean_reward, report.train.loss if report.updates else None, report.lag) for report in reports]
 
 

@@ -168,6 +168,8 @@ def _phases(row: Mapping[str, float]) -> dict[str, float]:
     if "lag" in row and row["lag"] > 0:
         seconds |= dict.fromkeys(inside, 0.0)
     rollout, train = row.get("rollout_s", 0.0), row.get("train_s", 0.0)
+    # Engines that are ahead of a critic that trains alone lag by nothing.
+    seconds["generate"] = min(seconds["generate"], rollout)
     seconds["wait"] = max(0.0, rollout - sum(seconds[name] for name in inside))
     seconds["update"] = max(0.0, train - seconds["pack"] - seconds["score"])
     known = sum(seconds.values())

@@ -155,7 +155,7 @@ class DisjointLoop:
         return IterationReport(
             **batch.means,
             **updates,
-            rollout_s=begin - came if ahead else batch.seconds,
+            rollout_s=begin - came,
             generate_s=batch.seconds,
             exchange_s=0.0 if ahead else max(0.0, begin - came - batch.seconds),
             train_s=trained - begin,
