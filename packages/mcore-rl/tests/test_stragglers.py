@@ -37,6 +37,7 @@ from mcore_rl._collect import draw, exchange
 from mcore_rl._loop import rollout_means
 from mcore_rl.agent import _judged
 from mcore_rl.envs import CharacterShare
+from mcore_rl.inference import PeerTimeoutError
 from mcore_rl.inference._local import _response
 
 ARGS = GenericGenerationArgs(max_tokens=4)
@@ -131,6 +132,12 @@ def test_a_request_whose_failure_passes_is_repeated_twice(monkeypatch: pytest.Mo
     assert answers(Refuses(7, busy, busy)) == [4, 4]
     interface = Refuses(7, busy, busy, busy)
     assert answers(interface) == [3, 4] and interface.asked == 10
+
+
+def test_a_server_that_does_not_answer_in_time_loses_one_answer(caplog: pytest.LogCaptureFixture) -> None:
+    interface = Refuses(3, PeerTimeoutError("http://engine did not answer within timeout_s=60"))
+    assert answers(interface) == [3, 4] and interface.asked == 8
+    assert "an answer to problem '0' is dropped, not there in time: http://engine did not answer within timeout_s=60" in caplog.text
 
 
 def test_an_engine_that_is_dead_ends_the_iteration() -> None:

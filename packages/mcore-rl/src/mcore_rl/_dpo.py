@@ -58,6 +58,7 @@ def dpo_iteration(
 
     Raises:
         ValueError: what pairs cannot be trained with; names it.
+        RankTimeoutError, RefitTimeoutError: a rank did not come; as of `grpo_iteration`.
         RuntimeError: the pairs of some rank failed, or there is none.
     """
     check_pairs(config, learner)

@@ -199,7 +199,7 @@ class JudgedAgent(TokenizedRolloutGenerator, GroupedRolloutGenerator, Evaluation
                 [[answer]] = await interface.agenerate(request)
                 return answer
         except TimeoutError as error:
-            reason = f"not there within answer_timeout_s={self.answer_timeout_s}" if limit.expired() else str(error)
+            reason = f"not there within answer_timeout_s={self.answer_timeout_s}" if limit.expired() else f"not there in time: {error}"
             raise LostError(reason) from error
 
     async def _asked(self, call: Awaitable[T], part: str) -> T:

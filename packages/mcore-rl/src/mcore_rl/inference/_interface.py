@@ -19,7 +19,9 @@ class InferenceInterface(ABC):
         """``request.n`` continuations of every prompt, in the order of the prompts.
 
         Raises:
-            LostError: this request failed, and others may succeed. Any other error is of the engine, and ends the iteration.
+            LostError: this request failed, and others may succeed.
+            TimeoutError: it was not answered in time; as for ``LostError``.
+            Exception: any other error is of the engine, and ends the iteration.
         """
 
     @abstractmethod
