@@ -164,7 +164,7 @@ def test_an_evaluation_ends_at_its_limit_with_the_answers_that_are_there() -> No
             return await hangs() if problem.problem_id == str(self.FIRST_EVALUATION + 1) else await super().get_reward(response, problem)
 
     agent = WeightedMultiTask([CharacterShare(["x"], "a"), OneHangs(rising=True)], [1, 1])
-    response = asyncio.run(agent.run_evaluation(Scripted(), num_prompts=3, args=GenericGenerationArgs(), num_samples=2, timeout_s=0.3))
+    response = asyncio.run(agent.run_evaluation(Scripted(), num_prompts=3, args=GenericGenerationArgs(), num_samples=2, timeout_s=1.0))
     assert (len(response.results), response.num_dropped) == (10, 2)
 
 
