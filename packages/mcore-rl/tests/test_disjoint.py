@@ -235,6 +235,23 @@ def test_a_rank_that_is_lost_while_rollouts_are_handed_over_is_named() -> None:
         Handover(CONFIG, placement, None, ProcessGroups.single(), 30.0).result()
 
 
+def fail_alone() -> str:
+    loop = loop_of(ParallelPlan(), Failing(["a"], "a"), max_lag=0, timeout_s=0.5)
+    dist.barrier()
+    if loop.placement.trains:
+        return ""
+    try:
+        loop._work(0.0, None, draws=True)
+    except (ConnectionError, RankTimeoutError) as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.world(2)
+def test_a_rank_that_fails_says_why_though_the_others_stay_away(world) -> None:
+    assert world(fail_alone)[1] == "no problems here"
+
+
 def limits() -> float:
     return loop_of(ParallelPlan(), timeout_s=7.0)._transfer.timeout_s
 

@@ -20,6 +20,7 @@ from mcore_rl._config import GRPOConfig
 from mcore_rl._delivery import Delivery
 from mcore_rl._exchange import all_gather_json, all_to_all_bytes
 from mcore_rl._header import RolloutHeader
+from mcore_rl._placement import RankTimeoutError
 from mcore_rl._rendezvous import rendezvous
 from mcore_rl._rollout_statistics import example_numbers, pair_counts, token_versions
 from mcore_rl._shaping import same_reward
@@ -110,7 +111,7 @@ def exchange(
         timeout_s: limit of waiting for the others to have drawn.
 
     Raises:
-        RankTimeoutError: ranks did not come; names them.
+        RankTimeoutError: ranks did not come; names them. It is the cause of this rank's own failure, where there is one.
         RuntimeError: drawing failed on some rank, or nothing is there to train on.
         ValueError: a rollout that cannot be trained on.
     """
@@ -118,7 +119,12 @@ def exchange(
         if drawn.failure is not None:
             raise drawn.failure
         return Collection.of(config, drawn.groups, num_filtered=drawn.num_filtered, pairs=pairs)
-    rendezvous(groups.world, timeout_s, "rollouts")
+    try:
+        rendezvous(groups.world, timeout_s, "rollouts")
+    except RankTimeoutError as error:
+        if drawn.failure is not None:
+            raise drawn.failure from error
+        raise
     share = share_of(drawn.groups, drawn.num_filtered, drawn.failure, replica=groups.dp.rank, pairs=pairs)
     shares = all_gather_json(share, groups.world, device)
     if drawn.failure is not None:

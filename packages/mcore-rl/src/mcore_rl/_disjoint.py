@@ -16,7 +16,7 @@ from mcore_rl._handover import Handover, RolloutBatch
 from mcore_rl._loop import IterationReport, check_iteration
 from mcore_rl._memory import MemorySwitch
 from mcore_rl._objective import GRPOObjective
-from mcore_rl._placement import Placement, exchange_parcels
+from mcore_rl._placement import Placement, RankTimeoutError, exchange_parcels
 from mcore_rl._preference import DPOObjective
 from mcore_rl._refit import WeightSink
 from mcore_rl._rollout_stream import LiveWeights, RolloutStream
@@ -229,7 +229,12 @@ class DisjointLoop:
         seconds = time.perf_counter() - begin
         replica = None if self._learner is None else self._learner.groups.dp.rank
         sent = share_of(own, num_filtered, failure, replica=replica, pairs=pairs) | {"seconds": seconds, "position": self._posed()}
-        shares = self.placement.gather(sent, self.timeout_s, "rollouts" if draws else "updates")
+        try:
+            shares = self.placement.gather(sent, self.timeout_s, "rollouts" if draws else "updates")
+        except RankTimeoutError as error:
+            if failure is not None:
+                raise failure from error
+            raise
         if failure is not None:
             raise failure
         check_failures(shares)
