@@ -168,7 +168,7 @@ def test_what_cannot_share_experts_is_refused_by_name(
         (mixture, ["--data-parallel", "2", "--pp", "3"], "num_layers=2 are fewer than pp*vpp=3*1"),
         (mixture, ["--data-parallel", "2", "--tp", "2", "--join", "tcp://127.0.0.1:1"], "is one of 4 processes; leave out --join"),
     ):
-        assert main([str(folder), "--port", "0", "--expert-parallel", *words]) == 2
+        assert main([str(folder), *([] if "--join" in words else ["--port", "0"]), "--expert-parallel", *words]) == 2
         assert reason in capsys.readouterr().err
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     assert main([str(mixture), "--port", "0", "--expert-parallel", "--data-parallel", "2", "--tp", "2"]) == 2
