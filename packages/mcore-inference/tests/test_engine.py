@@ -297,6 +297,20 @@ def test_stop_tokens_and_the_termination_id_end_a_request(make_model: Make, make
     assert stop not in later.generated_tokens[:8]
 
 
+class LargerTokenizer(ByteTokenizer):
+    """Knows more ids than a model, and ends texts with one of these."""
+
+    vocab_size, eod = 300, 299
+    stop_token_ids = (298, 5)
+
+
+def test_ids_that_a_model_cannot_draw_end_nothing_and_are_no_obstacle(make_model: Make, make_engine: Make) -> None:
+    engine = make_engine(make_model(vocab_size=272), LargerTokenizer())
+    params = SamplingParams(seed=5, temperature=9, num_tokens_to_generate=12, min_tokens=12)
+    (record,) = engine.generate(["x"], params)
+    assert record.finish_reason is FinishReason.LENGTH and len(record.generated_tokens) == 12 and 5 not in record.generated_tokens[:-1]
+
+
 def test_text_goes_in_and_out_and_a_stop_word_cuts_it(make_model: Make, make_engine: Make) -> None:
     tokenizer = ByteTokenizer()
     engine = make_engine(make_model(vocab_size=272), tokenizer)

@@ -66,10 +66,11 @@ def stop_tokens(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size:
         ending = tokenizer.eod
     ids = set(params.stop_token_ids)
     if tokenizer is not None and params.termination_id is None and not params.ignore_eos and isinstance(tokenizer, StopTokenizer):
-        ids |= {token for token in tokenizer.stop_token_ids if token < vocab_size}
+        ids |= set(tokenizer.stop_token_ids)
     if ending is not None and ending >= 0 and not params.ignore_eos:
         ids.add(ending)
-    return frozenset(ids)
+    # A tokenizer may know more ids than are drawn.
+    return frozenset(token for token in ids if token < vocab_size)
 
 
 @experimental_api
