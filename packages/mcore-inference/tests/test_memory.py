@@ -152,6 +152,15 @@ def test_unknown_levels_are_refused(level: Any) -> None:
         InferenceConfig(unified_memory_level=level)
 
 
+def test_a_folder_that_takes_no_allocator_is_refused_as_a_machine_without_managed_memory_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    with pytest.raises(UnifiedMemoryUnsupportedError, match="cannot be kept or loaded: .*file.*; set XDG_CACHE_HOME to a folder"):
+        _unified._allocator()
+
+
 def test_the_allocator_is_compiled_once_and_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compiler = tmp_path / "cc"

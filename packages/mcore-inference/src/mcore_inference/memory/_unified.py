@@ -55,7 +55,7 @@ def create_unified_mempool() -> torch.cuda.MemPool:
 
     Raises:
         UnifiedMemoryCompileTimeoutError: the C compiler takes more than 30 s.
-        UnifiedMemoryUnsupportedError: no CUDA, no C compiler, or it fails.
+        UnifiedMemoryUnsupportedError: no CUDA, no C compiler, or it fails; or no folder for what it makes.
     """
     _check_cuda()
     return torch.cuda.MemPool(_allocator().allocator())
@@ -206,7 +206,13 @@ def _check_cuda() -> None:
 
 @functools.cache
 def _allocator() -> torch.cuda.memory.CUDAPluggableAllocator:
-    return torch.cuda.memory.CUDAPluggableAllocator(str(_compiled()), "managed_malloc", "managed_free")
+    try:
+        return torch.cuda.memory.CUDAPluggableAllocator(str(_compiled()), "managed_malloc", "managed_free")
+    except OSError as error:
+        raise UnifiedMemoryUnsupportedError(
+            f"the allocator of managed memory cannot be kept or loaded: {error}; set XDG_CACHE_HOME to a folder that this user can write "
+            "to and run libraries from, or unified_memory_level=0"
+        ) from error
 
 
 def _compiled() -> Path:
