@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.comm import gather_from_tensor_model_parallel_region
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
-from mcore_parallel.models import GPTModel, TransformerConfig, init_parameters
+from mcore_parallel.models import BertModel, GPTModel, TransformerConfig, init_parameters
 from mcore_parallel.nn import RecomputeConfig, Step
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.pipeline import zero_bubble
@@ -212,6 +212,20 @@ def test_recomputation_changes_no_bit(dropout: float) -> None:
         found = train(ProcessGroups.single(), config, recompute=recompute)
         assert found[0] == expected[0]
         assert all(torch.equal(shard.data, expected[1][name].data) for name, shard in found[1].items())
+
+
+@pytest.mark.parametrize("options", [{"granularity": "full"}, {"modules": ("attention",)}, {"modules": ("norm", "mlp")}], ids=str)
+def test_a_second_run_with_other_dropout_is_refused(options: dict[str, Any]) -> None:
+    groups, recompute = ProcessGroups.single(), RecomputeConfig(**options, preserve_rng_state=False)
+    for model in (GPTModel(CONFIG, groups, recompute=recompute), BertModel(CONFIG, groups, recompute=recompute)):
+        with pytest.raises(
+            ValueError, match=r"preserve_rng_state=False .* and dropout=0.25 of LoraConfig draws some.*set preserve_rng_state"
+        ):
+            add_lora(nn.ModuleList([model]), LoraConfig(targets=("*.qkv",), dropout=0.25), groups)
+        assert not list(adapted_layers(model)) and all(parameter.requires_grad for parameter in model.parameters())
+        assert add_lora(model, LoraConfig(targets=("*.qkv",)), groups)
+    plain = GPTModel(CONFIG, groups, recompute=RecomputeConfig(modules=("norm", "core_attention"), preserve_rng_state=False))
+    assert add_lora(plain, LoraConfig(targets=("*.qkv",), dropout=0.25), groups)
 
 
 @pytest.mark.parametrize(

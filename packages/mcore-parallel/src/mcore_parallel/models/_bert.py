@@ -107,6 +107,10 @@ class BertModel(nn.Module):
         if seed is not None and torch.device(device).type != "meta":
             fill_parameters(self, config, groups, seed)
 
+    def check_noise(self, noise_fields: str) -> None:
+        """As of ``mcore_parallel.tensor_parallel.RecomputedModel``."""
+        self.memory.check_noise(noise_fields)
+
     def forward(self, x: Tensor, step: Step) -> tuple[Tensor | BertOutput, None]:
         """One pass through this stage.
 

@@ -185,6 +185,10 @@ class GPTModel(nn.Module):
         if seed is not None and torch.device(device).type != "meta":
             init_parameters(self, seed)
 
+    def check_noise(self, noise_fields: str) -> None:
+        """As of ``mcore_parallel.tensor_parallel.RecomputedModel``."""
+        self.memory.check_noise(noise_fields)
+
     def forward(self, x: Tensor, step: Step) -> tuple[Tensor | ModelOutput, Aux | None]:
         """One pass through this stage.
 

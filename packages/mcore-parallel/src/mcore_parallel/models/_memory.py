@@ -22,6 +22,9 @@ from mcore_parallel.nn import (
 
 RunLayer = Callable[[Tensor, Step], tuple[Tensor, Aux | None]]
 
+_LINEAR_PARTS = ("attention", "mlp", "shared_experts")
+"""Parts of layers that hold linear layers."""
+
 
 class StageMemory:
     """Carries out a ``RecomputeConfig`` and an ``OffloadConfig`` on the layers of one stage.
@@ -56,7 +59,7 @@ class StageMemory:
         self.recompute, self.offload, self.num_layers, self.groups = recompute, offload, num_layers, groups
         self.offloader = None if offload is None else ActivationOffloader(offload)
         if recompute is not None:
-            recompute.check_noise(noise_fields)
+            recompute.check_noise(noise_fields, ("mlp",))
         recomputed = frozenset() if recompute is None else recompute.parts
         offloaded = frozenset() if offload is None else frozenset(offload.modules)
         if "core_attention" in recomputed | offloaded and not own_core:
@@ -115,6 +118,11 @@ class StageMemory:
             with self.offloader.group(name="layer"):
                 return recompute(run, x, preserve_rng_state=self.recompute.preserve_rng_state, share=share)
         return recompute(run, x, preserve_rng_state=self.recompute.preserve_rng_state, share=share)
+
+    def check_noise(self, noise_fields: str) -> None:
+        """As of ``mcore_parallel.tensor_parallel.RecomputedModel``."""
+        if self.recompute is not None:
+            self.recompute.check_noise(noise_fields, _LINEAR_PARTS)
 
     def _runs_again(self, layer: int) -> bool:
         spans = [] if self.recompute is None else self.recompute.spans(self.num_layers)

@@ -17,7 +17,15 @@ from mcore_parallel.tensor_parallel._fused_linear import Labels, early_chunk, fu
 from mcore_parallel.tensor_parallel._init import normal_shard_
 from mcore_parallel.tensor_parallel._invariant import InvariantProducts, make_tp_invariant
 from mcore_parallel.tensor_parallel._linear import ColumnParallelLinear, RowParallelLinear
-from mcore_parallel.tensor_parallel._lora import LoraTarget, QuantizableLoraTarget, adapted_layers, add_lora, is_adapter, merge_lora
+from mcore_parallel.tensor_parallel._lora import (
+    LoraTarget,
+    QuantizableLoraTarget,
+    RecomputedModel,
+    adapted_layers,
+    add_lora,
+    is_adapter,
+    merge_lora,
+)
 from mcore_parallel.tensor_parallel._lora_adapter import LoraAdapter, LoraConfig
 from mcore_parallel.tensor_parallel._product import LinearProducts, LossProducts, ProductLayer, Route, column_product, row_product
 from mcore_parallel.tensor_parallel._replicated import ReplicatedLinear
@@ -48,6 +56,7 @@ __all__ = [
     "MainGradient",
     "ProductLayer",
     "QuantizableLoraTarget",
+    "RecomputedModel",
     "ReplicatedLinear",
     "Route",
     "RowMaths",

@@ -47,6 +47,19 @@ class QuantizableLoraTarget(LoraTarget, Protocol):
         ...
 
 
+@runtime_checkable
+class RecomputedModel(Protocol):
+    """A model that may run its linear layers again in the backward."""
+
+    def check_noise(self, noise_fields: str) -> None:
+        """ValueError where a second run would have other random numbers than the first.
+
+        Args:
+            noise_fields: by which linear layers draw them.
+        """
+        ...
+
+
 def add_lora(model: nn.Module, config: LoraConfig, groups: ProcessGroups, *, seed: int = 0) -> list[str]:
     """Freeze a model and give the linear layers that ``config.targets`` name an adapter each.
 
@@ -64,7 +77,7 @@ def add_lora(model: nn.Module, config: LoraConfig, groups: ProcessGroups, *, see
 
     Raises:
         ValueError: a pattern that names no linear layer on any stage, or a layer with weights that takes no adapter; one that has one;
-            ``config.base_dtype`` of weights that cannot be kept so.
+            ``config.base_dtype`` of weights that cannot be kept so; dropout that a recomputation would draw anew (`RecomputedModel`).
 
     Example:
         >>> groups = ProcessGroups.single()
@@ -74,6 +87,9 @@ def add_lora(model: nn.Module, config: LoraConfig, groups: ProcessGroups, *, see
         >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         ['up.lora.A', 'up.lora.B']
     """
+    for part in model.modules():
+        if config.dropout and isinstance(part, RecomputedModel):
+            part.check_noise(f"dropout={config.dropout} of LoraConfig")
     chosen: dict[str, _Linear | LoraTarget] = {}
     counts = [0] * len(config.targets)
     refused = ""

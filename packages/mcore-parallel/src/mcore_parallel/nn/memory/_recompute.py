@@ -4,7 +4,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -91,16 +91,17 @@ class RecomputeConfig:
         """Parts of a layer that run again; none for "full", whose layers do so as a whole."""
         return frozenset(self.modules) if self.granularity == "selective" else frozenset()
 
-    def check_noise(self, noise_fields: str) -> None:
-        """Whether a feed-forward that draws random numbers draws the same ones again.
+    def check_noise(self, noise_fields: str, parts: Collection[str]) -> None:
+        """Whether what draws random numbers draws the same ones again.
 
         Args:
             noise_fields: as of `DrawsNoise`.
+            parts: of layers, that it may lie in.
 
         Raises:
             ValueError: it runs again, and draws others.
         """
-        again = self.granularity == "full" or "mlp" in self.modules
+        again = self.granularity == "full" or not self.parts.isdisjoint(parts)
         if noise_fields and again and not self.preserve_rng_state:
             raise ValueError(
                 f"preserve_rng_state=False gives the second run other random numbers, and {noise_fields} draws some: gradients would be "
