@@ -155,6 +155,15 @@ def test_rows_that_may_end_are_adjusted_no_more(make_engine: Make, run_ahead: bo
     assert adjusted[1:6] == [True] * 5 and not any(adjusted[6:])
 
 
+def test_outputs_of_requests_whose_tokens_count_for_nothing_are_read_once(
+    make_engine: Make, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Prompts wait for those that decode, whose steps are planned one by one.
+    engine, extended = make_engine(run_ahead=True, max_requests=3), list[tuple[int, Any]]()
+    monkeypatch.setattr(engine._executor.adjusted.adjuster, "extend", lambda *inputs: extended.append(inputs))
+    assert serve(engine) == wanted and not extended
+
+
 def test_memory_of_counts_goes_with_its_requests_and_comes_again_after_a_suspension(make_engine: Make, wanted: list[list[int]]) -> None:
     engine = make_engine()
     adjuster = engine._executor.adjusted.adjuster

@@ -56,11 +56,14 @@ class AdjustedRequests:
                 self.adjuster.release(line)
 
     def _catch_up(self, entry: ActiveRequest, line: int) -> None:
-        """Count what the host knows of the request and the device does not: all of it, or the tokens that were drawn as proposals."""
+        """Count what the host knows of the request and the device does not: all of it, or the tokens that were drawn as proposals.
+
+        Without penalties nothing is counted, and no output is read, which a step with prompts would do for each request.
+        """
         record = entry.record
         if self._owners.get(line) is not entry:
             assert not entry.num_pending, "the device counts what it draws"
             self._owners[line] = entry
             self.adjuster.begin(line, entry.params, entry.stop_ids, record.prompt_tokens, record.generated_tokens)
-        elif record.num_generated > (counted := int(self.adjuster.num_counted[line])):
+        elif entry.params.has_penalties and record.num_generated > (counted := int(self.adjuster.num_counted[line])):
             self.adjuster.extend(line, record.generated_tokens[counted:])
