@@ -25,6 +25,7 @@ from mcore_inference import (
 )
 from mcore_inference.sampling import keep_allowed
 from mcore_inference.structured import GrammarCompiler, _llguidance
+from mcore_inference.structured._bounds import on_deep_stack
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.data.tokenizers import train_bpe
 
@@ -222,6 +223,24 @@ def test_forms_as_deep_as_the_bounds_allow_are_compiled_on_a_stack_that_holds_th
     ):
         assert compiler.matcher(form, 0).allowed(()).any()
     assert threading.stack_size() == 0
+
+
+def test_engines_that_compile_at_once_each_have_a_deep_stack_and_leave_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, sizes = threading.Thread.start, list[int]()
+
+    def slow_start(thread: threading.Thread) -> None:
+        if thread.name == "mcore-grammar":
+            time.sleep(0.002)
+            sizes.append(threading.stack_size())
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", slow_start)
+    engines = [threading.Thread(target=lambda: [on_deep_stack(int) for _ in range(10)]) for _ in range(4)]
+    for thread in engines:
+        thread.start()
+    for thread in engines:
+        thread.join()
+    assert sizes == [2**29] * 40 and threading.stack_size() == 0
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ _REFERENCE = re.compile(r'"\$(?:dynamic|recursive)?[rR]ef"\s*:\s*"((?:[^"\\]|\\.
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _ESCAPED_LETTER = re.compile(r"\\u00(24|[46][1-9a-fA-F]|[57][0-9aA])")
 
+# The size of a thread's stack is set for the whole process, and back: one thread is started at a time.
+_STARTING = threading.Lock()
 Result = TypeVar("Result")
 
 
@@ -70,13 +72,14 @@ def on_deep_stack(call: Callable[[], Result]) -> Result:
             errors.append(error)
 
     thread = threading.Thread(target=run, name="mcore-grammar")
-    previous = threading.stack_size(_STACK_BYTES)
-    try:
-        thread.start()
-    except RuntimeError as error:
-        raise MemoryError(f"no thread with a stack of {_STACK_BYTES} bytes: {error}") from error
-    finally:
-        threading.stack_size(previous)
+    with _STARTING:
+        previous = threading.stack_size(_STACK_BYTES)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise MemoryError(f"no thread with a stack of {_STACK_BYTES} bytes: {error}") from error
+        finally:
+            threading.stack_size(previous)
     thread.join()
     if errors:
         raise errors[0]
