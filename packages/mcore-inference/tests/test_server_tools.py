@@ -287,6 +287,8 @@ class NamingTokenizer(ByteTokenizer):
         for message in messages:
             role = message["role"]
             name = message["name"] if role == "tool" else message.get("name", "") if role == "user" else ""
+            if role == "tool" and name != "now":
+                raise ValueError(f"there is no tool {name!r}")
             lines.append(f"{role}({name}): {message['content']}\n")
         return self.tokenize("".join(lines))
 

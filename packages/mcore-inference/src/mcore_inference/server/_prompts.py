@@ -76,18 +76,20 @@ class PromptEncoder:
         texts = sum(len(message.get("content") or "") + len(message.get("name", "")) for message in messages)
         self._check_length(written + texts, "messages")
 
-        def encoded(conversation: Sequence[Mapping[str, Any]]) -> list[int]:
-            try:
-                return chat_tokens(self.tokenizer, conversation, add_generation_prompt, tools)
-            except Exception as error:
-                # Templates refuse conversations in their own ways (wrong order of roles); it is the client's conversation.
-                raise ApiError(400, f"the chat template refused the messages: {error}", param="messages") from error
-
-        tokens = encoded(messages)
+        try:
+            tokens = chat_tokens(self.tokenizer, messages, add_generation_prompt, tools)
+        except Exception as error:
+            # Templates refuse conversations in their own ways (wrong order of roles); it is the client's conversation.
+            raise ApiError(400, f"the chat template refused the messages: {error}", param="messages") from error
         for role in sorted({message["role"] for message in messages if "name" in message}):
             # Templates write names of some roles, or none; another name shows which, also where one is needed.
             other = [{**message, "name": f"{message['name']}_"} if _is_named(message, role) else message for message in messages]
-            if encoded(other) == tokens:
+            try:
+                is_written = chat_tokens(self.tokenizer, other, add_generation_prompt, tools) != tokens
+            except Exception:
+                # The template reads names, and has no such one.
+                is_written = True
+            if not is_written:
                 text = f"messages: the chat template writes no name of role {role!r}; leave name out, or put it into the content"
                 raise ApiError(400, text, param="messages.name")
         # A template may write the begin-of-text token before an encoder that adds it.
