@@ -16,6 +16,7 @@ pytest.importorskip("zmq")
 from mcore_inference import EngineRunner, SamplingParams
 from mcore_inference._figures import FIGURES, HISTOGRAMS, counters, together
 from mcore_inference.coordinator._past import PastCounters
+from mcore_inference.engine._latencies import Latencies
 
 
 def test_everything_that_an_engine_says_of_itself_is_a_figure(make_engine: Callable[..., Any]) -> None:
@@ -96,6 +97,21 @@ def test_histograms_of_engines_add_up_and_outlive_them() -> None:
         for figure in (*histogram.bucket_names(name), f"{name}_count", f"{name}_sum"):
             assert merged[figure] == 4 and past.sums[figure] == 2
         assert list(histogram.bounds) == sorted(set(histogram.bounds)) and len(set(histogram.bucket_names(name))) == len(histogram.bounds)
+
+
+def test_sums_of_times_are_those_of_any_other_order() -> None:
+    engines = []
+    for number in range(6):
+        latencies = Latencies()
+        for index in range(5):
+            latencies._count("e2e_request_latency_seconds", 0.1 + 1.7**index / (number + 3))
+        engines.append(latencies.figures())
+    name, past = "e2e_request_latency_seconds_sum", PastCounters()
+    total = together(engines)[name]
+    assert {together(list(order))[name] for order in itertools.permutations(engines)} == {total}
+    for number in range(4):
+        past.add(f"w{number}", engines[number])
+        assert together([past.sums, *engines[number + 1 :]])[name] == total
 
 
 EVENTS = st.lists(st.tuples(st.sampled_from(["grow", "lose", "join", "begin anew"]), st.integers(0, 3), st.integers(0, 9)), max_size=40)

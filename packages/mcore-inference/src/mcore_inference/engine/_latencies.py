@@ -8,6 +8,9 @@ from bisect import bisect_left
 from mcore_inference._figures import HISTOGRAMS
 from mcore_inference.requests import DynamicInferenceRequestRecord
 
+_TICK_S = 2.0**-20
+"""Times are counted in these, so that sums of them are exact: in which order engines are summed changes no total."""
+
 
 class Latencies:
     """Counts of the times of requests, in the buckets of ``HISTOGRAMS``."""
@@ -29,7 +32,7 @@ class Latencies:
     def _count(self, name: str, seconds: float | None) -> None:
         if seconds is not None:
             self._counts[name][bisect_left(HISTOGRAMS[name].bounds, seconds)] += 1
-            self._sums[name] += seconds
+            self._sums[name] += round(seconds / _TICK_S) * _TICK_S
 
     def figures(self) -> dict[str, float]:
         """Of each histogram the counts up to each bound, the count of all, and the sum of the times."""
