@@ -171,8 +171,6 @@ class Routes:
             raise ApiError(
                 422, f"{len(body.prompts)} prompts with n={body.num_choices} exceed {MAX_CHOICES} choices; send fewer", param="n"
             )
-        if body.logprobs_mode is not None and body.logprobs is None:
-            raise ApiError(400, "logprobs_mode says which log-probabilities are returned; set logprobs too", param="logprobs_mode")
         budget = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         check_budget(body, budget)
         for prompt in body.prompts:
