@@ -120,8 +120,8 @@ def _note_holders(core: CoordinatorCore, held: dict[int, list[str]]) -> None:
     lose = core._lose
 
     def noting(peer: bytes, reason: str, now: float, *, tell: bool = True) -> None:
-        engine = core._engines[peer]
-        for attempt in engine.requests:
+        engine = core._engines.get(peer)
+        for attempt in () if engine is None else engine.requests:
             held.setdefault(core._attempts[attempt].message.request_id, []).append(engine.name)
         lose(peer, reason, now, tell=tell)
 
