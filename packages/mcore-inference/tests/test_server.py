@@ -21,7 +21,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 
-from mcore_inference import DynamicInferenceEngine, EngineDeadError, PortInUseError, SamplingParams
+from mcore_inference import DynamicInferenceEngine, EngineDeadError, PortInUseError, SamplingParams, StructuredOutputError
 from mcore_inference.server import InferenceServer, ServerLimits, serve
 from mcore_inference.server._errors import ApiError
 from mcore_inference.server._schema import ChatBody, CompletionBody, DetokenizeBody
@@ -554,6 +554,12 @@ def test_other_forms_are_asked_for_by_response_format_and_structured_outputs(cli
         assert re.fullmatch(wanted, text), text
     plain = ask(response_format={"type": "text"}, logit_bias=LETTERS).choices[0].message.content
     assert plain == ask(logit_bias=LETTERS).choices[0].message.content
+
+
+@pytest.mark.parametrize(("is_transient", "status"), [(False, 400), (True, 503)])
+def test_a_form_that_could_not_be_compiled_for_now_is_not_the_fault_of_its_client(is_transient: bool, status: int) -> None:
+    error = ApiError.of(StructuredOutputError(3, "structured_output: no room", is_transient=is_transient))
+    assert (error.status, error.code, error.message) == (status, "StructuredOutputError", "structured_output: no room")
 
 
 def test_a_form_that_cannot_be_had_is_refused_and_says_why(client: openai.OpenAI) -> None:

@@ -156,7 +156,7 @@ class CoordinatorCore:
         if isinstance(message, SubmitRequest) and peer in self._engines:
             request = self._take(peer, message.request_id)
             if request is not None:
-                self._fail(request, "RequestError", text)
+                self._fail(request, "RequestError", text, is_transient=False)
         elif isinstance(message, EngineReply):
             self._send(peer, Failure(request_id=message.request_id, kind="RequestError", message=text, is_transient=False))
         return self._flush()
@@ -369,12 +369,13 @@ class CoordinatorCore:
         self._take(request.engine, request.attempt)
         self._send(request.engine, Abort(request_id=request.attempt))
 
-    def _fail(self, request: Request, kind: str, message: str) -> None:
+    def _fail(self, request: Request, kind: str, message: str, *, is_transient: bool = True) -> None:
         """End a request that no engine holds."""
         client = self._clients.get(request.client)
         if client is not None:
-            del client.requests[request.message.request_id]
-            self._send(request.client, Failure(request_id=request.message.request_id, kind=kind, message=message, is_transient=True))
+            number = request.message.request_id
+            del client.requests[number]
+            self._send(request.client, Failure(request_id=number, kind=kind, message=message, is_transient=is_transient))
 
     # -- engines -----------------------------------------------------------------------------------------------------
 

@@ -59,6 +59,8 @@ class ApiError(Exception):
             return cls(400, text, code="context_length_exceeded", param="prompt")
         if isinstance(error, ContextOverflowError) and error.is_transient:
             return cls(429, text, code=type(error).__name__)
+        if isinstance(error, RequestError) and error.is_transient:
+            return cls(503, text, code=type(error).__name__)
         if isinstance(error, StructuredOutputError):
             return cls(400, text, code=type(error).__name__, param="response_format")
         if isinstance(error, RequestError | ValueError):
