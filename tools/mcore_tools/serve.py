@@ -143,6 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(words)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    # With RUST_BACKTRACE llguidance traces each level of an error: a wrong grammar would hold the engine for a minute.
+    os.environ.setdefault("RUST_LIB_BACKTRACE", "0")
     try:
         _settle(options)
         _check_layout(options)

@@ -351,6 +351,16 @@ def test_ranks_that_were_started_refuse_a_layout_that_the_model_has_not(saved_ru
             assert (code, output) == (2, "") and reason in errors and "Traceback" not in errors, errors
 
 
+@pytest.mark.parametrize(("given", "kept"), [(None, "0"), ("1", "1")])
+def test_libraries_trace_no_errors_unless_the_user_says_so(monkeypatch: pytest.MonkeyPatch, given: str | None, kept: str) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, "RUST_BACKTRACE": "1"})
+    os.environ.pop("RUST_LIB_BACKTRACE", None)
+    if given is not None:
+        os.environ["RUST_LIB_BACKTRACE"] = given
+    assert main(["nowhere", "--prompt", "x", "--port", "1"]) != 0
+    assert os.environ["RUST_LIB_BACKTRACE"] == kept
+
+
 def test_what_cannot_be_served_is_named(saved_run: tuple[RunConfig, Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     _, folder = saved_run
     CheckpointManager(tmp_path / "bare").save(1, {"w": torch.ones(2)})

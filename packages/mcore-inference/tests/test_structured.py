@@ -5,7 +5,10 @@
 import builtins
 import functools
 import json
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -259,6 +262,26 @@ def test_engines_that_compile_at_once_each_have_a_deep_stack_and_leave_none(monk
 def test_forms_that_would_overflow_the_stack_are_refused(form: dict[str, Any], word: str) -> None:
     with pytest.raises(StructuredOutputError, match=f"(?s){next(iter(form))} is refused.*{word}"):
         GrammarCompiler(ByteTokenizer(), 272).matcher(StructuredOutput(**form), 0)
+
+
+DEEP_ERROR = """
+import sys, threading, time, llguidance
+
+def validate():
+    begin = time.thread_time()
+    assert "nowhere" in llguidance.LLMatcher.validate_grammar(sys.stdin.read())
+    print(time.thread_time() - begin)
+
+threading.stack_size(2**29)
+threading.Thread(target=validate).start()
+"""
+
+
+def test_an_error_at_the_end_of_a_deep_grammar_is_told_at_once_without_traces() -> None:
+    grammar, environment = chain_of_rules(318).replace('"z"', "nowhere"), {**os.environ, "RUST_BACKTRACE": "1", "RUST_LIB_BACKTRACE": "0"}
+    command = [sys.executable, "-c", DEEP_ERROR]
+    ended = subprocess.run(command, input=grammar, env=environment, check=True, capture_output=True, text=True, timeout=50)
+    assert float(ended.stdout) < 2
 
 
 AMBIGUOUS = 'start: e\ne: e e e | e e | "a" | \n'
