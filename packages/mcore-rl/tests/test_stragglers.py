@@ -135,9 +135,9 @@ def test_a_request_whose_failure_passes_is_repeated_twice(monkeypatch: pytest.Mo
 
 
 def test_a_server_that_does_not_answer_in_time_loses_one_answer(caplog: pytest.LogCaptureFixture) -> None:
-    interface = Refuses(3, PeerTimeoutError("http://engine did not answer within timeout_s=60"))
+    interface = Refuses(3, PeerTimeoutError("http://127.0.0.1:1 did not answer within timeout_s=60"))
     assert answers(interface) == [3, 4] and interface.asked == 8
-    assert "an answer to problem '0' is dropped, not there in time: http://engine did not answer within timeout_s=60" in caplog.text
+    assert "an answer to problem '0' is dropped, not there in time: http://127.0.0.1:1 did not answer within timeout_s=60" in caplog.text
 
 
 def test_an_engine_that_is_dead_ends_the_iteration() -> None:

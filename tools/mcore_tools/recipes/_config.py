@@ -178,7 +178,7 @@ class RunConfig:
         feed_forward = moe_feed_forward(self.moe) if self.moe else dense_feed_forward
         check_layout(self.model, self.plan, feed_forward=feed_forward)
         if self.moe and self.recompute:
-            self.recompute.check_noise(self.moe.noise_fields)
+            self.recompute.check_noise(self.moe.noise_fields, ("mlp",))
         if self.moe and self.cuda_graphs and self.cuda_graph.recompute and self.moe.noise_fields:
             raise ValueError(
                 f"cuda_graph.recompute=true would draw others in the backward than {self.moe.noise_fields} drew; set it "
