@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The README's picture: training speed beside peers, drawn by matplotlib from result files.
+"""The README's pictures: speed of training and of serving beside peers, drawn by matplotlib from result files.
 
 python -m tools.bench.picture docs/benchmarks/train.json docs/benchmarks/dense_step.json \\
     --output docs/benchmarks/train.svg
+python -m tools.bench.picture docs/benchmarks/serve_vllm.json --output docs/benchmarks/serve.svg
 
-Reads the results of ``tools.bench.train`` and of ``tools.bench.dense_step`` with peers. Only runs of one call, on as many GPUs and in the
-same layout, stand beside each other; each side at its fastest micro-batch, which the bar names. A row with ``left_out``, a reason, is not
-drawn.
+Reads the results of ``tools.bench.train``, and of ``tools.bench.dense_step`` and ``tools.bench.serve`` with peers. Only runs of one call,
+on as many GPUs and in the same layout, stand beside each other; each side of training at its fastest micro-batch, which the bar names. A
+row with ``left_out``, a reason, is not drawn, nor one with ``cost``, which is ours beside ours.
 """
 
 import argparse
@@ -19,6 +20,8 @@ from typing import Any
 
 _OURS = "mcore"
 _LAYOUT = ("tp", "pp", "vpp", "cp", "ep", "dp")
+_SERVED = "out_tok_s"
+_TRAINED = ("tokens_per_s", "tokens_per_s_per_gpu", "tok_s_gpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +59,15 @@ def comparisons(files: Sequence[Mapping[str, Any]]) -> dict[str, Comparison]:
 def _runs(file: Mapping[str, Any]) -> Iterator[tuple[str, str, Bar]]:
     gpus = file["machine"]["num_gpus"]
     for row in (*file["rows"], *file.get("peers", ())):
-        if "left_out" in row:
+        if "left_out" in row or "cost" in row:
             continue
-        speed = next((row[key] for key in ("tokens_per_s", "tokens_per_s_per_gpu", "tok_s_gpu") if key in row), None)
+        speed = next((row[key] for key in (*_TRAINED, _SERVED) if key in row), None)
         if speed is None:
             continue
         fp8 = row.get("fp8") or any(flag.startswith("fp8=") and flag != "fp8=none" for flag in row.get("flags", ()))
         num_gpus = row.get("gpus", row.get("world", gpus))
-        work = _work(row["model"] + ("-fp8" if fp8 else ""), num_gpus, row)
+        requests = f", {row['n']} x {row['isl']} / {row['osl']}" if _SERVED in row else ""
+        work = _work(row["model"] + ("-fp8" if fp8 else "") + requests, num_gpus, row)
         bar = Bar(tokens_per_s=speed, micro_batch=row.get("micro_batch", row.get("mbs")))
         yield work, row.get("by") or row.get("peer") or _OURS, bar
 
@@ -93,8 +97,8 @@ def colors(sides: Sequence[str]) -> dict[str, Any]:
     return dict(zip(names, palette, strict=False))
 
 
-def draw(works: Mapping[str, Comparison], device: str, output: Path) -> None:
-    """Horizontal bars in parts of our speed, each with its tokens/s/GPU and its micro-batch."""
+def draw(works: Mapping[str, Comparison], title: str, output: Path) -> None:
+    """Horizontal bars in parts of our speed, each with its tokens/s and its micro-batch."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -122,7 +126,7 @@ def draw(works: Mapping[str, Comparison], device: str, output: Path) -> None:
         axes.spines[["top", "right", "bottom"]].set_visible(False)
         handles = [Patch(color=color, label=side) for side, color in palette.items()]
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-        figure.suptitle(f"Training, tokens/s/GPU ({device}); each group is one call in one layout", fontsize=10)
+        figure.suptitle(title, fontsize=10)
         figure.savefig(output, format="svg", metadata={"Date": None, "Creator": None})
 
 
@@ -136,7 +140,11 @@ def main() -> None:
     if not works:
         raise SystemExit("no work in these files has both sides")
     devices = sorted({file["machine"]["gpu"] for file in files if file["machine"]["gpu"]})
-    draw(works, ", ".join(devices) or "CPU", arguments.output)
+    kinds = {_SERVED in row for file in files for row in file["rows"] if "error" not in row}
+    if len(kinds) > 1:
+        raise SystemExit("some of these files are of training, some of serving; draw a picture of each")
+    what = "Serving, output tokens/s" if kinds == {True} else "Training, tokens/s/GPU"
+    draw(works, f"{what} ({', '.join(devices) or 'CPU'}); each group is one call in one layout", arguments.output)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tools.bench import moe
+from tools.bench import moe, picture
 from tools.bench.dense_step import DenseRun
 from tools.bench.loss_curve import compared, over_draws
 from tools.bench.many import experts_runs, hot_bias
@@ -88,6 +88,22 @@ def test_the_picture_compares_runs_of_one_call_in_one_layout() -> None:
     }
     with pytest.raises(ValueError, match="measured in two files"):
         comparisons([files[0], files[0]])
+
+
+def test_a_picture_is_of_training_or_of_serving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    served = {"model": "a", "n": 32, "isl": 128, "osl": 256}
+    rows = [{**served, "by": who, "out_tok_s": speed} for who, speed in (("mcore", 20), ("x", 16))]
+    rows.append({**served, "by": "mcore, batch-invariant", "out_tok_s": 15, "cost": 1.3})
+    results, output = tmp_path / "serve.json", tmp_path / "serve.svg"
+    results.write_text(json.dumps({"machine": {"gpu": "H", "num_gpus": 1}, "rows": rows}))
+    monkeypatch.setattr(sys, "argv", ["picture", str(results), "--output", str(output)])
+    picture.main()
+    text = output.read_text(encoding="utf-8")
+    assert "a, 32 x 128 / 256, 1 GPU" in text and "16 (mcore 1.25x)" in text and "batch-invariant" not in text
+    assert "Serving, output tokens/s (H)" in text
+    results.write_text(json.dumps({"machine": {"gpu": "H", "num_gpus": 1}, "rows": [*rows, {"model": "a", "tokens_per_s": 3}]}))
+    with pytest.raises(SystemExit, match="some of serving"):
+        picture.main()
 
 
 def test_every_side_of_the_picture_has_a_colour_of_its_own(tmp_path: Path) -> None:
