@@ -6,7 +6,8 @@ python -m tools.bench.serve --model llama-1b --output docs/benchmarks/serve.json
     --peer "vllm=python3 serve_vllm.py --model {model}"
 
 Every case is prompts of random tokens at temperature 1 to a fixed number of new tokens: requests x (input / output). Each runs twice, the
-second counts. A peer is a command that prints one JSON line a case with "n", "isl", "osl" and "out_tok_s".
+second counts; "graph_share" is the part of its steps that replayed a CUDA graph. A peer is a command that prints one JSON line a case
+with "n", "isl", "osl" and "out_tok_s".
 
 With --batch-invariant an engine with a batch-invariant backend runs the same cases after the plain one; its "cost" is the time of a token
 beside that one's.
@@ -136,14 +137,15 @@ def run_case(engine: DynamicInferenceEngine, requests: int, inputs: int, outputs
     rng = random.Random(engine.step_count)
     prompts = [[rng.randrange(engine.vocab_size) for _ in range(inputs)] for _ in range(requests)]
     params = SamplingParams(temperature=1.0, num_tokens_to_generate=outputs, ignore_eos=True)
-    steps, begun = engine.step_count, time.perf_counter()
+    steps, recorded, begun = engine.step_count, engine.stats()["graph_steps"], time.perf_counter()
     records = engine.generate(prompts, params)
     seconds = time.perf_counter() - begun
     made = sum(record.num_generated for record in records)
     assert made == requests * outputs, (made, requests * outputs)
+    steps, recorded = engine.step_count - steps, engine.stats()["graph_steps"] - recorded
     return {
         "n": requests, "isl": inputs, "osl": outputs, "s": round(seconds, 3), "out_tok_s": round(made / seconds),
-        "ms_per_tok": round(seconds / outputs * 1e3, 3), "steps": engine.step_count - steps,
+        "ms_per_tok": round(seconds / outputs * 1e3, 3), "steps": steps, "graph_share": round(recorded / steps, 3),
     }  # fmt: skip
 
 
