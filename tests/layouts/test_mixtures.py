@@ -41,7 +41,7 @@ MIXTURE = MoEConfig(
 )
 GLOBAL = dataclasses.replace(
     MIXTURE, moe_router_load_balancing_type=("global_aux_loss", "aux_loss"), moe_router_score_function="softmax",
-    moe_router_enable_expert_bias=False,
+    moe_router_enable_expert_bias=False, moe_router_bias_update_rate=0.0,
 )  # fmt: skip
 
 

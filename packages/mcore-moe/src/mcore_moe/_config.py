@@ -295,7 +295,7 @@ class MoEConfig:
             raise ValueError(f"moe_router_topk_scaling_factor={scaling} must be above 0 and finite; leave it out for 1")
         if not 0 <= rate < math.inf:
             raise ValueError(f"moe_router_bias_update_rate={rate} must not be negative, and finite; 0 freezes the bias")
-        if rate != _default("moe_router_bias_update_rate") and not self.moe_router_enable_expert_bias:
+        if rate not in (0, _default("moe_router_bias_update_rate")) and not self.moe_router_enable_expert_bias:
             raise ValueError(f"moe_router_bias_update_rate={rate} moves no bias; set moe_router_enable_expert_bias=True, or leave it out")
         jitter = self.moe_input_jitter_eps
         if jitter is not None and not 0 <= jitter < 1:
