@@ -168,6 +168,20 @@ def test_what_takes_no_conversations_is_refused() -> None:
         ChatInferenceInterface(Guesser(["7"]), forgetful)
 
 
+def test_a_template_that_writes_the_last_answer_otherwise_than_earlier_ones_holds_conversations() -> None:
+    def thinking(messages: Sequence[Mapping[str, Any]], is_open: bool) -> list[int]:
+        """As Qwen3's: thoughts, here none, stand in the last turn alone."""
+        *earlier, last = messages
+        written = template(earlier, False)
+        return [*written, *(b"()" if last["role"] == "assistant" else b""), *template([last], is_open)]
+
+    rollout = asyncio.run(Guessing().rollout(ChatInferenceInterface(Guesser(["9", "7"]), thinking), args=ARGS))
+    assert rollout is not None and rollout.reward == 0.5
+    turns = [("s", "guess"), ("u", "0-9"), ("a", "9"), ("u", "lower"), ("a", "7")]
+    whole = [token for role, text in turns for token in [*f"{role}:{text}".encode(), END, 10]]
+    assert list(rollout.trajectory) == whole[:-1]
+
+
 def test_an_engine_holds_conversations() -> None:
     config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=384, init_method_std=0.3)
     model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), seed=0)

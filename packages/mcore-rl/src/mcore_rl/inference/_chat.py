@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mcore_inference import DynamicInferenceEngine
 
 _USER = {"role": "user", "content": "x"}
+_ANSWERS = ({"role": "assistant", "content": "x"}, {"role": "assistant", "content": "7"})
 
 
 @experimental_api
@@ -29,18 +30,14 @@ class ChatInferenceInterface(InferenceInterface):
             ``tokenizer.apply_chat_template``, or ``chat_tokens`` of mcore-inference with its tokenizer bound.
 
     Raises:
-        ValueError: a template that writes a conversation's beginning otherwise once it goes on.
+        ValueError: a template that leaves earlier answers out.
     """
 
     def __init__(self, interface: InferenceInterface, template: Callable[[Sequence[Mapping[str, Any]], bool], Sequence[int]]) -> None:
         self.interface, self._template = interface, template
-        self._said = [_USER, {"role": "assistant", "content": "x"}]
-        self._closed = self._ids(self._said)
-        other = self._ids([_USER, {"role": "assistant", "content": "7"}])
-        self._end = _common_end(self._closed, other)
+        self._end = self._behind_answer(())
         """What ends a turn of the assistant."""
-        if self._ids([*self._said, _USER])[: len(self._closed)] != self._closed:
-            raise ValueError("the chat template writes the beginning of a conversation otherwise once it goes on; turns cannot be appended")
+        self._behind_answer([_USER])
 
     def encode(self, text: str) -> Sequence[int]:
         return self.encode_messages([{"role": "user", "content": text}])
@@ -56,13 +53,20 @@ class ChatInferenceInterface(InferenceInterface):
             answer: the assistant's last turn.
             messages: that follow it, of the user or of tools.
         """
-        end, own = self._end, list(answer.token_ids[answer.prompt_length :])
-        written = next((count for count in range(min(len(end), len(own)), 0, -1) if own[-count:] == end[:count]), 0)
-        return [*end[written:], *self._ids([*self._said, *messages], is_open=True)[len(self._closed) :]]
+        following, own = self._behind_answer(messages, is_open=True), list(answer.token_ids[answer.prompt_length :])
+        written = next((count for count in range(min(len(self._end), len(own)), 0, -1) if own[-count:] == following[:count]), 0)
+        return following[written:]
 
     async def agenerate(self, request: InferenceRequest) -> list[list[InferenceResponse]]:
         """Continuations from the interface."""
         return await self.interface.agenerate(request)
+
+    def _behind_answer(self, messages: Sequence[Mapping[str, Any]], *, is_open: bool = False) -> list[int]:
+        """Ids from the end of an answer on, with ``messages`` behind it: those that do not depend on what the answer is."""
+        one, other = (self._ids([_USER, answer, *messages], is_open=is_open) for answer in _ANSWERS)
+        if one == other:
+            raise ValueError("the chat template leaves earlier answers of a conversation out; turns cannot be appended")
+        return _common_end(one, other)
 
     def _ids(self, messages: Sequence[Mapping[str, Any]], *, is_open: bool = False) -> list[int]:
         return list(self._template(messages, is_open))
