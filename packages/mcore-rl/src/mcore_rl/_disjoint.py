@@ -25,7 +25,7 @@ from mcore_rl._transfer import WeightTransfer, refit
 from mcore_rl._types import TokenRollout
 from mcore_rl._update import Learner, update
 from mcore_rl._vocabulary import check_vocabulary, num_drawn, num_trained
-from mcore_rl.agent import BestAndWorst, ContrastiveRolloutGenerator, GroupedRolloutGenerator, NumberedProblems
+from mcore_rl.agent import BestAndWorst, ContrastiveRolloutGenerator, GroupedRolloutGenerator, NumberedAgent
 from mcore_rl.inference import InferenceInterface
 
 
@@ -105,7 +105,7 @@ class DisjointLoop:
         self.version = -1
         """Of the weights in the engines: refits after the first one."""
         self.position = 0
-        """Where `NumberedProblems` go on after what was trained on, on every rank; engines that are ahead have posed more."""
+        """Where a `NumberedAgent` goes on after what was trained on, on every rank; engines that are ahead have posed more."""
 
     def __enter__(self) -> "DisjointLoop":
         return self
@@ -264,7 +264,7 @@ class DisjointLoop:
         agent: object = None if self._server is None else self._server.agent
         if isinstance(agent, BestAndWorst):
             agent = agent.agent
-        return agent.position if isinstance(agent, NumberedProblems) else 0
+        return agent.position if isinstance(agent, NumberedAgent) else 0
 
     def _train(self, learner: Learner, batch: RolloutBatch, lr: float, train_policy: bool) -> dict[str, Any]:
         if isinstance(learner.objective, DPOObjective):

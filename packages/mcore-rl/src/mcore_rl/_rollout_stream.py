@@ -18,7 +18,7 @@ from mcore_rl._config import GRPOConfig
 from mcore_rl._late import LATE
 from mcore_rl._shaping import same_reward
 from mcore_rl._types import TokenRollout
-from mcore_rl.agent import GroupedRolloutGenerator, NumberedProblems
+from mcore_rl.agent import GroupedRolloutGenerator, NumberedAgent
 from mcore_rl.inference import InferenceInterface
 
 _log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class TakenGroups:
     oldest: int
     """Weights when the first of the groups was posed."""
     position: int
-    """Where `NumberedProblems` go on after these groups."""
+    """Where a `NumberedAgent` goes on after these groups."""
     seconds: float
     """Of drawing them, from the call on."""
 
@@ -80,7 +80,7 @@ class RolloutStream:
         self._config, self._agent, self._interface = config, agent, interface
         self._num_groups, self._num_ahead = num_groups, num_groups * max_lag
         self._open: deque[_Posed] = deque()
-        self._num_taken = agent.num_posed if isinstance(agent, NumberedProblems) else 0
+        self._num_taken = agent.num_posed if isinstance(agent, NumberedAgent) else 0
         self._version = 0
         self._num_draws, self._num_expected = 0, 0
         self._wanted = asyncio.Event()
@@ -195,7 +195,7 @@ class RolloutStream:
             num_filtered=len(equal) - len(filled),
             num_asked=(len(useful) + len(filled)) * config.group_size,
             oldest=oldest,
-            position=self._agent.position_after(self._num_taken) if isinstance(self._agent, NumberedProblems) else 0,
+            position=self._agent.position_after(self._num_taken) if isinstance(self._agent, NumberedAgent) else 0,
             seconds=time.perf_counter() - begin,
         )
 

@@ -8,7 +8,7 @@ from mcore_rl.agent._environment_server import EnvironmentServer
 from mcore_rl.agent._judged import JudgedAgent, Problem
 from mcore_rl.agent._multi_task import WeightedMultiTask
 from mcore_rl.agent._multi_turn import Episode, MultiTurnAgent
-from mcore_rl.agent._numbered import NumberedProblems
+from mcore_rl.agent._numbered import NumberedAgent, NumberedConversations, NumberedProblems
 from mcore_rl.agent._preference_pairs import PreferencePairs
 from mcore_rl.agent._process_judge import JudgeLimits, JudgeProcessError, ProcessJudge
 from mcore_rl.agent._ray_judge import RayJudge
@@ -27,6 +27,8 @@ __all__ = [
     "JudgeProcessError",
     "JudgedAgent",
     "MultiTurnAgent",
+    "NumberedAgent",
+    "NumberedConversations",
     "NumberedProblems",
     "PreferencePairs",
     "Problem",

@@ -49,7 +49,8 @@ class EnvironmentServer:
         max_requests: requests that are served at a time; further ones wait to be accepted.
 
     Raises:
-        ValueError: an address that others reach without an ``api_key``, or a number out of its range; names it.
+        ValueError: an address that others reach without an ``api_key``, or a number out of its range; names it. Or an environment that
+            holds conversations.
         OSError: the address cannot be listened at.
 
     Example:
@@ -66,6 +67,8 @@ class EnvironmentServer:
             raise ValueError("api_key must be visible ASCII characters; take spaces and line ends off")
         if max_requests < 1:
             raise ValueError(f"max_requests={max_requests} must be at least 1")
+        if environment.holds_conversations:
+            raise ValueError(f"environment {environment.env_id!r} holds conversations, and this server judges single answers")
         self.environment = environment
         self._key = f"Bearer {api_key}" if api_key else ""
         self._http = _Server((host, port), self, max_requests)

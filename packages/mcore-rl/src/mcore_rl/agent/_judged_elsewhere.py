@@ -14,10 +14,17 @@ class JudgedElsewhere(NumberedProblems):
 
     Args:
         make: makes the environment.
+
+    Raises:
+        ValueError: it holds conversations, which are judged where they are held.
     """
 
     def __init__(self, make: Callable[[], NumberedProblems]) -> None:
         self._own = make()
+        if self._own.holds_conversations:
+            raise ValueError(
+                f"environment {self._own.env_id!r} holds conversations, and a {type(self).__name__} judges single answers; use it as it is"
+            )
         super().__init__(
             self._own.env_id,
             prompt_timeout_s=self._own.prompt_timeout_s,

@@ -6,15 +6,15 @@ import asyncio
 import dataclasses
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import EvaluationResponse, GenericGenerationArgs
 from mcore_rl.agent._base import all_at_once
-from mcore_rl.agent._judged import Problem
-from mcore_rl.agent._numbered import NumberedProblems
+from mcore_rl.agent._judged import Attempt, Problem
+from mcore_rl.agent._numbered import NumberedAgent, NumberedProblems
 from mcore_rl.inference import InferenceInterface
 
 _LONGEST_CYCLE = 100_000
@@ -26,8 +26,9 @@ class WeightedMultiTask(NumberedProblems):
 
     Of the first n problems an environment poses its share of n, less or more by under 1, for every n. Which one poses problem n depends on
     the weights alone, so that ranks and resumed runs agree; the environments' own seeds decide what is posed. Rollouts have the ``env_id``
-    of their environment, and a ``problem_id`` of ENV_ID/PROBLEM_ID. Answers have the longest ``answer_timeout_s`` of the environments;
-    each judge keeps its own limit.
+    of their environment, and a ``problem_id`` of ENV_ID/PROBLEM_ID. Each environment keeps its own limits. Where one of them holds
+    conversations, the interface has to be a `ChatInferenceInterface`: the others' prompts are messages of the user there, and all of them
+    are written with the ``tools`` of all.
 
     Args:
         environments: with different ``env_id``; they belong to this one from now on, ``start_at`` included.
@@ -36,7 +37,7 @@ class WeightedMultiTask(NumberedProblems):
 
     Raises:
         ValueError: no environments, two of one name or a name with a /; weights of another number, negative, not finite, or none above 0;
-            or weights whose order repeats only after more than 100,000 problems.
+            weights whose order repeats only after more than 100,000 problems; or two different tools of one name.
 
     Example:
         >>> mixed = WeightedMultiTask([CharacterShare(["a"], "a"), Arithmetic(ArithmeticConfig())], [3, 1])
@@ -44,7 +45,7 @@ class WeightedMultiTask(NumberedProblems):
         ['character_share', 'character_share', 'arithmetic', 'character_share']
     """
 
-    def __init__(self, environments: Sequence[NumberedProblems], weights: Sequence[float], *, env_id: str = "multi_task") -> None:
+    def __init__(self, environments: Sequence[NumberedAgent], weights: Sequence[float], *, env_id: str = "multi_task") -> None:
         names = [environment.env_id for environment in environments]
         if not names or len(set(names)) < len(names) or any("/" in name for name in names):
             raise ValueError(f"environments={names} must be one or more, of different env_id without a /; pass another env_id")
@@ -57,10 +58,21 @@ class WeightedMultiTask(NumberedProblems):
         self.environments = tuple(environments)
         self._by_name = dict(zip(names, environments, strict=True))
         self._cycle = _interleave(self._shares)
+        self._tools = _joined_tools(environments)
 
     @property
     def env_ids(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for environment in self.environments for name in environment.env_ids))
+
+    @property
+    def holds_conversations(self) -> bool:
+        """Whether one of its environments does."""
+        return any(environment.holds_conversations for environment in self.environments)
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """Those of all environments."""
+        return self._tools
 
     def start_at(self, position: int, *, rank: int = 0, num_ranks: int = 1) -> None:
         super().start_at(position, rank=rank, num_ranks=num_ranks)
@@ -75,7 +87,7 @@ class WeightedMultiTask(NumberedProblems):
         environment, own = self._turn(number)
         return self._named(environment, await environment._posed(own))
 
-    def _turn(self, number: int) -> tuple[NumberedProblems, int]:
+    def _turn(self, number: int) -> tuple[NumberedAgent, int]:
         """Who poses problem ``number``, and which of its own problems that is."""
         if number >= self.FIRST_EVALUATION:
             turn, index = divmod(number - self.FIRST_EVALUATION, len(self.environments))
@@ -86,7 +98,7 @@ class WeightedMultiTask(NumberedProblems):
             own = cycle * self._shares[index] + earlier
         return self.environments[index], own
 
-    def _named(self, environment: NumberedProblems, problem: Problem) -> Problem:
+    def _named(self, environment: NumberedAgent, problem: Problem) -> Problem:
         """A problem of an environment, as it is posed here."""
         name = environment.env_id
         return dataclasses.replace(problem, problem_id=_joined(name, problem.problem_id), env_id=problem.env_id or name)
@@ -96,8 +108,21 @@ class WeightedMultiTask(NumberedProblems):
         return environment.attempt(own, generator)
 
     async def get_reward(self, response: str, problem: Problem) -> float:
+        """By the environment that posed it.
+
+        Raises:
+            TypeError: that holds conversations, which no single answer is.
+        """
         environment, own = self._own(problem)
+        if not isinstance(environment, NumberedProblems):
+            raise TypeError(f"environment {environment.env_id!r} holds conversations and judges no single answer; ask for rollouts")
         return await asyncio.wait_for(environment.get_reward(response, own), environment.judge_timeout_s)
+
+    async def _play(self, interface: InferenceInterface, problem: Problem, args: GenericGenerationArgs) -> Attempt:
+        environment, own = self._own(problem)
+        attempt = await environment._play(interface, own, args)
+        rollout = dataclasses.replace(attempt.rollout, env_id=problem.env_id, problem_id=problem.problem_id)
+        return dataclasses.replace(attempt, rollout=rollout)
 
     async def evaluation_prompts(self, num_prompts: int, *, validation: bool = True) -> list[Problem]:
         """``num_prompts`` problems of each environment, in their order; of training, those of weight 0 included."""
@@ -137,7 +162,7 @@ class WeightedMultiTask(NumberedProblems):
         options: dict[str, Any] = {"args": args, "num_samples": num_samples, "timeout_s": timeout_s}
         return await all_at_once([each.run_evaluation(interface, num_prompts=num_prompts, **options) for each in self.environments])
 
-    def _own(self, problem: Problem) -> tuple[NumberedProblems, Problem]:
+    def _own(self, problem: Problem) -> tuple[NumberedAgent, Problem]:
         """The environment of a problem, and the problem as it posed it."""
         name, _, own_id = problem.problem_id.partition("/")
         own_env = "" if problem.env_id == name else problem.env_id
@@ -146,6 +171,17 @@ class WeightedMultiTask(NumberedProblems):
 
 def _joined(env_id: str, problem_id: str) -> str:
     return f"{env_id}/{problem_id}"
+
+
+def _joined_tools(environments: Sequence[NumberedAgent]) -> list[Mapping[str, Any]]:
+    """Of all environments, each once."""
+    tools: dict[str, Mapping[str, Any]] = {}
+    for environment in environments:
+        for tool in environment.tools:
+            name = tool["function"]["name"]
+            if tools.setdefault(name, tool) != tool:
+                raise ValueError(f"environment {environment.env_id!r} has another tool {name!r} than one before it; rename it")
+    return list(tools.values())
 
 
 def _whole_shares(names: Sequence[str], weights: Sequence[float]) -> list[int]:

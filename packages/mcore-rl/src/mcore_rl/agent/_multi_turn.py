@@ -42,7 +42,8 @@ class MultiTurnAgent(JudgedAgent):
     Args:
         env_id: name under which rewards are reported.
         max_turns: answers of the policy, at most.
-        max_tokens: of the whole conversation; a turn that would begin beyond it does not, and an answer is cut there. None for no limit.
+        max_tokens: of the whole conversation; a turn that would begin beyond it does not, and an answer is cut there. None for that of the
+            interface alone.
         limits: as of `JudgedAgent`; ``judge_timeout_s`` is also that of one reply.
 
     Raises:
@@ -63,13 +64,15 @@ class MultiTurnAgent(JudgedAgent):
         if not isinstance(interface, ChatInferenceInterface):
             name = type(interface).__name__
             raise TypeError(f"interface is a {name}; environment {self.env_id!r} needs a ChatInferenceInterface, as MegatronChatLocal")
+        limits = [limit for limit in (self.max_tokens, interface.max_tokens) if limit is not None]
+        most = min(limits) if limits else None
         episode = self.begin(problem)
         tokens, mask, logprobs, responses = interface.encode_messages(await self._asked(episode.start(), "start")), [], [], []
         experts: Tensor | None = None
         versions: list[int] | None = []
         mask += [False] * len(tokens)
         while True:
-            allowed = self._args(args, len(tokens))
+            allowed = _allowed(args, len(tokens), most)
             if allowed is None:
                 reason = "length"
                 break
@@ -85,7 +88,7 @@ class MultiTurnAgent(JudgedAgent):
             if not replies or reason == "length" or len(responses) == self.max_turns:
                 break
             following = interface.encode_replies(answer, replies)
-            if self.max_tokens is not None and len(tokens) + len(following) >= self.max_tokens:
+            if most is not None and len(tokens) + len(following) >= most:
                 reason = "length"
                 break
             tokens += following
@@ -104,12 +107,13 @@ class MultiTurnAgent(JudgedAgent):
         )
         return Attempt(rollout=rollout, response="\n".join(responses))
 
-    def _args(self, args: GenericGenerationArgs, num_tokens: int) -> GenericGenerationArgs | None:
-        """With the limit of the next answer; None where there is no room for one."""
-        if self.max_tokens is None:
-            return args
-        left = self.max_tokens - num_tokens
-        return None if left < 1 else args.add(GenericGenerationArgs(max_tokens=min(left, args.max_tokens or left)))
+
+def _allowed(args: GenericGenerationArgs, num_tokens: int, most: int | None) -> GenericGenerationArgs | None:
+    """With the limit of the next answer; None where there is no room for one."""
+    if most is None:
+        return args
+    left = most - num_tokens
+    return None if left < 1 else args.add(GenericGenerationArgs(max_tokens=min(left, args.max_tokens or left)))
 
 
 def _recorded(before: Tensor | None, answer: InferenceResponse) -> Tensor | None:

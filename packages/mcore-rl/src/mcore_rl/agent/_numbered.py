@@ -1,40 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Environments whose problems have numbers: ranks share them, and a run goes on where it was."""
+"""Environments whose problems have numbers, of one turn or of several: ranks share them, and a run goes on where it was."""
 
 import functools
 import random
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar, overload
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, overload
 
 from mcore_rl._stability import experimental_api
 from mcore_rl.agent._base import all_at_once
-from mcore_rl.agent._judged import Problem
+from mcore_rl.agent._judged import JudgedAgent, Problem
+from mcore_rl.agent._multi_turn import MultiTurnAgent
 from mcore_rl.agent._reward_only import RewardOnlyAgent
 
 
 @experimental_api
-class NumberedProblems(RewardOnlyAgent):
+class NumberedAgent(JudgedAgent):
     """Problem n is the same on every machine. Rank r of n poses every n-th problem, from a position on.
 
-    Each evaluation asks the same problems, whose numbers begin at 2**32.
-
-    Args:
-        env_id: as of ``RewardOnlyAgent``, and so are the three limits.
-        prompt_timeout_s: of a problem, in seconds.
-        answer_timeout_s: of an answer.
-        judge_timeout_s: of its reward.
+    Each evaluation asks the same problems, whose numbers begin at 2**32. A subclass is `NumberedProblems` or `NumberedConversations`.
     """
 
     FIRST_EVALUATION: ClassVar[int] = 1 << 32
     """Number of the first problem of an evaluation."""
 
-    def __init__(
-        self, env_id: str, *, prompt_timeout_s: float = 60.0, answer_timeout_s: float = 3600.0, judge_timeout_s: float = 60.0
-    ) -> None:
-        super().__init__(env_id, prompt_timeout_s=prompt_timeout_s, answer_timeout_s=answer_timeout_s, judge_timeout_s=judge_timeout_s)
-        self._rank, self._num_ranks, self._num_posed, self._num_evaluated, self._first = 0, 1, 0, 0, 0
+    _first: int = 0
+    _rank: int = 0
+    _num_ranks: int = 1
+    _num_posed: int = 0
+    _num_evaluated: int = 0
+
+    @property
+    def holds_conversations(self) -> bool:
+        """Whether it needs a `ChatInferenceInterface`."""
+        return False
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """That the policy may call, in OpenAI's form: what a run passes to ``MegatronChatLocal(tools=)``."""
+        return ()
 
     @property
     def env_ids(self) -> tuple[str, ...]:
@@ -105,10 +110,34 @@ class NumberedProblems(RewardOnlyAgent):
         return self.problem(number)
 
 
+@experimental_api
+class NumberedProblems(NumberedAgent, RewardOnlyAgent):
+    """Numbered problems of one turn: a subclass gives ``problem(number)`` and ``get_reward``.
+
+    Args:
+        env_id: as of ``RewardOnlyAgent``, and so are the three limits.
+        prompt_timeout_s: of a problem, in seconds.
+        answer_timeout_s: of an answer.
+        judge_timeout_s: of its reward.
+    """
+
+
+@experimental_api
+class NumberedConversations(NumberedAgent, MultiTurnAgent):
+    """Numbered problems of several turns: a subclass gives ``problem(number)`` and ``begin``, and ``tools`` where it has some.
+
+    Arguments and errors as of `MultiTurnAgent`.
+    """
+
+    @property
+    def holds_conversations(self) -> bool:
+        return True
+
+
 class _Dataset(Sequence[Problem]):
     """Problems of these numbers."""
 
-    def __init__(self, environment: NumberedProblems, numbers: range) -> None:
+    def __init__(self, environment: NumberedAgent, numbers: range) -> None:
         self._environment, self._numbers = environment, numbers
 
     def __len__(self) -> int:

@@ -2,8 +2,10 @@
 # Copyright (c) 2026 the mcore authors
 """Conversations as token ids, turn after turn."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
 
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import InferenceRequest, InferenceResponse
@@ -28,13 +30,20 @@ class ChatInferenceInterface(InferenceInterface):
         interface: answers.
         template: ids of messages (``role`` and ``content``), with an open turn of the assistant at the end if the second argument is true:
             ``tokenizer.apply_chat_template``, or ``chat_tokens`` of mcore-inference with its tokenizer bound.
+        max_tokens: of a conversation, as engine and trainer have room for; None for no limit.
 
     Raises:
         ValueError: a template that leaves earlier answers out.
     """
 
-    def __init__(self, interface: InferenceInterface, template: Callable[[Sequence[Mapping[str, Any]], bool], Sequence[int]]) -> None:
-        self.interface, self._template = interface, template
+    def __init__(
+        self,
+        interface: InferenceInterface,
+        template: Callable[[Sequence[Mapping[str, Any]], bool], Sequence[int]],
+        *,
+        max_tokens: int | None = None,
+    ) -> None:
+        self.interface, self._template, self.max_tokens = interface, template, max_tokens
         self._end = self._behind_answer(())
         """What ends a turn of the assistant."""
         self._behind_answer([_USER])
@@ -74,7 +83,8 @@ class ChatInferenceInterface(InferenceInterface):
 
 @experimental_api
 class MegatronChatLocal(ChatInferenceInterface):
-    """Conversations with a `DynamicInferenceEngine` of this process, by the chat template of its tokenizer.
+    """Conversations with a `DynamicInferenceEngine` of this process, by the chat template of its tokenizer; as long as the engine's
+    ``max_sequence_length``, at most.
 
     Args:
         engine: with a tokenizer; one without a template writes each message as a line ``role: content``.
@@ -88,8 +98,22 @@ class MegatronChatLocal(ChatInferenceInterface):
         from mcore_inference import chat_tokens
 
         local = MegatronLocal(engine)
-        self.engine, self.tokenizer = engine, local.tokenizer
-        super().__init__(local, lambda messages, is_open: chat_tokens(local.tokenizer, messages, is_open, tools))
+        self.engine, self.tokenizer, self.tools, self._local = engine, local.tokenizer, tuple(tools), local
+        super().__init__(
+            local,
+            lambda messages, is_open: chat_tokens(local.tokenizer, messages, is_open, self.tools),
+            max_tokens=engine.context.max_sequence_length,
+        )
+
+    async def load_weights(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        version: int | None = None,
+        *,
+        in_flight: Literal["recompute", "keep", "drain"] = "recompute",
+    ) -> None:
+        """As of `MegatronLocal`."""
+        await self._local.load_weights(weights, version, in_flight=in_flight)
 
 
 def _common_end(one: Sequence[int], other: Sequence[int]) -> list[int]:
