@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 
-from mcore_rl import NumberedProblems, Problem
+from mcore_rl import Episode, NumberedConversations, NumberedProblems, Problem
 
 
 class Vowels(NumberedProblems):
@@ -59,6 +59,34 @@ class Hostile(NumberedProblems):
             with socket.create_connection(("127.0.0.1", int(port or 9)), timeout=5):
                 return 0.5
         return float(word == "good")
+
+
+class Nodding(NumberedConversations):
+    """Says "yes" to the first answer; a reward of how long both are."""
+
+    def __init__(self) -> None:
+        super().__init__("nodding", max_turns=2)
+
+    def problem(self, number: int) -> Problem:
+        return Problem(problem_id=str(number), prompt=f"{number % 10}:")
+
+    def begin(self, problem: Problem) -> Episode:
+        return _Nod(problem)
+
+
+class _Nod(Episode):
+    def __init__(self, problem: Problem) -> None:
+        self._problem, self._length = problem, 0
+
+    async def start(self) -> list[dict[str, str]]:
+        return [{"role": "user", "content": self._problem.prompt}]
+
+    async def reply(self, answer: str) -> list[dict[str, str]]:
+        self._length += len(answer)
+        return [{"role": "user", "content": "yes"}]
+
+    async def reward(self) -> float:
+        return float(self._length)
 
 
 def here_alone() -> Hostile:

@@ -45,7 +45,7 @@ from mcore_tools.recipes import (
     recipe,
     write_config,
 )
-from mcore_tools.rl import Reinforced, build_environment, reinforce_rank, teacher_run, texts
+from mcore_tools.rl import Reinforced, build_environment, open_policy_tokenizer, reinforce_rank, teacher_run, texts
 from mcore_tools.sft import keep_tokenizer, wait_for
 from mcore_tools.torchrun import tell_launcher
 from mcore_tools.train import FINAL, refused
@@ -189,9 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             # Before anything is written.
             check_run(config)
-            if config.rl.needs_engine:
-                build_environment(config.rl)
-            elif not (config.data.tokenizer or config.load.path):
+            environment = build_environment(config.rl) if config.rl.needs_engine else None
+            if environment is None and not (config.data.tokenizer or config.load.path):
                 raise RecipeError("rl.dpo.path has pairs for a model that can read; name it as MODEL, or set data.tokenizer")
             if config.rl.teacher:
                 teacher_run(config)
@@ -200,6 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_stored(config, first_folder(config.load, own, source), is_own=source is None)
             with removed_if_refused(config.output):
                 config = prepared(config, int(os.environ.get("RANK", "0")))
+                open_policy_tokenizer(config, environment)
             return reinforce(config)
     except (*FINAL, OSError, RuntimeError, CheckpointingException, RankFailedError, RanksLostError) as error:
         return refused(error)

@@ -261,7 +261,7 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("rl.environment=countdwon", "environment='countdwon' must be one of countdown, arithmetic, maths, code, character_share"),
+        ("rl.environment=countdwon", "environment='countdwon' must be one of countdown, arithmetic, calculator, maths, code, "),
         ("rl.environment=maths", "maths.path is empty; name a file"),
         ("rl.environment=code", "code.path is empty; name a file"),
         (

@@ -24,7 +24,7 @@ from mcore_rl import (
 )
 from mcore_rl.envs import ArithmeticConfig, CodeConfig, CountdownConfig, MathsConfig
 
-ENVIRONMENTS = ("countdown", "arithmetic", "maths", "code", "character_share")
+ENVIRONMENTS = ("countdown", "arithmetic", "calculator", "maths", "code", "character_share")
 _IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -186,8 +186,8 @@ class RLConfig:
     """
 
     environment: str = "countdown"
-    """countdown, arithmetic, maths, code, character_share, or PACKAGE.MODULE:NAME of a `mcore_rl.NumberedProblems` made without
-    arguments."""
+    """countdown, arithmetic, calculator, maths, code, character_share, or PACKAGE.MODULE:NAME of a `mcore_rl.NumberedProblems`, or of
+    `NumberedConversations`, made without arguments. calculator and others of several turns need a tokenizer with a chat template."""
     mixture: tuple[str, ...] = ()
     """Several environments in place of ``environment``, named as it is; they share the problems of an iteration, and each has all of those
     of an evaluation."""
@@ -197,7 +197,7 @@ class RLConfig:
     countdown: CountdownConfig = field(default_factory=CountdownConfig)
     """Of countdown."""
     arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
-    """Of arithmetic."""
+    """Of arithmetic, and the sums of calculator."""
     maths: MathsConfig = field(default_factory=MathsConfig)
     """Of maths, which needs ``maths.path``."""
     code: CodeConfig = field(default_factory=CodeConfig)
@@ -297,7 +297,7 @@ class RLConfig:
             raise ValueError(f"old_logprobs={self.old_logprobs!r} must be trainer or inference")
         if self.imitation_lr_schedule not in ("constant", "cosine"):
             raise ValueError(f"imitation_lr_schedule={self.imitation_lr_schedule!r} must be constant or cosine")
-        if self.imitation_steps and (silent := [name for name in self.environments if name in ("character_share", "code")]):
+        if self.imitation_steps and (silent := [name for name in self.environments if name in ("calculator", "character_share", "code")]):
             raise ValueError(f"imitation_steps needs an environment that shows answers, which {silent[0]} does not; set it to 0")
         for name in ("cache_gb", "imitation_lr"):
             if not getattr(self, name) > 0:

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Reinforcement learning: a run of its own, or on from the checkpoint of another."""
 
+from mcore_tools.rl._conversations import open_policy_tokenizer
 from mcore_tools.rl._critic import CRITIC
 from mcore_tools.rl._environment import build_environment
 from mcore_tools.rl._imitation import best_attempt, texts
@@ -15,6 +16,7 @@ __all__ = [
     "Reinforced",
     "best_attempt",
     "build_environment",
+    "open_policy_tokenizer",
     "post_train_rank",
     "reinforce_rank",
     "teacher_run",

@@ -5,24 +5,31 @@
 import functools
 import importlib
 
-from mcore_rl import JudgeProcessError, NumberedProblems, ProcessJudge, WeightedMultiTask
-from mcore_rl.envs import CharacterShare
+from mcore_rl import JudgeProcessError, NumberedAgent, NumberedProblems, ProcessJudge, WeightedMultiTask
+from mcore_rl.envs import Calculator, CharacterShare
 from mcore_tools.recipes import RLConfig
 
 
-def build_environment(config: RLConfig) -> NumberedProblems:
+def build_environment(config: RLConfig) -> NumberedAgent:
     """The environment that a run names, or the mixture of several.
 
     Raises:
-        ValueError: there is no such module or name, or it is no environment.
+        ValueError: there is no such module or name, it is no environment, or the run has what it cannot do.
     """
     environments = [_build(config, name) for name in config.environments]
-    return WeightedMultiTask(environments, config.mixture_weights or [1.0] * len(environments)) if config.mixture else environments[0]
+    weights = config.mixture_weights or [1.0] * len(environments)
+    environment = WeightedMultiTask(environments, weights) if config.mixture else environments[0]
+    beside = {"rl.judges": config.judges is not None, "rl.imitation_steps": config.imitation_steps > 0}
+    if environment.holds_conversations and (named := [name for name, is_set in beside.items() if is_set]):
+        raise ValueError(f"{named[0]} is for single answers, and environment {environment.env_id!r} holds conversations; leave it out")
+    return environment
 
 
-def _build(config: RLConfig, environment: str) -> NumberedProblems:
+def _build(config: RLConfig, environment: str) -> NumberedAgent:
     if environment == "character_share":
         return CharacterShare(config.character_share.prompts, config.character_share.wanted)
+    if environment == "calculator":
+        return Calculator(config.arithmetic)
     if environment in ("countdown", "arithmetic", "maths", "code"):
         return getattr(config, environment).build()
     module, _, name = environment.partition(":")
@@ -30,12 +37,21 @@ def _build(config: RLConfig, environment: str) -> NumberedProblems:
         made = getattr(importlib.import_module(module), name)()
     except (ImportError, AttributeError, TypeError) as error:
         raise ValueError(f"rl.environment={environment!r} cannot be made: {error}; is its folder in PYTHONPATH?") from None
-    if not isinstance(made, NumberedProblems):
-        raise ValueError(f"rl.environment={environment!r} is a {type(made).__name__}; make it a mcore_rl.NumberedProblems")
+    if not isinstance(made, NumberedAgent):
+        raise ValueError(
+            f"rl.environment={environment!r} is a {type(made).__name__}; make it a mcore_rl.NumberedProblems, or NumberedConversations"
+        )
     return made
 
 
-def open_environment(config: RLConfig) -> NumberedProblems:
+def _single_turn(config: RLConfig) -> NumberedProblems:
+    """``build_environment``, which gives nothing else where answers are judged elsewhere."""
+    environment = build_environment(config)
+    assert isinstance(environment, NumberedProblems)
+    return environment
+
+
+def open_environment(config: RLConfig) -> NumberedAgent:
     """The environment of a rank that judges: in processes of its own, where the run says so; ``close_environment`` ends them.
 
     Raises:
@@ -44,12 +60,12 @@ def open_environment(config: RLConfig) -> NumberedProblems:
     if config.judges is None:
         return build_environment(config)
     try:
-        return ProcessJudge(functools.partial(build_environment, config), config.judges)
+        return ProcessJudge(functools.partial(_single_turn, config), config.judges)
     except JudgeProcessError as error:
         raise ValueError(f"rl.judges: {error}; correct it, or set rl.judges=none") from None
 
 
-def close_environment(environment: NumberedProblems | None) -> None:
+def close_environment(environment: NumberedAgent | None) -> None:
     """End the processes that judge, if there are some."""
     if isinstance(environment, ProcessJudge):
         environment.close()

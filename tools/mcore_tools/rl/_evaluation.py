@@ -5,7 +5,7 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from mcore_rl import EvaluationResponse, GenericGenerationArgs, InferenceInterface, NumberedProblems
+from mcore_rl import EvaluationResponse, GenericGenerationArgs, InferenceInterface, NumberedAgent
 from mcore_tools.recipes import RunConfig
 
 
@@ -23,7 +23,7 @@ def evaluation_names(config: RunConfig, env_ids: Sequence[str]) -> list[str]:
     return [*names, *(f"{env_id}/{name}" for env_id in _several(env_ids) for name in names), "num_dropped"]
 
 
-def evaluation_sums(config: RunConfig, environment: NumberedProblems, interface: InferenceInterface, count: int) -> list[list[float]]:
+def evaluation_sums(config: RunConfig, environment: NumberedAgent, interface: InferenceInterface, count: int) -> list[list[float]]:
     """Sum and count of each number over the most likely answers to ``count`` problems, and over further ones for pass@k."""
     assert config.rl is not None
     args, samples = config.rl.generation_args, config.rl.eval_samples

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from mcore_inference import DynamicInferenceEngine, ExecutionConfig
 from mcore_parallel.data import Tokenizer
 from mcore_parallel.guard import Watchdog
-from mcore_rl import BestAndWorst, DisjointLoop, GRPOConfig, Learner, MegatronLocal, Placement, RolloutServer
-from mcore_tools.assembly import open_tokenizer
+from mcore_rl import BestAndWorst, DisjointLoop, GRPOConfig, Learner, Placement, RolloutServer
 from mcore_tools.recipes import RunConfig
 from mcore_tools.rl._attempts import attempt_seed
+from mcore_tools.rl._conversations import local_interface, open_policy_tokenizer
 from mcore_tools.rl._environment import close_environment, open_environment
 from mcore_tools.rl._evaluation import evaluation_means, evaluation_sums, num_problems
 from mcore_tools.serving import build_engine
@@ -93,14 +93,14 @@ def serve_half(
     """The iterations of a rank with an engine; the last reward, and the step after which it was stopped."""
     rl, train, rank, num_ranks = config.rl, config.train, halves.placement.engine_rank, halves.placement.num_engines
     assert rl is not None
-    tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab_size)
     environment = open_environment(rl)
+    tokenizer = open_policy_tokenizer(config, environment)
     first, position, attempt = halves.begin()
     environment.start_at(position, rank=rank, num_ranks=num_ranks)
     # What was drawn before the run was interrupted is not drawn again.
     seed = attempt_seed(train.seed, rank=rank, num_ranks=num_ranks, step=first, attempt=attempt)
     engine = build_run_engine(config, tokenizer, device, seed)
-    interface = MegatronLocal(engine)
+    interface = local_interface(engine, environment)
     agent = environment if rl.dpo is None else BestAndWorst(environment, group_size=rl.group_size)
     server = RolloutServer(agent=agent, interface=interface, engine=engine)
     numbers, reward = range(first + 1, train.steps + 1), float("nan")

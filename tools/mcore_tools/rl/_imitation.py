@@ -12,12 +12,12 @@ import torch
 from mcore_parallel.data import Tokenizer
 from mcore_parallel.optim import ConstantSchedule, CosineSchedule
 from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
-from mcore_rl import NumberedProblems, Problem
+from mcore_rl import NumberedAgent, NumberedProblems, Problem
 from mcore_tools.assembly import Parts
 from mcore_tools.recipes import RLConfig, RunConfig
 
 
-def texts(environment: NumberedProblems, count: int) -> Iterator[str]:
+def texts(environment: NumberedAgent, count: int) -> Iterator[str]:
     """Problems of the environment with answers, for a tokenizer."""
     generator = random.Random("texts")
     for number in range(count):

@@ -25,7 +25,7 @@ from mcore_rl import (
     InferenceInterface,
     IterationReport,
     Learner,
-    MegatronLocal,
+    NumberedProblems,
     PreferencePairs,
     WeightSink,
     dpo_iteration,
@@ -33,11 +33,12 @@ from mcore_rl import (
     preference_margins,
     refit,
 )
-from mcore_tools.assembly import Parts, open_tokenizer, schedule
+from mcore_tools.assembly import Parts, schedule
 from mcore_tools.exit_code import under_way
 from mcore_tools.recipes import RunConfig
 from mcore_tools.reports import EXAMPLES, History
 from mcore_tools.rl._attempts import attempt_seed, begin_attempt
+from mcore_tools.rl._conversations import local_interface, open_policy_tokenizer, prompt_length, served_interface
 from mcore_tools.rl._critic import RunCritic
 from mcore_tools.rl._environment import build_environment, close_environment, open_environment
 from mcore_tools.rl._evaluation import evaluation_means, evaluation_sums, num_problems
@@ -131,7 +132,7 @@ class _Run:
         origin = first_folder(config.load, self.own, source)
         check_stored(config, origin, is_own=source is None)
         self.device = device_of(kind)
-        self.tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab_size)
+        self.tokenizer = open_policy_tokenizer(config, self.environment)
         self._check_length()
         self.pairs = self._open_pairs()
         self.parts: Parts = assemble_policy(config, self.tokenizer, self.device, groups)
@@ -154,7 +155,7 @@ class _Run:
         longest, answer = self.config.train.seq_len, self.rl.generation_args.max_tokens or 0
         length = 0
         for number in range(self.rl.num_groups):
-            length = len(self.tokenizer.tokenize(self.environment.problem(number).prompt))
+            length = prompt_length(self.environment, self.tokenizer, number)
             if length + answer <= longest:
                 return
         raise ValueError(
@@ -188,7 +189,7 @@ class _Run:
         attempt = begin_attempt(Path(config.output), self.state.step) if parts.groups.world.is_first else 0
         if self.halves is not None:
             self.halves.begin(self.state.step, self.position, attempt)
-        if fresh and not self.state.step and self.rl.imitation_steps and self.environment is not None:
+        if fresh and not self.state.step and self.rl.imitation_steps and isinstance(self.environment, NumberedProblems):
             begin = time.perf_counter()
             loss = imitate(config, parts, self.environment, self.tokenizer, self.device)
             self.first |= {"imitation_loss": loss, "imitation_s": time.perf_counter() - begin}
@@ -237,7 +238,10 @@ class _Run:
             return
         self.environment.start_at(self.position, rank=world.rank, num_ranks=world.size)
         if self.rl.served is not None:
-            self.interface, self.evaluator, self.engine = served_engines(config, self.rl.served, self.tokenizer, self.described, world)
+            *interfaces, self.engine = served_engines(config, self.rl.served, self.tokenizer, self.described, world)
+            self.interface, self.evaluator = (
+                served_interface(one, self.environment, self.tokenizer, config.train.seq_len) for one in interfaces
+            )
             refit(parts.model, parts.groups, self.engine)
             return
         # What was drawn before the run was interrupted is not drawn again.
@@ -247,7 +251,7 @@ class _Run:
         refit(parts.model, parts.groups, self.engine)
         self.rl.memory.check(optimizer=parts.optimizer, sync=parts.sync, engine=self.engine)
         self.rl.memory.training(self.engine)
-        self.interface = self.evaluator = MegatronLocal(self.engine)
+        self.interface = self.evaluator = local_interface(self.engine, self.environment)
 
     def _iteration(self, grpo: GRPOConfig, step: int, lr: float) -> IterationReport:
         trains = self.rl.trains_policy(step)

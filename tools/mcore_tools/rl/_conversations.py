@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What a run needs to hold conversations: a tokenizer with a chat template, and interfaces that write by it."""
+
+from mcore_inference import DynamicInferenceEngine, chat_tokens
+from mcore_parallel.data import Tokenizer
+from mcore_rl import ChatInferenceInterface, InferenceInterface, MegatronChatLocal, MegatronLocal, NumberedAgent
+from mcore_tools.assembly import has_files, open_tokenizer
+from mcore_tools.chat import TemplateTokenizer, find_template
+from mcore_tools.recipes import RunConfig
+
+
+def open_policy_tokenizer(config: RunConfig, environment: NumberedAgent | None) -> Tokenizer:
+    """The tokenizer of a run: by its chat template where the environment holds conversations.
+
+    Raises:
+        ValueError: no such tokenizer, a model that is too small for it, or no template where one is needed.
+    """
+    name = config.data.tokenizer
+    plain = open_tokenizer(name, config.model.vocab_size)
+    if environment is None or not environment.holds_conversations:
+        return plain
+    if not has_files(name) or find_template(name) is None:
+        raise ValueError(
+            f"environment {environment.env_id!r} holds conversations, and data.tokenizer={name} has no chat template; name a model or a "
+            "tokenizer with a chat_template.jinja"
+        )
+    return TemplateTokenizer(name)
+
+
+def local_interface(engine: DynamicInferenceEngine, environment: NumberedAgent) -> InferenceInterface:
+    """What answers an environment by an engine of this process."""
+    return MegatronChatLocal(engine, tools=environment.tools) if environment.holds_conversations else MegatronLocal(engine)
+
+
+def served_interface(interface: InferenceInterface, environment: NumberedAgent, tokenizer: Tokenizer, seq_len: int) -> InferenceInterface:
+    """What answers an environment by servers; conversations have up to ``seq_len`` tokens."""
+    if not environment.holds_conversations:
+        return interface
+    return ChatInferenceInterface(
+        interface, lambda messages, is_open: chat_tokens(tokenizer, messages, is_open, environment.tools), max_tokens=seq_len
+    )
+
+
+def prompt_length(environment: NumberedAgent, tokenizer: Tokenizer, number: int) -> int:
+    """Tokens of a problem, of a conversation those of one message of the user, with the tools."""
+    prompt = environment.problem(number).prompt
+    if not environment.holds_conversations:
+        return len(tokenizer.tokenize(prompt))
+    return len(chat_tokens(tokenizer, [{"role": "user", "content": prompt}], True, environment.tools))

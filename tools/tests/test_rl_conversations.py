@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""``mcore rl`` in environments of several turns, with tools: iterations, where a run goes on, and what cannot run in one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mcore_ckpt import CheckpointManager
+from mcore_ckpt.hf import import_hf
+from mcore_ckpt.manifest import read_manifest
+from mcore_inference.server import WeightFolders, serve
+from mcore_parallel.data import train_bpe
+from mcore_tools import reinforce
+from mcore_tools.launch import launch
+from mcore_tools.recipes import override
+from mcore_tools.rl import reinforce_rank
+from mcore_tools.serving import open_engine
+from tests.support.countdown import PACE, QUIET, rows
+from tests.support.published import TEMPLATE, write_published
+
+pytestmark = pytest.mark.journey
+NODDING = "tests.support.environments:Nodding"
+FAST = (
+    *PACE,
+    *QUIET,
+    "train.steps=2",
+    "train.eval_interval=2",
+    "train.seq_len=256",
+    "rl.generation_args.max_tokens=24",
+    "rl.cache_gb=0.05",
+)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose chat template writes tools; a quarter of its tokens end a turn."""
+    folder = write_published(tmp_path_factory.mktemp("published") / "llama")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(80))}))
+    (folder / "chat_template.jinja").write_text("{% for t in tools or [] %}{{ t.function.name }};{% endfor %}" + TEMPLATE)
+    return folder
+
+
+def words(*changes: str) -> list[str]:
+    return [word for change in (*FAST, *changes) for word in ("--set", change)]
+
+
+def problems(output: Path, step: int) -> list[str]:
+    lines = [json.loads(line) for line in (output / "examples.jsonl").read_text().splitlines()]
+    return [line["problem_id"] for line in lines if line["step"] == step]
+
+
+def test_a_run_calls_tools_and_goes_on_with_the_next_problems(published: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    changes = ("rl.environment=calculator", f"output={output}")
+    assert reinforce.main([str(published), *words(*changes)]) == 0
+    first, second = rows(output)
+    for row in (first, second):
+        assert row["num_rollouts"] == 8 and row["num_dropped"] == 0 and row["logprob_mismatch"] < 1e-5
+    assert "eval/reward" in second
+    example = json.loads((output / "examples.jsonl").read_text().splitlines()[0])
+    assert example["env_id"] == "calculator" and example["prompt"].startswith("calculate;<|im_start|>user\n")
+    assert example["prompt"].endswith("<|im_start|>assistant\n")
+    assert reinforce.main([str(published), *words(*changes, "train.steps=3")]) == 0
+    assert read_manifest(CheckpointManager(output / "checkpoints").folder(3)).extra["rl"] == {"position": 6}
+    posed = [set(problems(output, step)) for step in (1, 2, 3)]
+    wanted = [{f"calculator/0/{number}" for number in (first, first + 1)} for first in (0, 2, 4)]
+    assert all(some <= every for some, every in zip(posed, wanted, strict=True))
+
+
+def test_several_turns_and_single_ones_share_a_run(published: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    mixture = f"rl.mixture=[{NODDING},arithmetic,calculator]"
+    assert reinforce.main([str(published), *words(mixture, "rl.num_groups=3", "train.global_batch_size=12", f"output={output}")]) == 0
+    for row in rows(output):
+        assert row["num_rollouts"] == 12 and row["num_dropped"] == 0 and row["num_turns"] > 1 and row["logprob_mismatch"] < 1e-5
+        assert {row[f"env/{name}/num_rollouts"] for name in ("nodding", "arithmetic", "calculator")} == {4}
+    assert all(f"eval/{name}/reward" in row for name in ("nodding", "arithmetic", "calculator"))
+
+
+@pytest.mark.slow
+def test_engines_that_are_ahead_hold_conversations(published: Path, tmp_path: Path) -> None:
+    changes = (f"rl.environment={NODDING}", "rl.placement.num_engines=1", "rl.placement.timeout_s=30", f"output={tmp_path / 'run'}")
+    config = override(reinforce.base_config(None, str(published)), [*FAST, *changes])
+    assert [done.num_iterations for done in launch(reinforce_rank, 2, config=config, kind="cpu")] == [2, 0]
+    first, second = rows(tmp_path / "run")
+    assert first["num_turns"] > 1 and second["num_turns"] > 1 and second["num_dropped"] == 0 and first["logprob_mismatch"] < 1e-5
+    assert read_manifest(CheckpointManager(tmp_path / "run" / "checkpoints").folder(2)).extra["rl"] == {"position": 4}
+
+
+def test_servers_hold_conversations(published: Path, tmp_path: Path) -> None:
+    root, secret = tmp_path / "shared", tmp_path / "secret"
+    root.mkdir()
+    secret.write_text("key")
+    engine = open_engine(published, "cpu", cache_gb=0.05, max_length=256)
+    with serve(engine, token="key", weights=WeightFolders(root=root, read=lambda folder: import_hf(folder).tensors)) as server:
+        served = (f"rl.served.urls=[{server.url}]", f"rl.served.folder={root / 'run'}", f"rl.served.api_key_file={secret}")
+        assert reinforce.main([str(published), *words(f"rl.environment={NODDING}", *served, f"output={tmp_path / 'run'}")]) == 0
+    for row in rows(tmp_path / "run"):
+        assert row["num_turns"] > 1 and row["num_dropped"] == 0 and row["logprob_mismatch"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("data.tokenizer=byte", "environment 'calculator' holds conversations, and data.tokenizer=byte has no chat template; name a"),
+        ("data.tokenizer=bare", "environment 'calculator' holds conversations, and data.tokenizer=bare has no chat template; name a"),
+        ("rl.judges.num_workers=1", "rl.judges is for single answers, and environment 'calculator' holds conversations; leave it out"),
+        (f"rl.environment={NODDING} rl.imitation_steps=2", "rl.imitation_steps is for single answers, and environment 'nodding' holds"),
+        ("rl.imitation_steps=2", "imitation_steps needs an environment that shows answers, which calculator does not"),
+        ("train.seq_len=32", "train.seq_len=32 must hold a problem, and none of the first 2 fits: the last has"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(
+    change: str, message: str, published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    train_bpe(["1+2=3 " * 20], 300, tmp_path / "bare")
+    changes = ("rl.environment=calculator", "output=run", *change.split())
+    assert reinforce.main([str(published), *words(*changes)]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "run").exists()
