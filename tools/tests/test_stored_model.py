@@ -120,6 +120,12 @@ def test_experts_are_compared_too(tmp_path: Path) -> None:
         check_stored(override(tiny, ["moe.moe_router_topk=1", "moe.moe_router_score_function=sigmoid"]), folder)
     with pytest.raises(ValueError, match=r"moe\.num_moe_experts=4 there, None here"):
         check_stored(dataclasses.replace(tiny, moe=None), folder)
+    # That of a dense layer counts where there is one.
+    mixed = override(tiny, [f"moe.moe_layer_freq=[0{',1' * (tiny.model.num_layers - 1)}]", "moe.moe_ffn_hidden_size=16"])
+    beside = stored(tmp_path / "mixed", run=config_text(mixed))
+    check_stored(override(mixed, [f"model.ffn_hidden_size={mixed.model.ffn_size}"]), beside)
+    with pytest.raises(ValueError, match=rf"model\.ffn_hidden_size={mixed.model.ffn_size} there, 40 here\. Set"):
+        check_stored(override(mixed, ["model.ffn_hidden_size=40"]), beside)
     # The width of an expert stands for that of the feed-forward in an import.
     sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 320, "ffn_hidden_size": 24, "num_moe_experts": 4}
     imported = stored(tmp_path / "import", config={**sizes, "moe_router_topk": 2}, hf_config={})

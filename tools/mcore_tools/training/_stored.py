@@ -287,11 +287,9 @@ def _meaning(model: TransformerConfig, moe: MoEConfig | None) -> dict[str, Any]:
         experts["moe_router_bias"] = model.add_bias_linear if moe.moe_router_bias is None else moe.moe_router_bias
         flags = [moe.is_moe_layer(layer, model.num_layers) for layer in range(model.num_layers)]
         experts["moe_layer_freq"] = tuple(map(int, flags))
-        if all(flags):
+        has_dense = not all(flags) if model.hybrid_layer_pattern is None else "-" in model.hybrid_layer_pattern
+        if not has_dense:
             # No layer is as wide as that.
-            fields["ffn_hidden_size"] = experts["moe_ffn_hidden_size"]
-        if model.hybrid_layer_pattern is None:
-            # Each feed-forward is a mixture.
             del fields["ffn_hidden_size"]
     return {f"model.{name}": value for name, value in fields.items()} | {f"moe.{name}": value for name, value in experts.items()}
 
