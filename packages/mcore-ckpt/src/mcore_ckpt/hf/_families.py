@@ -55,7 +55,6 @@ def all_families() -> Mapping[str, Family]:
         if family.model_type in kinds:
             taken = kinds[family.model_type]
             raise CheckpointingException(f"{where} has model_type={family.model_type!r}, which {taken} describes; uninstall one of the two")
-            raise CheckpointingException()
         families[family.name], kinds[family.model_type] = family, package
     return MappingProxyType(families)
 
