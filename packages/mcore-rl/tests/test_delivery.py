@@ -13,7 +13,7 @@ import torch
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_rl import ContrastiveRollout, GRPOConfig, PackingConfig, Placement, TokenRollout
 from mcore_rl import _placement as placement_module
-from mcore_rl._collect import Collection, Drawn, exchange, flat, joined, own_rollouts, received, share_of
+from mcore_rl._collect import Collection, Drawn, delivered, exchange, flat, joined, share_of
 from mcore_rl._header import RolloutHeader
 from mcore_rl._loop import rollout_means
 from mcore_rl._placement import exchange_parcels
@@ -149,13 +149,18 @@ def check_apart(config: GRPOConfig) -> int:
         return real(tensor, **options)
 
     share = share_of(groups, 0 if placement.trains else 1, None, replica=None if layout is None else layout.dp.rank)
-    collected, delivery = joined(config, placement.gather(share, 30.0, "rollouts"))
-    own, sizes = own_rollouts(delivery, rank, groups), [delivery.size(source, rank) for source in range(4)]
+    shares, num_bytes = placement.gather(share, 30.0, "rollouts"), 0
+
+    def swap(parcels: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+        nonlocal num_bytes
+        num_bytes = sum(sizes)
+        return exchange_parcels(placement, parcels, sizes, 30.0, "rollouts")
+
     placement_module.dist.irecv = irecv
-    parcels = exchange_parcels(placement, delivery.parcels(rank, own), sizes, 30.0, "rollouts")
+    collected = delivered(config, shares, rank, groups, swap)
     placement_module.dist.irecv = real
-    compare(config, received(collected, delivery, rank, parcels, own), whole(config, 2, num_trainers, 2), layout)
-    assert bytes_received == sum(sizes)
+    compare(config, collected, whole(config, 2, num_trainers, 2), layout)
+    assert bytes_received == num_bytes
     return bytes_received
 
 

@@ -3,12 +3,13 @@
 """The rollouts of one iteration: each rank asks for its share, and gets those that it trains on."""
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -119,21 +120,32 @@ def exchange(
         if drawn.failure is not None:
             raise drawn.failure
         return Collection.of(config, drawn.groups, num_filtered=drawn.num_filtered, pairs=pairs)
-    try:
+    with own_failure_first(drawn.failure):
         rendezvous(groups.world, timeout_s, "rollouts")
+        share = share_of(drawn.groups, drawn.num_filtered, drawn.failure, replica=groups.dp.rank, pairs=pairs)
+        shares = all_gather_json(share, groups.world, device)
+
+    def swap(parcels: list[Tensor], sizes: list[int]) -> list[Tensor]:
+        return all_to_all_bytes(parcels, sizes, groups.world, device)
+
+    return delivered(config, shares, groups.world.rank, drawn.groups, swap)
+
+
+@contextlib.contextmanager
+def own_failure_first(failure: Exception | None) -> Iterator[None]:
+    """Around what tells the others of a failure: raises it behind that, and instead of an error that some of them never came.
+
+    Args:
+        failure: of this rank; None where there is none.
+    """
+    try:
+        yield
     except RankTimeoutError as error:
-        if drawn.failure is not None:
-            raise drawn.failure from error
+        if failure is not None:
+            raise failure from error
         raise
-    share = share_of(drawn.groups, drawn.num_filtered, drawn.failure, replica=groups.dp.rank, pairs=pairs)
-    shares = all_gather_json(share, groups.world, device)
-    if drawn.failure is not None:
-        raise drawn.failure
-    collected, delivery = joined(config, shares)
-    own = own_rollouts(delivery, groups.world.rank, drawn.groups)
-    sizes = [delivery.size(source, groups.world.rank) for source in range(groups.world.size)]
-    parcels = all_to_all_bytes(delivery.parcels(groups.world.rank, own), sizes, groups.world, device)
-    return received(collected, delivery, groups.world.rank, parcels, own)
+    if failure is not None:
+        raise failure
 
 
 def share_of(
@@ -212,15 +224,28 @@ def joined(config: GRPOConfig, shares: Sequence[Mapping[str, Any]], *, num_ranks
     return collected, delivery
 
 
-def own_rollouts(delivery: Delivery, rank: int, groups: Sequence[Sequence[TokenRollout]]) -> dict[int, TokenRollout]:
-    """By their numbers among all, what ``rank`` has drawn."""
-    return dict(enumerate(flat(groups), bisect_left(delivery.sources, rank)))
-
-
-def received(
-    collected: Collection, delivery: Delivery, rank: int, parcels: Sequence[Tensor], own: Mapping[int, TokenRollout]
+def delivered(
+    config: GRPOConfig,
+    shares: Sequence[Mapping[str, Any]],
+    rank: int,
+    drawn: Sequence[Sequence[TokenRollout]],
+    swap: Callable[[list[Tensor], list[int]], list[Tensor]],
 ) -> Collection:
-    """With the rollouts that ``rank`` trains on, and the examples, out of what the ranks sent it."""
+    """What the shares of all ranks say, with the rollouts that ``rank`` trains on; all ranks call it together.
+
+    Args:
+        config: of the iteration.
+        shares: as of ``share_of``.
+        rank: this one.
+        drawn: groups of this rank.
+        swap: gives a parcel to each rank, and takes one of so many bytes from each.
+
+    Raises:
+        RuntimeError, ValueError: as of ``joined``, on all ranks.
+    """
+    collected, delivery = joined(config, shares)
+    own = dict(enumerate(flat(drawn), bisect_left(delivery.sources, rank)))
+    parcels = swap(delivery.parcels(rank, own), [delivery.size(source, rank) for source in range(len(shares))])
     return dataclasses.replace(collected, **_here(collected, delivery.received(rank, parcels, own), delivery.wanted[rank]))
 
 

@@ -9,14 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mcore_rl._collect import ask, check_failures, joined, own_rollouts, received, share_of
+from torch import Tensor
+
+from mcore_rl._collect import ask, check_failures, delivered, own_failure_first, share_of
 from mcore_rl._config import GRPOConfig
 from mcore_rl._dpo import ask_pairs, check_pairs, update_pairs
 from mcore_rl._handover import Handover, RolloutBatch
 from mcore_rl._loop import IterationReport, check_iteration
 from mcore_rl._memory import MemorySwitch
 from mcore_rl._objective import GRPOObjective
-from mcore_rl._placement import Placement, RankTimeoutError, exchange_parcels
+from mcore_rl._placement import Placement, exchange_parcels
 from mcore_rl._preference import DPOObjective
 from mcore_rl._refit import WeightSink
 from mcore_rl._rollout_stream import LiveWeights, RolloutStream
@@ -178,9 +180,9 @@ class DisjointLoop:
         learner, server = self._learner, self._server
         drawn = None if server is None else num_drawn(server.engine)
         trained = num_trained(learner.model) if learner is not None and isinstance(learner.objective, GRPOObjective) else None
-        told = self.placement.gather([drawn, trained], self.timeout_s, "vocabularies")
-        for of_engine in {drawn for drawn, _ in told}:
-            for of_policy in {trained for _, trained in told}:
+        by_rank = self.placement.gather([drawn, trained], self.timeout_s, "vocabularies")
+        for of_engine in {drawn for drawn, _ in by_rank}:
+            for of_policy in {trained for _, trained in by_rank}:
                 check_vocabulary(of_engine, of_policy)
 
     def _open_stream(self, server: RolloutServer) -> RolloutStream:
@@ -229,14 +231,8 @@ class DisjointLoop:
         seconds = time.perf_counter() - begin
         replica = None if self._learner is None else self._learner.groups.dp.rank
         sent = share_of(own, num_filtered, failure, replica=replica, pairs=pairs) | {"seconds": seconds, "position": self._posed()}
-        try:
+        with own_failure_first(failure):
             shares = self.placement.gather(sent, self.timeout_s, "rollouts" if draws else "updates")
-        except RankTimeoutError as error:
-            if failure is not None:
-                raise failure from error
-            raise
-        if failure is not None:
-            raise failure
         check_failures(shares)
         if draws:
             self._keep(shares, own)
@@ -250,12 +246,13 @@ class DisjointLoop:
 
     def _keep(self, shares: Sequence[Mapping[str, Any]], drawn: Sequence[Sequence[TokenRollout]]) -> None:
         """What was drawn, for an iteration to come."""
-        placement, rank = self.placement, self.placement.world.rank
-        collected, delivery = joined(self.config, shares)
-        own = own_rollouts(delivery, rank, drawn)
-        sizes = [delivery.size(source, rank) for source in range(placement.world.size)]
-        parcels = exchange_parcels(placement, delivery.parcels(rank, own), sizes, self.timeout_s, "rollouts")
-        collected, served = received(collected, delivery, rank, parcels, own), shares[placement.num_trainers :]
+        placement = self.placement
+
+        def swap(parcels: list[Tensor], sizes: list[int]) -> list[Tensor]:
+            return exchange_parcels(placement, parcels, sizes, self.timeout_s, "rollouts")
+
+        collected = delivered(self.config, shares, placement.world.rank, drawn, swap)
+        served = shares[placement.num_trainers :]
         num_asked = self.config.num_groups * (2 if any(part["pairs"] for part in served) else self.config.group_size)
         self._drawn.append(RolloutBatch.of(self.config, collected, served, self.version, num_asked))
 

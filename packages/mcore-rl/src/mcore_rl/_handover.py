@@ -10,8 +10,10 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from mcore_parallel import ProcessGroups
-from mcore_rl._collect import Collection, joined, own_rollouts, received, share_of
+from mcore_rl._collect import Collection, delivered, own_failure_first, share_of
 from mcore_rl._config import GRPOConfig
 from mcore_rl._loop import rollout_means
 from mcore_rl._placement import Placement, exchange_parcels
@@ -143,16 +145,15 @@ class Handover:
             sent = share_of([], 0, failure)
         finally:
             self._is_drawn.set()
-        shares = self._placement.gather_ahead(sent, self._timeout_s, "rollouts")
-        if failure is not None:
-            raise failure
-        placement, rank = self._placement, self._placement.world.rank
-        collected, delivery = joined(self._config, shares)
-        own = own_rollouts(delivery, rank, drawn)
-        sizes = [delivery.size(source, rank) for source in range(placement.world.size)]
-        parcels = exchange_parcels(placement, delivery.parcels(rank, own), sizes, self._timeout_s, "rollouts", ahead=True)
-        collected = received(collected, delivery, rank, parcels, own)
-        served = shares[self._placement.num_trainers :]
+        placement = self._placement
+        with own_failure_first(failure):
+            shares = placement.gather_ahead(sent, self._timeout_s, "rollouts")
+
+        def swap(parcels: list[Tensor], sizes: list[int]) -> list[Tensor]:
+            return exchange_parcels(placement, parcels, sizes, self._timeout_s, "rollouts", ahead=True)
+
+        collected = delivered(self._config, shares, placement.world.rank, drawn, swap)
+        served = shares[placement.num_trainers :]
         oldest, num_asked = min(part["oldest"] for part in served), sum(part["num_asked"] for part in served)
         batch = RolloutBatch.of(self._config, collected, served, oldest, num_asked)
         return batch if self._layout is None else dataclasses.replace(batch, written=self._written(collected, self._layout))
