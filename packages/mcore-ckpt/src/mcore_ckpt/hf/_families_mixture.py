@@ -173,15 +173,18 @@ _MIXTRAL = Family(
     ),
     ignored=(".rotary_emb.inv_freq",),
 )
-_QWEN_CODECS = (
-    *(codec for codec in SIZES if codec.ours[0] != "ffn_hidden_size"),
-    experts_by_list(),
-    renamed("norm_epsilon", "rms_norm_eps", 1e-6),
+_SOFTMAX_CODECS = (
     renamed("share_embeddings_and_output_weights", "tie_word_embeddings", False),
     expert_count(),
     renamed("moe_router_topk", "num_experts_per_tok"),
     rotary(base=1e4),
     softmax_router(),
+)
+_QWEN_CODECS = (
+    *(codec for codec in SIZES if codec.ours[0] != "ffn_hidden_size"),
+    experts_by_list(),
+    renamed("norm_epsilon", "rms_norm_eps", 1e-6),
+    *_SOFTMAX_CODECS,
 )
 _QWEN_RULES = (*ENDS, *ATTENTION, FFN_NORM, *DENSE_FFN, *_PROJECTED_EXPERTS)
 _QWEN_FIXED = {"hidden_act": "silu", "use_sliding_window": False}
@@ -215,11 +218,7 @@ _OLMOE = Family(
     codecs=(
         *(codec for codec in SIZES if codec.ours[0] != "kv_channels"),
         renamed("norm_epsilon", "rms_norm_eps", 1e-5),
-        renamed("share_embeddings_and_output_weights", "tie_word_embeddings", False),
-        expert_count(),
-        renamed("moe_router_topk", "num_experts_per_tok"),
-        rotary(base=1e4),
-        softmax_router(),
+        *_SOFTMAX_CODECS,
     ),
     implies={
         "qk_layernorm": True,

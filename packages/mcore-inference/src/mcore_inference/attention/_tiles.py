@@ -51,7 +51,7 @@ def fits_packed(width: int, itemsize: int) -> bool:
         >>> fits_packed(256, 2), fits_packed(320, 2)
         (True, False)
     """
-    return (1 << (width - 1).bit_length()) * itemsize <= 512
+    return padded_width(width) * itemsize <= 512
 
 
 def fits_tiles(width: int, itemsize: int) -> bool:
@@ -69,8 +69,13 @@ def fits_tiles(width: int, itemsize: int) -> bool:
 
 
 def tile_bytes(lines: int, keys: int, stages: int, width: int, itemsize: int) -> int:
-    """Of queries, and of the keys and values of all stages beside them: of as many channels as the power of two that holds a head."""
-    return (lines + 2 * keys * stages) * (1 << (width - 1).bit_length()) * itemsize
+    """Of queries, and of the keys and values of all stages beside them."""
+    return (lines + 2 * keys * stages) * padded_width(width) * itemsize
+
+
+def padded_width(width: int) -> int:
+    """Channels that a kernel holds of a head: the power of two that it fits in."""
+    return 1 << (width - 1).bit_length()
 
 
 def fits_latents(rank: int, width: int, itemsize: int) -> bool:
