@@ -10,6 +10,7 @@ from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import OffloadConfig, RecomputeConfig, Step
+from tests.support.held_memory import held_and_results
 
 CONFIG = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=16, ffn_hidden_size=12)
 EXPERTS = moe_feed_forward(MoEConfig(num_moe_experts=4, moe_router_topk=2))
@@ -69,14 +70,10 @@ def test_experts_on_a_gpu_keep_their_bits_and_free_its_memory() -> None:
     held: list[int] = []
     for offload in (None, OffloadConfig(modules=("expert_fc1", "moe_act"), keep_last_layers=0, max_inflight=0)):
         model = GPTModel(config, ProcessGroups.single(), feed_forward=EXPERTS, offload=offload, dtype=torch.bfloat16, device="cuda")
-        tokens = torch.arange(2048, device="cuda") % 128
-        before = torch.cuda.memory_allocated()
-        output, _ = model(tokens, Step.causal(2, 1024, torch.device("cuda")))
-        held.append(torch.cuda.memory_allocated() - before)
-        loss = output.logits().float().logsumexp(-1).sum()
-        loss.backward()
-        results.append([loss.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)])
-        del model, output, loss
+        size, values = held_and_results(model)
+        held.append(size)
+        results.append(values)
+        del model
     # The inputs of the activations of three layers: 2 picks of 2048 tokens, gate and value of width 512, two bytes each.
     assert held[0] - held[1] >= 3 * 2 * 2048 * 1024 * 2
     assert torch.equal(results[0][0], results[1][0])

@@ -23,6 +23,7 @@ from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.pipeline import PipelineConfig
 from mcore_parallel.tensor_parallel import LoraConfig, add_lora
 from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
+from tests.support.held_memory import held_and_results
 
 CONFIG = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=16, ffn_hidden_size=12, init_method_std=0.3)
 MIXTURE = MoEConfig(num_moe_experts=4, moe_router_topk=2, moe_aux_loss_coeff=0.01)
@@ -66,22 +67,22 @@ def num_bytes(saved: list[Tensor], model: GPTModel) -> int:
 @pytest.mark.parametrize("config", [CONFIG, BIASED, dataclasses.replace(CONFIG, activation="squared_relu")], ids=lambda c: c.activation)
 def test_gradients_have_the_bits_of_a_plain_run(config: TransformerConfig, modules: tuple[str, ...]) -> None:
     models = [model_of(part, ALONE, config, SHARED) for part in ((), modules)]
-    (wanted, much), (found, little) = (gradients(model) for model in models)
-    assert all(grad is not None and torch.equal(grad, other) for grad, other in zip(found, wanted, strict=True))
+    (plain, much), (recomputed, little) = (gradients(model) for model in models)
+    assert all(grad is not None and torch.equal(grad, other) for grad, other in zip(recomputed, plain, strict=True))
     assert num_bytes(little, models[1]) < num_bytes(much, models[0])
 
 
 def test_results_of_the_experts_activation_are_not_kept() -> None:
-    kept = []
+    sizes = []
     for modules in ((), ("moe_act",)):
         model = model_of(modules, ALONE, CONFIG, MIXTURE)
         saved = gradients(model)[1]
         shapes = [tuple(tensor.shape) for tensor in saved]
         assert shapes.count((ROWS, CONFIG.ffn_size)) == (0 if modules else CONFIG.num_layers)
         assert shapes.count((ROWS, 2 * CONFIG.ffn_size)) == CONFIG.num_layers
-        kept.append(num_bytes(saved, model))
+        sizes.append(num_bytes(saved, model))
     # The weights of the rows are a part of what the activation saves, and live on in what runs it again.
-    assert 0 <= kept[0] - kept[1] - CONFIG.num_layers * ROWS * CONFIG.ffn_size * BYTES <= CONFIG.num_layers * ROWS * BYTES
+    assert 0 <= sizes[0] - sizes[1] - CONFIG.num_layers * ROWS * CONFIG.ffn_size * BYTES <= CONFIG.num_layers * ROWS * BYTES
 
 
 def test_nothing_holds_the_results_of_the_activation_until_the_backward() -> None:
@@ -147,8 +148,8 @@ def trained(modules: tuple[str, ...], groups: ProcessGroups, mixture: MoEConfig,
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_main_gradients_and_delayed_ones_have_these_bits_too(schedule: Any) -> None:
     options = {"pipeline": PipelineConfig(schedule=schedule).build(1)}
-    wanted, found = (trained(modules, ALONE, SHARED, **options) for modules in ((), ("moe_act", "shared_experts")))
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    plain, recomputed = (trained(modules, ALONE, SHARED, **options) for modules in ((), ("moe_act", "shared_experts")))
+    assert all(torch.equal(one, other) for one, other in zip(recomputed, plain, strict=True))
 
 
 def check_exchange(plan: ParallelPlan) -> None:
@@ -214,14 +215,10 @@ def test_experts_on_a_gpu_keep_their_bits_and_less_memory() -> None:
     for recompute in (None, RecomputeConfig(modules=("moe_act",))):
         experts = moe_feed_forward(MIXTURE)
         model = GPTModel(config, ALONE, feed_forward=experts, recompute=recompute, dtype=torch.bfloat16, device="cuda")
-        tokens = torch.arange(2048, device="cuda") % 128
-        before = torch.cuda.memory_allocated()
-        output, _ = model(tokens, Step.causal(2, 1024, torch.device("cuda")))
-        held.append(torch.cuda.memory_allocated() - before)
-        loss = output.logits().float().logsumexp(-1).sum()
-        loss.backward()
-        results.append([loss.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)])
-        del model, output, loss
+        size, values = held_and_results(model)
+        held.append(size)
+        results.append(values)
+        del model
     # The results of the activations of two layers: 2 picks of 2048 tokens of width 512, two bytes each.
     assert held[0] - held[1] >= 2 * 2 * 2048 * 512 * 2
     assert torch.equal(results[0][0], results[1][0])
