@@ -99,11 +99,11 @@ def tune() -> None:
     wait_for("a step saved on the way", lambda: saved(10) and len(steps()) >= 12, program, log)
     program.kill()
     program.wait()
-    kept = max(step for step in range(10, 25) if saved(step))
+    newest = max(step for step in range(10, 25) if saved(step))
     print(run(SFT).splitlines()[-1])
     # Steps behind the last save were killed with the run, and are done again: those of a run that goes on stand behind each other.
-    done, last = steps(), [*range(kept + 1, 25)]
-    assert sorted(set(done)) == list(range(1, 25)) and done[-len(last) :] == last, (kept, done)
+    done, last = steps(), [*range(newest + 1, 25)]
+    assert sorted(set(done)) == list(range(1, 25)) and done[-len(last) :] == last, (newest, done)
 
 
 def ask(url: str, question: str) -> str:

@@ -119,9 +119,9 @@ def check_levels(plan: dict[str, int], lacking: list[int]) -> list[str]:
             super().__init__(device)
 
     _memory.ManagedMemory = Managed  # type: ignore[misc]
-    said: list[str] = []
+    warnings: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("mcore_inference.memory").addHandler(handler)
     groups = ProcessGroups.build(ParallelPlan(**plan, sequence_parallel=False))
     config = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4, num_query_groups=2, vocab_size=64)
@@ -129,8 +129,8 @@ def check_levels(plan: dict[str, int], lacking: list[int]) -> list[str]:
     try:
         context = DynamicInferenceContext.for_model(model, InferenceConfig(num_blocks=8, max_sequence_length=64, unified_memory_level=1))
     except UnifiedMemoryUnsupportedError as error:
-        return [str(error), *said]
-    return [type(context.memory).__name__, *said]
+        return [str(error), *warnings]
+    return [type(context.memory).__name__, *warnings]
 
 
 @pytest.mark.world(2)

@@ -102,11 +102,11 @@ def test_the_gradient_of_a_bias_is_the_sum_over_the_rows_of_its_expert(dtype: to
         num_rows = sum(counts) + 2
         grad = torch.randn(num_rows, 5, generator=generator, dtype=torch.float64).to(dtype)
         grad[sum(counts) :] = torch.nan
-        found = [torch.autograd.grad(_rows_of_experts(bias, num_rows, ends), bias, grad)[0] for _ in range(2)]
+        gradients = [torch.autograd.grad(_rows_of_experts(bias, num_rows, ends), bias, grad)[0] for _ in range(2)]
         expected = torch.stack([rows.double().sum(0) for rows in grad[: sum(counts)].split(counts)])
-        assert torch.equal(*found) and found[0].dtype == dtype
+        assert torch.equal(*gradients) and gradients[0].dtype == dtype
         bounds = {torch.float64: (1e-13, 1e-13), torch.float32: (1e-5, 1e-5), torch.bfloat16: (2**-8, 1e-4)}[dtype]
-        torch.testing.assert_close(found[0].double(), expected, rtol=bounds[0], atol=bounds[1])
+        torch.testing.assert_close(gradients[0].double(), expected, rtol=bounds[0], atol=bounds[1])
 
 
 def test_shapes_follow_the_gate_and_the_biases() -> None:

@@ -375,15 +375,15 @@ class MoEConfig:
                 f"moe_symmetric_max_tokens={self.moe_symmetric_max_tokens} must be at least 1; leave it out for the first batch's"
             )
         for name, backend in OF_FLEX.items():
-            value, found = getattr(self, name), self.moe_flex_dispatcher_backend
+            value, chosen = getattr(self, name), self.moe_flex_dispatcher_backend
             if value == _default(name):
                 continue
             if self.moe_token_dispatcher_type != "flex":
                 raise ValueError(
                     f"{name}={value!r} is for moe_token_dispatcher_type='flex', found {self.moe_token_dispatcher_type!r}; leave one out"
                 )
-            if backend not in (None, found):
-                raise ValueError(f"{name}={value!r} is for moe_flex_dispatcher_backend={backend!r}, found {found!r}; leave one out")
+            if backend not in (None, chosen):
+                raise ValueError(f"{name}={value!r} is for moe_flex_dispatcher_backend={backend!r}, found {chosen!r}; leave one out")
         if self.moe_token_dispatcher_type == "flex" and self.moe_pad_expert_input_to_capacity:
             raise ValueError(
                 "moe_pad_expert_input_to_capacity=True does not go with moe_token_dispatcher_type='flex', whose backends size the rows "
@@ -399,8 +399,8 @@ class MoEConfig:
         for old, fields in successors.items():
             if getattr(self, old):
                 for name, value in fields.items():
-                    if (found := getattr(self, name)) not in (value, _default(name)):
-                        raise ValueError(f"{old}=True is {name}={value!r}, found {found!r}; leave {old} out")
+                    if (current := getattr(self, name)) not in (value, _default(name)):
+                        raise ValueError(f"{old}=True is {name}={value!r}, found {current!r}; leave {old} out")
                 text = " and ".join(f"{name}={value!r}" for name, value in fields.items())
                 warnings.warn(f"{old} is deprecated; set {text}", DeprecationWarning, stacklevel=4)
                 for name, value in {**fields, old: False}.items():

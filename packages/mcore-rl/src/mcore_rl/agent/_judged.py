@@ -166,9 +166,9 @@ class JudgedAgent(TokenizedRolloutGenerator, GroupedRolloutGenerator, Evaluation
                 prompt=problem.prompt, response=attempt.response, reward=reward, problem_id=problem_id, env_id=env_id
             )
 
-        asked = [problem for problem in await self.evaluation_prompts(num_prompts) for _ in range(num_samples)]
-        judged = await all_at_once([one(problem) for problem in asked], timeout_s)
-        return EvaluationResponse(env_id=self.env_id, results=judged, num_dropped=len(asked) - len(judged))
+        problems = [problem for problem in await self.evaluation_prompts(num_prompts) for _ in range(num_samples)]
+        judged = await all_at_once([one(problem) for problem in problems], timeout_s)
+        return EvaluationResponse(env_id=self.env_id, results=judged, num_dropped=len(problems) - len(judged))
 
     async def _problem(self, *, validation: bool = False) -> Problem:
         return await self._in_time(lambda: self.get_prompt(validation=validation))

@@ -126,8 +126,7 @@ class WeightedMultiTask(NumberedProblems):
 
     async def evaluation_prompts(self, num_prompts: int, *, validation: bool = True) -> list[Problem]:
         """``num_prompts`` problems of each environment, in their order; of training, those of weight 0 included."""
-        asked = [environment.evaluation_prompts(num_prompts, validation=validation) for environment in self.environments]
-        problems = await all_at_once(asked)
+        problems = await all_at_once([each.evaluation_prompts(num_prompts, validation=validation) for each in self.environments])
         return [self._named(environment, problem) for environment, own in zip(self.environments, problems, strict=True) for problem in own]
 
     async def run_evaluation(
