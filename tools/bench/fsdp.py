@@ -12,7 +12,8 @@ is compiled), ub (buffers registered with NCCL), norms (of trunk and ddp: their 
 ddp and fsdp2: whole layers are computed again in the backward), prefetchN (units gathered ahead), aheadN (at most that many MiB of them),
 epN (of trunk and ddp: ranks among which a layer's experts lie), cpN with heads or ring (of trunk, ddp and fsdp2: ranks among which a
 sequence lies, and how its parts meet), keep (of fsdp2: parameters stay gathered between forward and backward), fp8 or fp8_rows (of trunk
-and ddp: GEMMs in fp8, those of experts too, by the recipe tensorwise or rowwise), head (with one of them: those of the loss, too).
+and ddp: GEMMs in fp8, those of experts too, by the recipe tensorwise or rowwise), head (with one of them: those of the loss, too), graphs
+(of ddp: layers are replayed from CUDA graphs).
 
 On a CPU runs of one size share a world and take turns, so that a busy machine meets them alike.
 """
@@ -85,6 +86,7 @@ _FLAGS = (
     "fp8",
     "fp8_rows",
     "head",
+    "graphs",
 )
 
 
@@ -244,6 +246,7 @@ def _trunk(run: FsdpRun, device: torch.device) -> Step:
     from mcore_parallel.backends import Fp8Config, choose_backend
     from mcore_parallel.context_parallel import context_parallel_attention
     from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
+    from mcore_parallel.graphs import graph_modules
     from mcore_parallel.models import GPTModel
     from mcore_parallel.nn import RecomputeConfig
     from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
@@ -273,13 +276,16 @@ def _trunk(run: FsdpRun, device: torch.device) -> Step:
     sharded: Any
     if run.way == "ddp":
         # As the sharded model does: weight gradients are written where they are summed, parameters gathered beside the forward.
-        sync = DistributedDataParallelConfig(use_distributed_optimizer=divides, overlap_param_gather=divides)
+        gathers = divides and "graphs" not in run.flags
+        sync = DistributedDataParallelConfig(use_distributed_optimizer=divides, overlap_param_gather=gathers)
         sharded = DistributedDataParallel(sync, model, groups)
     else:
         sharded = FullyShardedModel(model, groups, zero_dp_strategy=run.strategy)
     settings = OptimizerConfig(lr=1e-4, weight_decay=0.01, clip_grad=1.0, use_distributed_optimizer=divides)
     optimizer = MegatronOptimizer(settings, sharded, groups)
     whole = model if run.way == "ddp" else sharded
+    if "graphs" in run.flags:
+        graph_modules(model)
     mask = torch.ones(run.numbers["mbs"], run.shape.seq_len, device=device)
     data = [Batch(tokens=x[:, :-1].contiguous(), labels=x[:, 1:].contiguous(), loss_mask=mask) for x in _tokens(run, device)]
     batches = [data[index % len(data)] for index in range(run.num_microbatches)]
