@@ -214,26 +214,26 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlashAttention]:
         sys.modules.pop(adapter, None)
 
 
-@pytest.mark.parametrize("window", [None, (5, 0)])
-@pytest.mark.parametrize(("heads", "kv_heads", "block_size"), [(6, 1, 1), (6, 6, 3), (4, 2, 8)])
-@pytest.mark.parametrize("backend", LIBRARIES)
-def test_a_library_attends_as_the_reference_over_any_cut_into_steps(
-    libraries: FlashAttention, backend: str, heads: int, kv_heads: int, block_size: int, window: tuple[int, int] | None
-) -> None:
+def check_cuts(
+    backend: str, heads: int, kv_heads: int, width: int, block_size: int, window: tuple[int, int] | None, dtype: torch.dtype, device: str
+) -> list[int]:
+    """Compare steps of any cut with the reference in float64; counts those with rows of one token, and of more."""
     rng = random.Random(block_size)
     torch.manual_seed(0)
-    config = TransformerConfig(
-        num_layers=2, hidden_size=24, num_attention_heads=heads, num_query_groups=kv_heads, kv_channels=4, vocab_size=8
-    )
+    shape = {"num_layers": 2, "hidden_size": heads * width, "num_attention_heads": heads, "num_query_groups": kv_heads}
+    config = TransformerConfig(**shape, kv_channels=width, vocab_size=8)
     sizes = InferenceConfig(max_sequence_length=40, num_blocks=100, block_size_tokens=block_size, max_requests=6, max_tokens=300)
-    context = DynamicInferenceContext(config, sizes, dtype=torch.float64, attention_backend=backend)
+    context = DynamicInferenceContext(config, sizes, dtype=dtype, device=device, attention_backend=backend)
     spec = AttentionSpec(
-        num_heads=heads, num_kv_heads=kv_heads, head_dim=4, window=window, softmax_scale=0.3, dtype=torch.float64, device="cpu"
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=width, window=window, softmax_scale=0.3, dtype=dtype, device=device
     )
     core = PagedAttention(backend=backend).build_core(spec, ProcessGroups.single(), 0)
     lengths = [1, 17, 8, 9, 40, 3]
-    q, k, v = ([torch.randn(n, count, 4, dtype=torch.float64) for n in lengths] for count in (heads, kv_heads, kv_heads))
-    wanted = [reference_attention(*parts, batch_size=1, window=spec.bounds, scale=0.3) for parts in zip(q, k, v, strict=True)]
+    q, k, v = ([torch.randn(n, count, width, device=device).to(dtype) for n in lengths] for count in (heads, kv_heads, kv_heads))
+    wanted = [
+        reference_attention(*(x.double() for x in parts), batch_size=1, window=spec.bounds, scale=0.3)
+        for parts in zip(q, k, v, strict=True)
+    ]
     got = [torch.empty_like(x) for x in q]
     rng.shuffle(context.allocator._free)
     for number in range(len(lengths)):
@@ -257,8 +257,19 @@ def test_a_library_attends_as_the_reference_over_any_cut_into_steps(
             got[number][done[number] : done[number] + count] = out[start : start + count]
             context.advance(number, count)
             done[number] += count
+    close = 1e-12 if dtype == torch.float64 else 2e-2
     for number in range(len(lengths)):
-        torch.testing.assert_close(got[number], wanted[number], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(got[number].double(), wanted[number], rtol=close, atol=close)
+    return steps
+
+
+@pytest.mark.parametrize("window", [None, (5, 0)])
+@pytest.mark.parametrize(("heads", "kv_heads", "block_size"), [(6, 1, 1), (6, 6, 3), (4, 2, 8)])
+@pytest.mark.parametrize("backend", LIBRARIES)
+def test_a_library_attends_as_the_reference_over_any_cut_into_steps(
+    libraries: FlashAttention, backend: str, heads: int, kv_heads: int, block_size: int, window: tuple[int, int] | None
+) -> None:
+    steps = check_cuts(backend, heads, kv_heads, 4, block_size, window, torch.float64, "cpu")
     # The second layer of a step finds the plans of the first.
     if backend == "flashinfer":
         assert [BatchDecode.plans, BatchPrefill.plans] == steps
@@ -266,9 +277,44 @@ def test_a_library_attends_as_the_reference_over_any_cut_into_steps(
         assert True in libraries.calls
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, (5, 0)])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("backend", LIBRARIES)
+def test_the_library_itself_attends_as_the_reference(backend: str, width: int, window: tuple[int, int] | None) -> None:
+    pytest.importorskip({"flash_attn_3": "flash_attn_interface"}.get(backend, backend))
+    check_cuts(backend, 8, 2, width, 16, window, torch.bfloat16, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*LIBRARIES, "rotation"])
+def test_an_engine_of_the_library_itself_has_the_log_probs_of_ours(name: str) -> None:
+    pytest.importorskip({"flash_attn_3": "flash_attn_interface"}.get(name, "flashinfer"))
+    sizes = InferenceConfig(max_sequence_length=64, num_blocks=24, block_size_tokens=16, max_requests=4)
+    ours, theirs = ({}, {}) if name == "rotation" else ({}, {"backend": name})
+    prompts = [[1, 2, 3], list(range(30)), [5], [7] * 13, [9, 8]]
+    params = SamplingParams(temperature=0, num_tokens_to_generate=12, return_log_probs=True)
+    scored = dataclasses.replace(params, num_tokens_to_generate=1, skip_prompt_log_probs=False)
+
+    def engine(turns: bool, **options: Any) -> DynamicInferenceEngine:
+        model = small(**options, dtype=torch.bfloat16, device="cuda")
+        config = dataclasses.replace(sizes, use_flashinfer_fused_rope=turns)
+        # flashinfer plans each step on the host, which no recording can hold.
+        execution = ALONE if options.get("backend") == "flashinfer" else ExecutionConfig()
+        return DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, config), execution=execution)
+
+    records = engine(name == "rotation", **theirs).generate(prompts, params)
+    whole = [[*prompt, *record.generated_tokens] for prompt, record in zip(prompts, records, strict=True)]
+    for prompt, record, again in zip(prompts, records, engine(False, **ours).generate(whole, scored), strict=True):
+        expected = again.prompt_log_probs
+        assert expected is not None
+        assert record.generated_log_probs == pytest.approx(expected[len(prompt) - 1 :], abs=0.1)
+
+
 def small(backend: str | None = None, **fields: Any) -> GPTModel:
     shape = {"num_layers": 3, "hidden_size": 128, "num_attention_heads": 2, "num_query_groups": 1, "vocab_size": 64, "init_method_std": 0.3}
     options: dict[str, Any] = {"backend": fields.pop("exact", None), "dtype": fields.pop("dtype", torch.float64)}
+    options |= {"device": fields.pop("device", "cpu")}
     config = TransformerConfig(**shape | {"window_size": (6, 0), "window_attn_skip_freq": 2} | fields)
     return GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(backend=backend), seed=0, **options).eval()
 
