@@ -131,8 +131,11 @@ def _tile(decode: bool, lines: int, most: int, width: int, itemsize: int, *, des
         keys, warps, stages = min(most, 64), 2, 3
     elif described:
         keys, warps, stages = min(most, 64), 4 if width <= 64 else 8, 3 if width <= 128 else 2
-    else:
+    elif itemsize < 4:
         keys, warps, stages = min(most, 64), 4 if width <= 256 else 8, 2
+    else:
+        # Exact products of float32 are single instructions, unrolled: a compiler needs minutes for many of them in a thread.
+        keys, warps, stages = min(most, 64 if width <= 64 else 32 if width <= 128 else 16), 8 if width <= 64 else 16, 2
     while tile_bytes(lines, keys, stages, width, itemsize) > SHARED_BYTES and keys > FEWEST_KEYS:
         keys, stages = (keys, stages - 1) if stages > 1 else (keys // 2, 1)
     return keys, warps, stages
