@@ -23,7 +23,7 @@ from mcore_parallel.nn import Step
 
 class EagerCapture:
     """Recording where there is no device; conforms to ``Capture``. A replay computes again, from the tensors that the recording read, and
-    leaves NaN in the results of all others of its pool, where a graph may leave anything."""
+    leaves NaN (-1 in integers) in the results of all others of its pool, where a graph may leave anything."""
 
     def __init__(self) -> None:
         self.pools: list[list[Tensor]] = []
@@ -41,7 +41,7 @@ class EagerCapture:
 
         def replay() -> None:
             for other in pool:
-                other.fill_(torch.nan)
+                other.fill_(torch.nan if other.is_floating_point() else -1)
             result.copy_(work())
 
         return result, replay

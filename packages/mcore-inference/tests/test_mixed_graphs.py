@@ -124,9 +124,11 @@ def check_defaults() -> None:
     for execution in (
         ExecutionConfig(use_graphs=False),
         ExecutionConfig(use_cuda_graphs_for_non_decode_steps=False),
-        ExecutionConfig(speculation=NgramSpeculation()),
+        ExecutionConfig(use_cuda_graphs_for_non_decode_steps=False, speculation=NgramSpeculation()),
     ):
-        assert make_engine(execution)._executor.mixed_graphs is None
+        executor = make_engine(execution)._executor
+        # Proposals are verified in decode steps.
+        assert executor.mixed_graphs is None and (executor.proposal_graphs is not None) == (execution.speculation is not None)
 
 
 @pytest.mark.world(1)
@@ -136,8 +138,6 @@ def test_steps_with_prompts_are_recorded_where_they_can_be(world: Callable[..., 
 
 def check_refused() -> None:
     serve_as_on_a_gpu()
-    with pytest.raises(ValueError, match=r"non_decode_steps=True: proposals are verified .* set speculation=None; or leave it at None"):
-        make_engine(ExecutionConfig(use_cuda_graphs_for_non_decode_steps=True, speculation=NgramSpeculation()))
     latent = LatentAttentionConfig(kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
     config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=64, latent_attention=latent)
     model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention()).eval()

@@ -329,8 +329,6 @@ def test_what_cannot_go_together_is_refused_by_name() -> None:
         EagleSpeculation(head=model)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="run_ahead=True and speculation"):
         ExecutionConfig(run_ahead=True, speculation=MtpSpeculation())
-    with pytest.raises(ValueError, match="use_graphs=True and MtpSpeculation"):
-        ExecutionConfig(use_graphs=True, speculation=MtpSpeculation())
     with pytest.raises(ValueError, match="mtp_num_layers=0"):
         build(model_of(), MtpSpeculation())
     with pytest.raises(ValueError, match="core of a draft head is"):

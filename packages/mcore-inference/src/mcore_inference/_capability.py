@@ -147,6 +147,12 @@ def graph_obstacle(model: GPTModel) -> str | None:
     return None
 
 
+def reads_rows(module: nn.Module) -> bool:
+    """Whether a feed-forward in it reads numbers of rows back to the host, so that no graph can hold it."""
+    layers = [part for part in module.modules() if isinstance(part, TransformerLayer)]
+    return any(layer.mlp is not None and type(layer.mlp) is not MLP and not _stays_on_device(layer.mlp) for layer in layers)
+
+
 def _is_recorded(mixer: nn.Module | None) -> bool:
     """Whether a decode step of a mixer reads nothing of the host, where attention has its kernel."""
     if isinstance(mixer, LinearMixer):

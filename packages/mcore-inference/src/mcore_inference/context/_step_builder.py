@@ -69,6 +69,7 @@ class StepBuilder:
         group: query heads that share a key-value head.
         dtype: of the model's activations; None for that of the pages.
         rotation: in place of this package's kernel; None for that.
+        num_last_tokens: that are left for later steps; None for one a line.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class StepBuilder:
         group: int,
         dtype: torch.dtype | None = None,
         rotation: HeadRotation | None = None,
+        num_last_tokens: int | None = None,
     ) -> None:
         pages = cache.pages
         dtype = pages.dtype if dtype is None else dtype
@@ -89,7 +91,7 @@ class StepBuilder:
         self._rotation = rotation
         self.max_blocks, self._group = max_blocks, group
         self._sink = pages.shape[2] - 1
-        self.last_tokens = torch.zeros(max_requests, dtype=torch.int64, device=self.device)
+        self.last_tokens = torch.zeros(num_last_tokens or max_requests, dtype=torch.int64, device=self.device)
         """[M], the token that was sampled last for each request line; the sampler writes it."""
         # Decode steps that a graph replays read from here.
         self._decode_words = torch.zeros(max_requests * (5 + max_blocks), dtype=torch.int32, device=self.device)
@@ -145,9 +147,14 @@ class StepBuilder:
             lines_R=np.arange(len(lengths)),
         )  # fmt: skip
 
-    def decode_inputs(self, num_rows: int) -> StepInputs:
-        """Tensors of a step of ``num_rows`` rows of one token each, whose addresses never change; ``send_decode`` fills them."""
-        words = self._decode_words[: num_rows * (5 + self.max_blocks)]
+    def decode_inputs(self, num_rows: int, words: Tensor | None = None) -> StepInputs:
+        """Tensors of a step of ``num_rows`` rows of one token each.
+
+        Args:
+            num_rows: whatever the words say.
+            words: of ``decode_words``, on the device; None for those that ``send_decode`` fills, whose addresses never change.
+        """
+        words = self._decode_words[: self.num_decode_words(num_rows)] if words is None else words
         starts = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device)
         contexts, lines, tables = words[3 * num_rows :].split([num_rows, num_rows, num_rows * self.max_blocks])
         rows = TableRows(
@@ -166,8 +173,17 @@ class StepBuilder:
 
     def send_decode(self, host: HostStep, num_rows: int) -> None:
         """Fill the tensors of ``decode_inputs(num_rows)`` with a step of at most as many rows; the others are padding."""
+        self._clear_fresh(host)
+        self.fill(self._decode_words, self.decode_words(host, num_rows))
+
+    def num_decode_words(self, num_rows: int) -> int:
+        """Of ``decode_words``."""
+        return num_rows * (5 + self.max_blocks)
+
+    def decode_words(self, host: HostStep, num_rows: int) -> np.ndarray:
+        """What ``decode_inputs(num_rows)`` reads, int32: a step of at most as many rows, and padding."""
         real, B = len(host.lengths_R), self.max_blocks
-        words = np.zeros(num_rows * (5 + B), dtype=np.int32)
+        words = np.zeros(self.num_decode_words(num_rows), dtype=np.int32)
         tokens, positions, slots, contexts, lines = words[: 5 * num_rows].reshape(5, num_rows)
         tokens[:real] = host.tokens_T
         positions[:real] = host.cached_R
@@ -177,8 +193,7 @@ class StepBuilder:
         # Rows of padding have no state.
         lines[:real], lines[real:] = host.lines_R, -1
         words[5 * num_rows :].reshape(num_rows, B)[:real] = np.maximum(host.tables_RB, 0)
-        self._clear_fresh(host)
-        self.fill(self._decode_words, words)
+        return words
 
     def mixed_words(self, host: HostStep, rows: Sequence[int], size: InferenceBatchDimensions) -> np.ndarray:
         """What ``mixed_inputs`` of the same size reads, int32: a step that fits into it, and padding.
@@ -332,7 +347,7 @@ class StepBuilder:
         return self._pinned(np.asarray(numbers, dtype=np.int64)).to(self.device, non_blocking=True)
 
     def fill(self, target: Tensor, words: np.ndarray) -> None:
-        """Copy int32 words to the beginning of a tensor on the device; nobody waits."""
+        """Copy words to the beginning of a tensor of their dtype on the device; nobody waits."""
         target[: len(words)].copy_(self._pinned(words), non_blocking=True)
 
     def send_words(self, words: np.ndarray) -> Tensor:

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Runs the steps of an engine on the device; it never waits for results."""
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,8 @@ from mcore_inference.decoder import FusedDecoder
 from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._adjusted_requests import AdjustedRequests
 from mcore_inference.engine._decode_graphs import DecodeGraphs, graph_sizes
-from mcore_inference.engine._mixed_graphs import MixedGraphs, mixed_sizes
+from mcore_inference.engine._draft_graphs import DraftGraphs
+from mcore_inference.engine._mixed_graphs import MixedGraphs, doubled_rows, mixed_sizes, proposal_sizes
 from mcore_inference.engine._model_drafts import ModelDrafts
 from mcore_inference.engine._pipeline import Pipeline
 from mcore_inference.engine._prompt_scores import PromptScores
@@ -60,7 +62,7 @@ class ExecutionConfig:
     log_interval_steps: int | None = None
     """Steps of one line of JSON in the logger ``mcore_inference.steps``; None for no lines."""
     speculation: NgramSpeculation | MtpSpeculation | EagleSpeculation | None = None
-    """Verify several proposed tokens a step; None for one token a step. Excludes ``run_ahead``, and by heads of a model recorded graphs."""
+    """Verify several proposed tokens a step; None for one token a step. Excludes ``run_ahead``."""
     record_routing: bool = False
     """Keep the experts that each token went to (``record.routed_experts``), for a trainer that replays them."""
 
@@ -80,11 +82,6 @@ class ExecutionConfig:
         if self.speculation is not None and not isinstance(self.speculation, (NgramSpeculation, MtpSpeculation, EagleSpeculation)):
             raise ValueError(
                 f"speculation is a {type(self.speculation).__name__}; give NgramSpeculation, MtpSpeculation or EagleSpeculation, or None"
-            )
-        if self.use_graphs and isinstance(self.speculation, (MtpSpeculation, EagleSpeculation)):
-            raise ValueError(
-                f"use_graphs=True and {type(self.speculation).__name__} exclude each other: heads read states that a graph does not give; "
-                "leave it at None"
             )
         if self.speculation is not None and self.run_ahead:
             raise ValueError(
@@ -194,11 +191,13 @@ class Executor:
         """No step compiles or records any more."""
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
+        self.proposal_graphs: MixedGraphs | None = None
         self._recordings = RecordingPool()
-        # Its kernels choose their way by the rows of a step.
-        fits = context.builder.has_kernel and not self._batch_invariant and FusedDecoder.fits(model)
-        by_heads = isinstance(execution.speculation, (MtpSpeculation, EagleSpeculation))
-        if context.config.use_flashinfer_fused_rope and (by_heads or not fits):
+        speculation = execution.speculation
+        by_heads = isinstance(speculation, (MtpSpeculation, EagleSpeculation))
+        # Its kernels choose their way by the rows of a step, and heads read states of the model's own forward.
+        fits = not by_heads and context.builder.has_kernel and not self._batch_invariant and FusedDecoder.fits(model)
+        if context.config.use_flashinfer_fused_rope and not fits:
             raise ValueError(
                 "use_flashinfer_fused_rope=True turns heads behind the projection, and a forward of the model or of draft heads turns them "
                 "itself; leave it at None"
@@ -206,23 +205,29 @@ class Executor:
         self._recorder = RoutingRecorder(model, context.max_tokens, context.device) if execution.record_routing else None
         self._pipeline = Pipeline(model) if model.groups.pp.size > 1 else None
         self._decoder = FusedDecoder(model, context.max_requests, records_routing=execution.record_routing) if fits else None
-        speculation = execution.speculation
-        self.drafts = (
-            None
-            if speculation is None or isinstance(speculation, NgramSpeculation)
-            else ModelDrafts(model, context, speculation, vocab_size)
-        )
-        """Heads that propose tokens."""
-        if obstacle is None and self.drafts is None and execution.use_graphs is not False:
+        records = obstacle is None and execution.use_graphs is not False
+        if records:
             sizes = graph_sizes(context.max_requests, execution.num_cuda_graphs)
             self.graphs = DecodeGraphs(self._decode_logits, context.builder, sizes, self._recordings)
         records_prompts = execution.use_cuda_graphs_for_non_decode_steps
-        obstacle = obstacle or self._mixed_obstacle(execution)
+        obstacle = obstacle or self._mixed_obstacle()
         if records_prompts and obstacle is not None:
             raise ValueError(f"use_cuda_graphs_for_non_decode_steps=True: {obstacle}; or leave it at None")
-        if obstacle is None and self.graphs is not None and records_prompts is not False:
+        records = records and obstacle is None
+        if records and records_prompts is not False:
             sizes = mixed_sizes(context.max_requests, context.max_tokens, context.max_sequence_length)
             self.mixed_graphs = MixedGraphs(self._mixed_logits, context.builder, sizes, self._recordings)
+        self.drafts: ModelDrafts | None = None
+        """Heads that propose tokens."""
+        rows, num_tokens = doubled_rows(context.max_requests, execution.num_cuda_graphs), None
+        if isinstance(speculation, NgramSpeculation):
+            num_tokens = speculation.num_tokens
+        elif speculation is not None:
+            self.drafts = ModelDrafts(model, context, speculation, vocab_size, (rows, self._recordings) if records else None)
+            num_tokens = self.drafts.num_tokens
+        if records and num_tokens is not None:
+            sizes = proposal_sizes(rows, 1 + num_tokens, context.max_tokens)
+            self.proposal_graphs = MixedGraphs(self._mixed_logits, context.builder, sizes, self._recordings, reads_all=True)
 
     def run(self, work: Sequence[tuple[ActiveRequest, Work]]) -> InFlight:
         """Run the model over planned tokens and draw where all known tokens are computed."""
@@ -317,10 +322,11 @@ class Executor:
             logits_RV = self.graphs.run(host, self.agreed_rows)
             if logits_RV is not None:
                 return logits_RV if len(rows) == num_tokens else logits_RV[builder.send(rows)]
-        if self.mixed_graphs is not None and num_tokens != len(host.lengths_R):
-            logits_NV = self.mixed_graphs.run(host, rows)
-            if logits_NV is not None:
-                return logits_NV
+        for graphs in (self.proposal_graphs, self.mixed_graphs):
+            if graphs is not None and num_tokens != len(host.lengths_R):
+                logits_NV = graphs.run(host, rows)
+                if logits_NV is not None:
+                    return logits_NV
         return self._launched_logits(host, rows)
 
     def _launched_logits(self, host: HostStep, rows: Sequence[int]) -> Tensor:
@@ -328,11 +334,6 @@ class Executor:
         inputs, rows_N = self._context.builder.build(host), self._context.builder.send(rows)
         if self._pipeline is not None:
             return self._pipeline.logits(inputs, rows_N)
-        if self.drafts is not None:
-            with self.drafts.capture:
-                output = self._output(inputs)
-                self.drafts.take_states()
-            return all_gather(output.logits(rows_N), self._model.groups.tp, dim=1)
         return self._mixed_logits(inputs, rows_N)
 
     def run_padding(self) -> None:
@@ -362,11 +363,9 @@ class Executor:
             return self._decoder.logits(inputs.tokens_T, self._recorded(inputs.step))
         return all_gather(self._output(inputs).logits(), self._model.groups.tp, dim=1)
 
-    def _mixed_obstacle(self, execution: ExecutionConfig) -> str | None:
-        """Why steps with prompts are not recorded though those without are, and the remedy; None where they can be."""
+    def _mixed_obstacle(self) -> str | None:
+        """Why steps with rows of several tokens are not recorded though others are, and the remedy; None where they can be."""
         cache = self._context.cache
-        if execution.speculation is not None:
-            return "proposals are verified in steps of their own; set speculation=None"
         if self._shares_experts:
             return (
                 "ranks that share experts agree on sizes of decode steps alone; serve the experts of a model on the tp ranks of each engine"
@@ -377,8 +376,8 @@ class Executor:
             return "recurrent states, latents and batch-invariant kernels cut prompts on the host; serve plain attention"
         return None
 
-    def _mixed_logits(self, inputs: StepInputs, rows_N: Tensor) -> Tensor:
-        """Logits [N, V] of tokens of a step with prompts."""
+    def _mixed_logits(self, inputs: StepInputs, rows_N: Tensor | None) -> Tensor:
+        """Logits [N, V] of tokens of a step with rows of several, or [T, V] of all for None."""
         if self._decoder is not None:
             return self._decoder.logits(inputs.tokens_T, self._recorded(inputs.step), rows_N)
         return all_gather(self._output(inputs).logits(rows_N), self._model.groups.tp, dim=1)
@@ -386,8 +385,8 @@ class Executor:
     @property
     def num_graph_steps(self) -> int:
         """Steps that replayed a recording."""
-        decode, mixed = self.graphs, self.mixed_graphs
-        return (0 if decode is None else decode.request_counts.total()) + (0 if mixed is None else mixed.step_counts.total())
+        mixed = [graphs.step_counts.total() for graphs in (self.mixed_graphs, self.proposal_graphs) if graphs is not None]
+        return sum(mixed) + (0 if self.graphs is None else self.graphs.request_counts.total())
 
     def record_graphs(self) -> None:
         """Record every size, the largest first: smaller ones lie in its memory.
@@ -396,11 +395,10 @@ class Executor:
             ValueError: nothing is recorded here.
         """
         if self.graphs is None:
-            why = self._graph_obstacle() or "use_graphs=False, or heads that propose tokens, exclude them; change ExecutionConfig"
+            why = self._graph_obstacle() or "use_graphs=False excludes them; change ExecutionConfig"
             raise ValueError(f"this engine records no steps: {why}")
-        for graphs in (self.mixed_graphs, self.graphs):
-            if graphs is not None:
-                graphs.record_all()
+        for graphs in self._all_graphs():
+            graphs.record_all()
 
     def warm_up(self) -> None:
         """Record what can be, compile the kernels of steps with long prompts and of draws, and take the memory of the largest step.
@@ -428,14 +426,21 @@ class Executor:
     def clear_graphs(self) -> None:
         """Forget all recordings: the cache moves, or its memory is given back."""
         self.is_warm = False
-        for graphs in (self.graphs, self.mixed_graphs):
-            if graphs is not None:
-                graphs.clear()
+        for graphs in self._all_graphs():
+            graphs.clear()
         self._recordings.clear()
 
+    def _all_graphs(self) -> list[DecodeGraphs | MixedGraphs | DraftGraphs]:
+        """Those with the largest steps first."""
+        drafts = None if self.drafts is None else self.drafts.graphs
+        return [graphs for graphs in (self.mixed_graphs, self.proposal_graphs, self.graphs, drafts) if graphs is not None]
+
     def _output(self, inputs: StepInputs) -> ModelOutput:
-        """Of the model's own forward."""
-        output, _ = self._model(inputs.tokens_T, self._recorded(inputs.step))
+        """Of the model's own forward, whose states heads read afterwards."""
+        with contextlib.nullcontext() if self.drafts is None else self.drafts.capture:
+            output, _ = self._model(inputs.tokens_T, self._recorded(inputs.step))
+            if self.drafts is not None:
+                self.drafts.take_states()
         assert isinstance(output, ModelOutput)
         return output
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Steps with prompts as CUDA graphs: recordings for a few numbers of tokens."""
+"""Steps with rows of several tokens as CUDA graphs: those with prompts for a few numbers of tokens, those of proposals for some of rows."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from mcore_inference.engine._decode_graphs import padding_step
 from mcore_inference.engine._recording_pool import Recording, RecordingPool
 from mcore_inference.scheduling import CUDAGraphBatchDimensionBuilder, InferenceBatchDimensions, match_graph_config
 
-__all__ = ["MixedGraphs", "mixed_sizes"]
+__all__ = ["MixedGraphs", "doubled_rows", "mixed_sizes", "proposal_sizes"]
 
 _MAX_TOKENS = 2048
 """Of a recorded step: larger ones keep the device busy for longer than the host takes to launch them, and padding costs them more."""
@@ -38,24 +38,59 @@ def mixed_sizes(max_requests: int, max_tokens: int, max_sequence_length: int) ->
     return [size for size in planned if size.prefill_req_count]
 
 
-class MixedGraphs:
-    """Recordings of a model's steps with prompts, made when they are first needed.
+def doubled_rows(max_requests: int, num_graphs: int | None = None) -> list[int]:
+    """Numbers of rows of several tokens that are recorded, rising: each is twice the one before.
 
     Args:
-        compute: logits [N, V] of N tokens of a step; it neither waits for the device nor reads from it.
+        max_requests: the last of them.
+        num_graphs: at most so many, the largest; None for all.
+
+    Example:
+        >>> doubled_rows(20), doubled_rows(20, 2)
+        ([1, 2, 4, 8, 16, 20], [16, 20])
+    """
+    rows = [*(1 << power for power in range((max_requests - 1).bit_length())), max_requests]
+    return rows[-(num_graphs or len(rows)) :]
+
+
+def proposal_sizes(rows: Sequence[int], num_tokens: int, max_tokens: int) -> list[InferenceBatchDimensions]:
+    """Sizes of steps that verify proposals.
+
+    Args:
+        rows: of each size.
+        num_tokens: of a row, the last one that is known among them.
+        max_tokens: of a step.
+
+    Example:
+        >>> [str(size) for size in proposal_sizes([1, 2, 4], 5, 16)]
+        ['[5]: 1 P + 0 D', '[10]: 2 P + 0 D', '[16]: 4 P + 0 D']
+    """
+    most = min(max_tokens, _MAX_TOKENS)
+    return [InferenceBatchDimensions(min(count * num_tokens, most), count, 0) for count in rows if count <= most]
+
+
+class MixedGraphs:
+    """Recordings of a model's steps with rows of several tokens, made when they are first needed.
+
+    Args:
+        compute: logits [N, V] of N tokens of a step, or [T, V] of all for None; it neither waits for the device nor reads from it.
         builder: of the steps.
         sizes: that are recorded.
         pool: of the engine's recordings.
+        reads_all: compute the logits of all tokens, as for proposals; False for one token of each row.
     """
 
     def __init__(
         self,
-        compute: Callable[[StepInputs, Tensor], Tensor],
+        compute: Callable[[StepInputs, Tensor | None], Tensor],
         builder: StepBuilder,
         sizes: Sequence[InferenceBatchDimensions],
         pool: RecordingPool,
+        *,
+        reads_all: bool = False,
     ) -> None:
         self._compute, self._builder, self._sizes, self._pool = compute, builder, list(sizes), pool
+        self._reads_all = reads_all
         self._recorded: dict[InferenceBatchDimensions, Recording] = {}
         most = max((builder.num_mixed_words(size) for size in self._sizes), default=0)
         self._words = torch.zeros(most, dtype=torch.int32, device=builder.device)
@@ -63,20 +98,22 @@ class MixedGraphs:
         """Recorded size to how often it was replayed."""
 
     def run(self, host: HostStep, rows: Sequence[int]) -> Tensor | None:
-        """Logits [N, V] of N tokens of a step with prompts, overwritten by the engine's next replay; None where no recording holds it."""
+        """Logits [N, V] of N tokens of a step, overwritten by the engine's next replay; None where no recording holds it."""
         num_single = int((host.lengths_R == 1).sum())
         real = InferenceBatchDimensions(len(host.tokens_T), len(host.lengths_R) - num_single, num_single)
         size = match_graph_config(real, self._sizes)
         # Log-probabilities of prompts take more.
-        if size is None or len(rows) > size.req_count:
+        if size is None or (len(rows) > size.req_count and not self._reads_all):
             return None
-        self._builder.fill(self._words, self._builder.mixed_words(host, rows, size))
+        self._builder.fill(self._words, self._builder.mixed_words(host, () if self._reads_all else rows, size))
         if size not in self._recorded:
             # It computes this step more than once, from and to the same places.
             self._record(size)
         replay, logits_NV = self._recorded[size]
         replay()
         self.step_counts[size] += 1
+        if self._reads_all and len(rows) < real.token_count:
+            return logits_NV[self._builder.send(rows)]
         return logits_NV[: len(rows)]
 
     def record_all(self) -> None:
@@ -88,11 +125,12 @@ class MixedGraphs:
 
     def _record(self, size: InferenceBatchDimensions) -> None:
         """From the words that were filled in."""
-        self._recorded[size] = self._pool.record(lambda: self._compute(*self._inputs(size)))
+        self._recorded[size] = self._pool.record(lambda: self._logits(size))
 
     def clear(self) -> None:
         """As of ``DecodeGraphs``."""
         self._recorded.clear()
 
-    def _inputs(self, size: InferenceBatchDimensions) -> tuple[StepInputs, Tensor]:
-        return self._builder.mixed_inputs(self._words[: self._builder.num_mixed_words(size)], size)
+    def _logits(self, size: InferenceBatchDimensions) -> Tensor:
+        inputs, rows_N = self._builder.mixed_inputs(self._words[: self._builder.num_mixed_words(size)], size)
+        return self._compute(inputs, None if self._reads_all else rows_N)

@@ -3,19 +3,23 @@
 """Proposals by heads that read the served model's states, with keys and values of their own."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_inference._capability import check_cores
+from mcore_inference._capability import check_cores, reads_rows
 from mcore_inference.attention import PagedAttention, PageFormat
 from mcore_inference.cache import PagedKVCache
-from mcore_inference.context import DynamicInferenceContext, StepBuilder
+from mcore_inference.context import DynamicInferenceContext, HostStep, StepBuilder
 from mcore_inference.engine._active_request import ActiveRequest
-from mcore_inference.sampling import DrawRows, Draws, Sampler
+from mcore_inference.engine._draft_graphs import DraftGraphs
+from mcore_inference.engine._draft_passes import DraftInputs, DraftPass, DraftRunner
+from mcore_inference.engine._recording_pool import RecordingPool
+from mcore_inference.sampling import SamplingRows
 from mcore_inference.speculation import DraftHeads, EagleHeads, EagleSpeculation, MtpHeads, MtpSpeculation
 from mcore_parallel.backends import TorchBackend
 from mcore_parallel.models import GPTModel
@@ -30,11 +34,7 @@ class _Trail:
     first: int
     """The first row that they can read: what lies before came from the cache."""
     end: int
-    """Rows [first, end) are done by head 0."""
-    states: dict[int, Tensor] = field(default_factory=dict)
-    """Of head k its state [1, D] of row ``end - k - 1``, the next head's first one next time."""
-    following: dict[int, Tensor] = field(default_factory=dict)
-    """Those of the pass in progress, which still reads ``states``."""
+    """Rows [first, end) are done by head 0. Of head k the state of row ``end - k - 1``, the next head's first one next time, is kept."""
 
 
 @dataclass(kw_only=True)
@@ -66,22 +66,39 @@ class ModelDrafts:
         context: its memory; pages of the heads join it.
         speculation: which heads.
         vocab_size: ids that exist.
+        recorded: numbers of requests whose passes are recorded, where they can be, and the pool of these recordings; None for none.
 
     Raises:
         ValueError: heads that do not fit, a layout with pp, a batch-invariant backend.
     """
 
     def __init__(
-        self, model: GPTModel, context: DynamicInferenceContext, speculation: MtpSpeculation | EagleSpeculation, vocab_size: int
+        self,
+        model: GPTModel,
+        context: DynamicInferenceContext,
+        speculation: MtpSpeculation | EagleSpeculation,
+        vocab_size: int,
+        recorded: tuple[Sequence[int], RecordingPool] | None = None,
     ) -> None:
         _check(model, type(speculation).__name__)
         heads: DraftHeads = EagleHeads(speculation.head, model) if isinstance(speculation, EagleSpeculation) else MtpHeads(model)
         self.num_tokens = speculation.num_tokens or heads.num_heads
         self.capture = HiddenCapture(model, heads.modules)
         self._heads, self._context, self._vocab_size = heads, context, vocab_size
-        self._builder = _builder(heads, context, model.dtype)
-        self._sampler = Sampler(self._builder.last_tokens, vocab_size)
-        self._hidden: Tensor | None = None
+        self._builder = builder = _builder(heads, context, model.dtype, self.num_tokens)
+        self._runner = DraftRunner(
+            heads,
+            builder,
+            max_requests=context.max_requests,
+            max_tokens=context.max_tokens,
+            hidden_size=model.config.hidden_size,
+            dtype=model.dtype,
+            vocab_size=vocab_size,
+        )
+        self.graphs: DraftGraphs | None = None
+        if recorded is not None and not _cuts_on_host(builder) and (model.mtp is None or not reads_rows(model.mtp)):
+            rows, pool = recorded
+            self.graphs = DraftGraphs(self._runner.run, builder, rows, num_heads=heads.num_heads, num_tokens=self.num_tokens, pool=pool)
         self._fresh: list[_Segment] = []
         self._trails: dict[ActiveRequest, _Trail] = {}
 
@@ -92,7 +109,7 @@ class ModelDrafts:
     def take_states(self) -> None:
         """Take what was captured of a step, while ``capture`` is open."""
         states = self.capture.take()
-        self._hidden = self._heads.begin([states[name] for name in self._heads.modules])
+        self._runner.take_states([states[name] for name in self._heads.modules])
 
     def observe(self, rows: Sequence[tuple[ActiveRequest, int]]) -> None:
         """The requests of that step in order, each with its tokens there, before they count as cached."""
@@ -130,21 +147,32 @@ class ModelDrafts:
             if count:
                 # Rows beyond the last known token have slots in the blocks of the step that follows.
                 self._context.extend(entry.record.request_id, 1 + count)
-        draws = self._passes(segments, counts)
-        for segment in segments:
-            trail = trails[segment.entry]
-            trail.end, trail.states, trail.following = segment.end, {**trail.states, **trail.following}, {}
-        for entries, drawn in draws:
-            for entry, (token, _, _) in zip(entries, drawn.wait(), strict=True):
-                entry.drafts.append(max(token, 0))
+        drawn = self._run(self._plan(segments, counts), segments).tolist()
+        for place, segment in enumerate(segments):
+            trails[segment.entry].end = segment.end
+            segment.entry.drafts = [row[place] for row in drawn[: counts[segment.entry]]]
 
-    def _passes(self, known: list[_Segment], counts: Mapping[ActiveRequest, int]) -> list[tuple[list[ActiveRequest], Draws]]:
-        """What each pass drew, and for whom."""
-        assert self._hidden is not None, "a step was observed"
-        num_heads, ends = self._heads.num_heads, {segment.entry: segment.end for segment in known}
-        hidden, segments, drawn, draws = self._hidden, known, list[Tensor](), list[tuple[list[ActiveRequest], Draws]]()
-        for number in range(1, max(num_heads, *counts.values()) + 1):
-            sources = {segment.entry: segment for segment in segments}
+    def _run(self, passes: Sequence[DraftPass], segments: Sequence[_Segment]) -> Tensor:
+        """As of ``DraftRunner.run``."""
+        entries = [segment.entry for segment in segments]
+        asked = [entry.params for entry in entries], [entry.seed for entry in entries], [entry.position for entry in entries]
+        if self.graphs is not None:
+            tokens_NS = self.graphs.run(passes, SamplingRows.of(*asked, self._vocab_size))
+            if tokens_NS is not None:
+                return tokens_NS
+        send, build = self._builder.send, self._builder.build
+        inputs = [
+            DraftInputs(
+                step=functools.partial(build, one.host), sources_T=send(one.sources_T), places_4S=send(one.places_4S), draws=one.draws
+            )
+            for one in passes
+        ]
+        return self._runner.run(inputs, SamplingRows.of(*asked, self._vocab_size, self._context.device))
+
+    def _plan(self, known: Sequence[_Segment], counts: Mapping[ActiveRequest, int]) -> list[DraftPass]:
+        """The passes behind the step in which these segments were computed."""
+        passes, before = list[DraftPass](), {segment.entry: segment for segment in known}
+        for number in range(1, max(self._heads.num_heads, *counts.values()) + 1):
             segments = [
                 _Segment(entry=segment.entry, begin=rows[0], end=rows[1], offset=0)
                 for segment in known
@@ -154,16 +182,12 @@ class ModelDrafts:
                 break
             # Rows of one token come first, as in every step.
             segments.sort(key=lambda segment: segment.end - segment.begin > 1)
-            hidden = self._gather(hidden, number, segments, sources)
-            hidden = self._advance(number, hidden, segments, ends, drawn)
-            if number < num_heads:
-                self._keep(number - 1, hidden, segments, ends)
-            proposing = [segment for segment in segments if counts[segment.entry] >= number]
-            if proposing:
-                last = self._builder.send([segment.place(segment.end - 1) for segment in proposing])
-                draws.append(([segment.entry for segment in proposing], self._draw(number, hidden[last], proposing)))
-                drawn.append(self._builder.last_tokens.clone())
-        return draws
+            sources_T = self._sources(number, segments, before)
+            before = {segment.entry: segment for segment in segments}
+            places_4S = self._places(number, known, before, counts)
+            draws = any(count >= number for count in counts.values())
+            passes.append(DraftPass(host=self._step(number, segments, known), sources_T=sources_T, places_4S=places_4S, draws=draws))
+        return passes
 
     def _rows(self, number: int, segment: _Segment, count: int) -> tuple[int, int] | None:
         """Of a request that was computed anew in ``segment``: the rows of pass ``number``, or None."""
@@ -176,60 +200,54 @@ class ModelDrafts:
         end = segment.end if number <= count else segment.end - number + 1
         return (begin, end) if begin < end else None
 
-    def _gather(self, hidden: Tensor, number: int, segments: Sequence[_Segment], sources: Mapping[ActiveRequest, _Segment]) -> Tensor:
-        """[T, D] that these segments read, from the states of the pass before and what was kept; their offsets are set."""
+    def _sources(self, number: int, segments: Sequence[_Segment], before: Mapping[ActiveRequest, _Segment]) -> np.ndarray:
+        """As of ``DraftPass``, from the pass before or what was kept; the segments get their offsets."""
+        further, num_kept = number > self._heads.num_heads, self._context.max_requests + 1 if 1 < number <= self._heads.num_heads else 0
         places: list[int] = []
-        extra: list[Tensor] = []
         for segment in segments:
-            source, segment.offset = sources[segment.entry], len(places)
-            if number > self._heads.num_heads:
+            source, segment.offset = before[segment.entry], len(places)
+            if further:
                 places.append(source.place(source.end - 1))
                 continue
             if segment.begin < source.begin:
-                places.append(len(hidden) + len(extra))
-                extra.append(self._trails[segment.entry].states[number - 2])
-            places += range(source.place(max(segment.begin, source.begin)), source.place(segment.end))
-        if extra:
-            hidden = torch.cat([hidden, *extra])
-        return hidden if places == list(range(len(hidden))) else hidden[self._builder.send(places)]
+                places.append(self._line(segment.entry))
+            places += range(num_kept + source.place(max(segment.begin, source.begin)), num_kept + source.place(segment.end))
+        return np.array(places)
 
-    def _advance(
-        self, number: int, hidden: Tensor, segments: Sequence[_Segment], ends: Mapping[ActiveRequest, int], drawn: Sequence[Tensor]
-    ) -> Tensor:
-        """[T, D] of pass ``number``."""
-        head = min(number, self._heads.num_heads)
+    def _places(
+        self, number: int, known: Sequence[_Segment], segments: Mapping[ActiveRequest, _Segment], counts: Mapping[ActiveRequest, int]
+    ) -> np.ndarray:
+        """As of ``DraftPass``."""
+        places_4S = np.repeat(np.array([[0], [-1], [0], [-1]]), len(known), axis=1)
+        for column, own in zip(places_4S.T, known, strict=True):
+            segment, line = segments.get(own.entry), self._line(own.entry)
+            if segment is None:
+                continue
+            if counts[own.entry] >= number:
+                column[:2] = segment.place(segment.end - 1), self._draw_place(number, line)
+            row = own.end - number
+            if number < self._heads.num_heads and segment.begin <= row < segment.end:
+                column[2:] = segment.place(row), line
+        return places_4S
+
+    def _step(self, number: int, segments: Sequence[_Segment], known: Sequence[_Segment]) -> HostStep:
+        """Of pass ``number``."""
+        head, ends = min(number, self._heads.num_heads), {segment.entry: segment.end for segment in known}
         work: list[tuple[int, int, list[int]]] = []
-        patches: list[tuple[int, int, int]] = []
         for segment in segments:
-            begin, end, last = segment.begin + head, segment.end + head, ends[segment.entry]
-            # Tokens behind the last known one are proposals, which only the device knows.
+            begin, end, last, line = segment.begin + head, segment.end + head, ends[segment.entry], self._line(segment.entry)
             tokens = segment.entry.known_tokens(begin, min(end, last + 1))
-            line = self._context.line(segment.entry.record.request_id)
-            patches += [(segment.offset + place - begin, place - last - 1, line) for place in range(max(begin, last + 1), end)]
-            work.append((segment.entry.record.request_id, segment.begin, tokens + [0] * (end - begin - len(tokens))))
-        inputs = self._builder.build(self._context.step_from(work))
-        tokens_T = inputs.tokens_T
-        if patches:
-            places, passes, lines = self._builder.send(np.array(patches).T)
-            tokens_T = tokens_T.index_copy(0, places, torch.stack(list(drawn))[passes, lines])
-        return self._heads.advance(head - 1, hidden, tokens_T, inputs.step)
+            # Tokens behind the last known one are proposals, which only the device knows.
+            tokens += [-1 - self._draw_place(place - last, line) for place in range(max(begin, last + 1), end)]
+            work.append((segment.entry.record.request_id, segment.begin, tokens))
+        return self._context.step_from(work)
 
-    def _keep(self, head: int, hidden: Tensor, segments: Sequence[_Segment], ends: Mapping[ActiveRequest, int]) -> None:
-        """Of each request the state of this head that the next one reads first in the next step."""
-        for segment in segments:
-            row = ends[segment.entry] - head - 1
-            if segment.begin <= row < segment.end:
-                place = segment.place(row)
-                self._trails[segment.entry].following[head] = hidden[place : place + 1].clone()
+    def _draw_place(self, number: int, line: int) -> int:
+        """Where pass ``number`` leaves the token of a line."""
+        return (number - 1) * self._context.max_requests + line
 
-    def _draw(self, number: int, hidden: Tensor, segments: Sequence[_Segment]) -> Draws:
-        """A token for each request, by the random number of its place."""
-        entries = [segment.entry for segment in segments]
-        lines = [self._context.line(entry.record.request_id) for entry in entries]
-        positions, seeds = [entry.position + number - 1 for entry in entries], [entry.seed for entry in entries]
-        rows = DrawRows.of([entry.params for entry in entries], seeds, positions, lines, self._vocab_size, self._context.device)
-        rows = dataclasses.replace(rows, top_n=(0,) * len(entries), wants_log_probs=False)
-        return self._sampler.draw(self._heads.logits(hidden), rows)
+    def _line(self, entry: ActiveRequest) -> int:
+        return self._context.line(entry.record.request_id)
 
 
 def _check(model: GPTModel, name: str) -> None:
@@ -239,7 +257,12 @@ def _check(model: GPTModel, name: str) -> None:
         raise ValueError(f"{name} and batch_invariant=True of the backend exclude each other; use NgramSpeculation, or none")
 
 
-def _builder(heads: DraftHeads, context: DynamicInferenceContext, dtype: torch.dtype) -> StepBuilder:
+def _cuts_on_host(builder: StepBuilder) -> bool:
+    """Whether steps over the heads' pages with rows of several tokens are cut by numbers of the host, so that no graph can hold one."""
+    return not builder.has_kernel or builder.cache.holds_latents or builder.cache.attention_backend not in (None, "triton")
+
+
+def _builder(heads: DraftHeads, context: DynamicInferenceContext, dtype: torch.dtype, num_tokens: int) -> StepBuilder:
     """Pages of the heads in the context's memory, and the steps over them.
 
     Raises:
@@ -282,4 +305,11 @@ def _builder(heads: DraftHeads, context: DynamicInferenceContext, dtype: torch.d
         attention_backend=backends.pop(),
     )
     group = 1 if isinstance(first, LatentSelfAttention) else first.spec.num_heads // kv_heads
-    return StepBuilder(pages, max_requests=context.max_requests, max_blocks=context.max_blocks_per_request, group=group, dtype=dtype)
+    return StepBuilder(
+        pages,
+        max_requests=context.max_requests,
+        max_blocks=context.max_blocks_per_request,
+        group=group,
+        dtype=dtype,
+        num_last_tokens=num_tokens * context.max_requests + 1,
+    )

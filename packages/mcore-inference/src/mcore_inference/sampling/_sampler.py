@@ -103,7 +103,22 @@ class Sampler:
             rows: as many.
             adjusted_RV: [R, vocab_size], what is drawn from where it is not the logits (penalties, biases, bans).
         """
-        settings, log_probs_R, top = rows.settings, None, None
+        top = None
+        tokens_R, log_probs_R = self._drawn(logits_RV, rows, adjusted_RV)
+        if count := min(max(rows.top_n), self.vocab_size):
+            top = self._best(logits_RV, count)
+        self.last_tokens[rows.lines_R] = tokens_R.clamp(min=0)
+        return Draws(tokens_R, log_probs_R if rows.wants_log_probs else None, top, rows.top_n)
+
+    def draw_tokens(self, logits_RV: Tensor, rows: DrawRows) -> Tensor:
+        """The tokens [R] int64 of ``draw`` as ``last_tokens`` has them, on the device alone, so that a recording may hold it."""
+        tokens_R = self._drawn(logits_RV, rows, None)[0].clamp(min=0)
+        self.last_tokens[rows.lines_R] = tokens_R
+        return tokens_R
+
+    def _drawn(self, logits_RV: Tensor, rows: DrawRows, adjusted_RV: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Tokens [R], -1 without a finite score, and log-probabilities [R], which mean something where they are wanted."""
+        settings, log_probs_R = rows.settings, None
         scores_RV = logits_RV[:, : self.vocab_size] if adjusted_RV is None else adjusted_RV
         kernels = has_kernels(scores_RV.device, scores_RV.dtype)
         if self._batch_invariant and kernels:
@@ -124,10 +139,7 @@ class Sampler:
                 raw_R = log_probs(logits_RV).gather(1, picked_R)[:, 0]
                 drawn_R = processed_log_probs(scores_RV, settings).gather(1, picked_R)[:, 0]
                 log_probs_R = torch.where(rows.processed_R == 1, drawn_R, raw_R)
-        if count := min(max(rows.top_n), self.vocab_size):
-            top = self._best(logits_RV, count)
-        self.last_tokens[rows.lines_R] = tokens_R.clamp(min=0)
-        return Draws(tokens_R, log_probs_R if rows.wants_log_probs else None, top, rows.top_n)
+        return tokens_R, log_probs_R
 
     def score(self, logits_NV: Tensor, tokens_N: Tensor, top_n: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Log-probabilities [N] of tokens that are known, and ids and log-probabilities [N, top_n] of the best ones; None for none.
