@@ -4,6 +4,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,15 +55,28 @@ def test_two_ranks_serve_the_tokens_of_one(world, cut: dict[str, int]) -> None:
     assert one == two and all(len(tokens) == 10 for tokens in one)
 
 
+# Experts and attention as in gpt-oss.
+BIASED: dict[str, Any] = {
+    "add_bias_linear": True, "activation": "quick_geglu", "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0,
+    "softmax_type": "learnable", "window_size": (20, 0), "window_attn_skip_freq": 2,
+}  # fmt: skip
+
+
 @pytest.mark.gpu
-def test_recorded_steps_give_the_tokens_of_plain_ones() -> None:
+@pytest.mark.parametrize("fields", [{}, BIASED], ids=["plain", "gpt-oss"])
+def test_recorded_steps_give_the_tokens_of_plain_ones(fields: dict[str, Any]) -> None:
     config = TransformerConfig(
-        num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=32, vocab_size=128, init_method_std=0.2
-    )
+        num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=32, vocab_size=128, init_method_std=0.2,
+        **fields,
+    )  # fmt: skip
     experts = moe_feed_forward(MoEConfig(num_moe_experts=8, moe_router_topk=2))
     model = GPTModel(
         config, ProcessGroups.single(), feed_forward=experts, attention_core=PagedAttention(), device="cuda", dtype=torch.bfloat16
     ).eval()
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
     sizes = InferenceConfig(max_sequence_length=96, max_requests=8, block_size_tokens=16, num_blocks=64)
     prompts, records = [prompt[:9] for prompt in (*PROMPTS, [5, 4])], []
     for use_graphs in (True, False):
@@ -71,6 +85,7 @@ def test_recorded_steps_give_the_tokens_of_plain_ones() -> None:
         params = SamplingParams(temperature=0, num_tokens_to_generate=12, return_log_probs=True)
         # Five rows take the recording of eight: three are padding.
         records.append(engine.generate(prompts, params))
+        assert engine.stats()["graph_steps"] == (engine.step_count if use_graphs else 0)
     reference = GPTModel(config, ProcessGroups.single(), feed_forward=experts, dtype=torch.float64).eval()
     reference.load_state_dict(model.state_dict())
     assert compare_records(reference, prompts, *records) >= 24

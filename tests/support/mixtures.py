@@ -5,6 +5,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_inference import DynamicInferenceRequestRecord
@@ -81,7 +82,7 @@ def settled_places(model: GPTModel, tokens: list[int]) -> int:
     gaps: list[torch.Tensor] = []
 
     def measure(router: TopKRouter, inputs: tuple[torch.Tensor, ...], _: object) -> None:
-        best = (inputs[0] @ router.weight.T).topk(3, dim=-1).values
+        best = F.linear(inputs[0], router.weight, router.bias).topk(3, dim=-1).values
         gaps.append(best[:, 1] - best[:, 2])
 
     hooks = [module.register_forward_hook(measure) for module in model.modules() if isinstance(module, TopKRouter)]

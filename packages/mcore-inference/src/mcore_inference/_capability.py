@@ -142,7 +142,7 @@ def graph_obstacle(model: GPTModel) -> str | None:
         if layer.mlp is not None and type(layer.mlp) is not MLP and not _stays_on_device(layer.mlp):
             return (
                 f"layers.{number}.mlp is a {type(layer.mlp).__name__} that reads numbers of rows back to the host; build the model in "
-                "bfloat16 on a GPU, without biases of experts, and with backend=None"
+                "bfloat16 on a GPU, with backend=None"
             )
     return None
 

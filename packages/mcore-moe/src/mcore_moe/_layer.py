@@ -133,8 +133,7 @@ class MoELayer(nn.Module):
         """Whether a forward without gradients, of a step of ``equal_lengths``, waits for the device, to know how many rows an expert has:
         then no graph holds it."""
         experts = self.experts
-        on_device = isinstance(experts, GroupedMLP) and experts.up.is_cuda and experts.dtype == torch.bfloat16
-        return not on_device or experts.up_bias is not None
+        return not (isinstance(experts, GroupedMLP) and experts.up.is_cuda and experts.dtype == torch.bfloat16)
 
     def graph_obstacle(self) -> str | None:
         """As ``mcore_parallel.graphs.GraphChecked``: a forward or backward that waits for the device, or runs more than kernels."""
