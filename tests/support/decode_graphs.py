@@ -64,16 +64,24 @@ def serve_as_on_a_gpu() -> list[tuple[int, int]]:
     # Nothing here holds an address.
     _memory.PlainMemory.keeps_addresses = True
     MoELayer.reads_device = property(lambda _: False)
-    by_gather = PagedAttention.forward
+    by_gather, latents_by_gather = PagedAttention.forward, PagedAttention.attend_latent
 
     def attend(core: PagedAttention, q: Tensor, k: Tensor, v: Tensor, layer: int, step: Step, *, sink: Tensor | None = None) -> Tensor:
         if step.attention is None or not isinstance(step.attention.rows, TableRows):
             return by_gather(core, q, k, v, layer, step, sink=sink)
         cached = step.attention.cache.layer(layer)
         cached.write(step.attention.slots_T, k, v)
-        return attend_tables(q, cached.keys, cached.values, step.attention.rows)
+        alone = None if core._invariant is None else core._invariant.attend_token
+        return attend_tables(q, cached.keys, cached.values, step.attention.rows, alone=alone)
 
-    PagedAttention.forward = attend
+    def attend_latent(core: PagedAttention, queries: Tensor, entries: Tensor, scale: float, layer: int, step: Step) -> Tensor:
+        if step.attention is None or not isinstance(step.attention.rows, TableRows):
+            return latents_by_gather(core, queries, entries, scale, layer, step)
+        cached, rank = step.attention.cache.layer(layer), step.attention.cache.latent_rank
+        cached.write(step.attention.slots_T, entries[:, None], entries[:, None])
+        return attend_tables(queries, cached.keys, cached.values[..., :rank], step.attention.rows, scale=scale)
+
+    PagedAttention.forward, PagedAttention.attend_latent = attend, attend_latent
     replayed: list[tuple[int, int]] = []
     replay = DecodeGraphs._replay
 
@@ -85,23 +93,38 @@ def serve_as_on_a_gpu() -> list[tuple[int, int]]:
     return replayed
 
 
-def attend_tables(q: Tensor, keys: Tensor, values: Tensor, rows: TableRows) -> Tensor:
-    """Causal attention [T, A, d] of the tokens of each row to its blocks; zeros for rows of padding.
+def attend_tables(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: TableRows,
+    *,
+    scale: float | None = None,
+    alone: Callable[[Tensor, Tensor, Tensor, None], Tensor] | None = None,
+) -> Tensor:
+    """Causal attention [T, A, w] of the tokens of each row to its blocks; zeros for rows of padding.
 
     Args:
         q: [T, A, d].
         keys: [slots, K, d].
-        values: as ``keys``.
+        values: [slots, K, w].
         rows: of the step.
+        scale: of the scores; None for 1 / sqrt(d).
+        alone: attention of one token, where each is computed by itself.
     """
-    out = torch.zeros_like(q)
+    out = q.new_zeros(*q.shape[:2], values.shape[-1])
     offsets = torch.arange(rows.block_size)
     starts, contexts = rows.starts_R.tolist(), rows.contexts_R.tolist()
     for table_B, begin, end, context in zip(rows.tables_RB.long(), starts, starts[1:], contexts, strict=False):
         if context and end > begin:
             slots_L = (table_B[:, None] * rows.block_size + offsets).flatten()[:context]
+            if alone is not None:
+                for token in range(begin, end):
+                    seen_L = slots_L[: context - (end - 1 - token)]
+                    out[token] = alone(q[token], keys[seen_L], values[seen_L], None)
+                continue
             visible = torch.arange(context) <= torch.arange(context - (end - begin), context)[:, None]
             k, v = (x[slots_L].transpose(0, 1) for x in (keys, values))
-            row = F.scaled_dot_product_attention(q[begin:end].transpose(0, 1), k, v, attn_mask=visible, enable_gqa=True)
+            row = F.scaled_dot_product_attention(q[begin:end].transpose(0, 1), k, v, attn_mask=visible, scale=scale, enable_gqa=True)
             out[begin:end] = row.transpose(0, 1)
     return out

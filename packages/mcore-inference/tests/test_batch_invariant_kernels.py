@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """An engine over a batch-invariant model by kernels: the same bits in any company, in graphs and without, and those of the trainer.
 
-In the interpreter a decode step is computed from the tensors that a graph would replay; on a GPU it is a graph.
+In the interpreter a step is computed from the tensors that a graph would replay; on a GPU it is a graph.
 """
 
 import dataclasses
@@ -91,6 +91,9 @@ def check_company(
         for _ in range(2 if way.get("enable_prefix_caching") else 1):
             for number, (ours, own) in enumerate(zip(outcome(engine.generate(texts, params)), alone, strict=True)):
                 assert ours == own, f"request {number} with use_graphs={use_graphs}, {way}"
+        mixed = engine._executor.mixed_graphs
+        # Prompts whose log-probabilities are asked for are launched.
+        assert mixed is None if use_graphs is False else mixed is not None and (way == {} or mixed.step_counts.total() > 0)
     return alone
 
 

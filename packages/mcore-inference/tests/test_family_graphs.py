@@ -106,7 +106,7 @@ def test_steps_of_graphs_give_the_tokens_of_whole_sequences_in_the_interpreter()
 @pytest.mark.parametrize("use_graphs", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_graphs_give_the_tokens_of_whole_sequences_on_a_gpu(kind: str, use_graphs: bool) -> None:
-    check(KINDS[kind], "cuda", torch.float32, 1e-3, use_graphs=use_graphs)
+    check(KINDS[kind], "cuda", torch.float32, 1e-3, use_graphs=use_graphs, use_cuda_graphs_for_non_decode_steps=False)
 
 
 def check_packed(kind: str, device: str, dtype: torch.dtype, gap: float, **execution: Any) -> None:
@@ -162,7 +162,16 @@ def test_recorded_steps_with_prompts_give_the_tokens_of_whole_sequences_on_a_gpu
 @pytest.mark.parametrize("kind", REAL)
 def test_graphs_give_the_tokens_of_whole_sequences_at_real_sizes(kind: str, use_graphs: bool) -> None:
     # Beside double precision bfloat16 may exchange tokens that are nearly as good.
-    check({**REAL[kind], "init_method_std": 0.05}, "cuda", torch.bfloat16, 0.3, use_graphs=use_graphs, hidden_size=512)
+    execution = {"use_graphs": use_graphs, "use_cuda_graphs_for_non_decode_steps": False}
+    check({**REAL[kind], "init_method_std": 0.05}, "cuda", torch.bfloat16, 0.3, hidden_size=512, **execution)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["latent"])
+def test_recorded_steps_with_prompts_of_every_family_give_the_tokens_of_whole_sequences_on_a_gpu(kind: str) -> None:
+    execution = {"use_graphs": True, "use_cuda_graphs_for_non_decode_steps": True}
+    check(KINDS[kind], "cuda", torch.float32, 1e-3, **execution)
+    check({**REAL[kind], "init_method_std": 0.05}, "cuda", torch.bfloat16, 0.3, hidden_size=512, **execution)
 
 
 if __name__ == "__main__":

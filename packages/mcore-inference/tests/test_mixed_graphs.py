@@ -19,24 +19,34 @@ from mcore_inference import (
 )
 from mcore_inference.engine._mixed_graphs import mixed_sizes
 from mcore_parallel import ProcessGroups
+from mcore_parallel.backends import choose_backend
 from mcore_parallel.models import GPTModel, TransformerConfig
-from mcore_parallel.nn import LatentAttentionConfig
+from mcore_parallel.nn import LatentAttentionConfig, MambaConfig
+from mcore_parallel.nn.mixers import _linear_mixer
 from tests.support.decode_graphs import serve_as_on_a_gpu
 
-CONFIG = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4, num_query_groups=2, vocab_size=64, init_method_std=0.3)
+SHARED: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": 64, "init_method_std": 0.3}
+LATENT = LatentAttentionConfig(kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
+CONFIGS = {
+    "attention": TransformerConfig(num_query_groups=2, **SHARED),
+    "batch-invariant": TransformerConfig(num_query_groups=2, **SHARED),
+    "latents": TransformerConfig(latent_attention=LATENT, **SHARED),
+}
 # Prompts in one step, in chunks, of one token, and more of them than a size has places for.
 PROMPTS = [list(range(1, 2 + 3 * i % 40)) for i in range(30)]
 RECORDED = ExecutionConfig(use_cuda_graphs_for_non_decode_steps=True)
 
 
-def make_engine(execution: ExecutionConfig | None = None, **fields: Any) -> DynamicInferenceEngine:
-    model = GPTModel(CONFIG, ProcessGroups.single(), attention_core=PagedAttention(), dtype=torch.float64).eval()
+def make_engine(execution: ExecutionConfig | None = None, kind: str = "attention", **fields: Any) -> DynamicInferenceEngine:
+    backend = choose_backend(batch_invariant=kind == "batch-invariant")
+    place: dict[str, Any] = {"attention_core": PagedAttention(), "backend": backend, "dtype": torch.float64}
+    model = GPTModel(CONFIGS[kind], ProcessGroups.single(), **place).eval()
     # Few blocks: some requests are preempted.
     sizes = InferenceConfig(max_sequence_length=64, num_blocks=40, block_size_tokens=4, max_requests=24, **{"max_tokens": 48, **fields})
     return DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes), execution=execution)
 
 
-def check_recorded() -> tuple[int, int, dict[str, int]]:
+def check_recorded(kind: str) -> tuple[int, int, dict[str, int]]:
     settings = [
         SamplingParams(
             temperature=float(i % 2),
@@ -48,13 +58,14 @@ def check_recorded() -> tuple[int, int, dict[str, int]]:
         )
         for i in range(len(PROMPTS))
     ]
-    theirs = make_engine().generate(PROMPTS, settings)
+    theirs = make_engine(kind=kind).generate(PROMPTS, settings)
     serve_as_on_a_gpu()
-    engine = make_engine(RECORDED)
+    engine = make_engine(RECORDED, kind)
+    gap = 0 if kind == "batch-invariant" else 1e-10
     for one, other in zip(engine.generate(PROMPTS, settings), theirs, strict=True):
         assert one.generated_tokens == other.generated_tokens
-        torch.testing.assert_close(one.generated_log_probs, other.generated_log_probs, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(one.prompt_log_probs, other.prompt_log_probs, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(one.generated_log_probs, other.generated_log_probs, rtol=gap, atol=gap)
+        torch.testing.assert_close(one.prompt_log_probs, other.prompt_log_probs, rtol=gap, atol=gap)
     graphs = engine._executor.mixed_graphs
     assert graphs is not None
     assert engine.num_preemptions > 0, engine.stats()
@@ -63,8 +74,9 @@ def check_recorded() -> tuple[int, int, dict[str, int]]:
 
 
 @pytest.mark.world(1)
-def test_recorded_steps_with_prompts_give_the_tokens_of_plain_ones(world: Callable[..., Any]) -> None:
-    [(num_steps, num_graph_steps, counts)] = world(check_recorded)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_recorded_steps_with_prompts_give_the_tokens_of_plain_ones(world: Callable[..., Any], kind: str) -> None:
+    [(num_steps, num_graph_steps, counts)] = world(check_recorded, kind=kind)
     # Only the prompt whose log-probabilities are asked for, and steps with more prompts than places, are none.
     assert num_steps - 4 <= num_graph_steps <= num_steps
     assert sum(counts.values()) > 5 and len(counts) > 1
@@ -138,11 +150,11 @@ def test_steps_with_prompts_are_recorded_where_they_can_be(world: Callable[..., 
 
 def check_refused() -> None:
     serve_as_on_a_gpu()
-    latent = LatentAttentionConfig(kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
-    config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=64, latent_attention=latent)
+    _linear_mixer.has_kernel = lambda _: True
+    config = TransformerConfig(hybrid_layer_pattern="M*", mamba=MambaConfig(state_dim=4, head_dim=8, num_groups=2), **SHARED)
     model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention()).eval()
     context = DynamicInferenceContext.for_model(model, InferenceConfig(num_blocks=8, block_size_tokens=4, max_sequence_length=16))
-    with pytest.raises(ValueError, match="latents and batch-invariant kernels cut prompts on the host; serve plain attention"):
+    with pytest.raises(ValueError, match="recurrent states cut prompts on the host; serve attention alone"):
         DynamicInferenceEngine(model, context, execution=RECORDED)
 
 

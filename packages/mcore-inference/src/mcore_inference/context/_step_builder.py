@@ -237,7 +237,7 @@ class StepBuilder:
         return sum(_MixedLayout.of(size, self._group, self.max_blocks).sizes)
 
     def mixed_inputs(self, words: Tensor, size: InferenceBatchDimensions) -> tuple[StepInputs, Tensor]:
-        """A step with prompts, of attention to keys and values alone, and int64 [requests of the size], tokens whose logits are read.
+        """A step with prompts, of attention alone, and int64 [requests of the size], tokens whose logits are read.
 
         Args:
             words: of ``mixed_words``, on the device.
