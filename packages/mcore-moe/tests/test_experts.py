@@ -2,7 +2,6 @@
 # Copyright (c) 2026 the mcore authors
 """Experts are the dense feed-forwards of the model: same activation, same biases."""
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -126,12 +125,3 @@ def test_a_model_begins_with_biases_of_zero() -> None:
     assert {name.rpartition(".")[2]: bool(value.any()) for name, value in values.items()} == {
         "up": True, "down": True, "up_bias": False, "down_bias": False
     }  # fmt: skip
-
-
-class OtherLayers:
-    """Stands for a library's layers."""
-
-
-def test_a_backend_that_experts_do_not_have_is_refused() -> None:
-    with pytest.raises(ValueError, match='OtherLayers, which is not backend="torch".*build the model with backend="torch"'):
-        MoELayer(MoEConfig(num_moe_experts=4), dataclasses.replace(site(), layers=OtherLayers()))  # pyright: ignore[reportArgumentType]

@@ -9,7 +9,7 @@ import torch
 
 from mcore_moe import GroupedMLP, MoEConfig, MoELayer, SequentialMLP, moe_feed_forward
 from mcore_parallel import ProcessGroups
-from mcore_parallel.backends import Fp8Config, choose_backend, ends_of
+from mcore_parallel.backends import Fp8Config, choose_backend
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.graphs import graph_modules
 from mcore_parallel.models import GPTModel, Site, TransformerConfig
@@ -17,6 +17,7 @@ from mcore_parallel.nn import ACTIVATIONS, Activation, Step
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.tensor_parallel import LoraConfig, MainGradient
 from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
+from tests.support.expert_rows import ends_of
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from mcore_moe import GroupedMLP, MoEAlltoAllTokenDispatcher, MoEConfig, MoEFlexTokenDispatcher, Routing, TEGroupedMLP
 from mcore_moe.dispatch import choose_exchange
 from mcore_parallel import ParallelPlan, ProcessGroups
-from mcore_parallel.backends import Fp8Config, choose_backend, ends_of
+from mcore_parallel.backends import Fp8Config, choose_backend
+from tests.support.expert_rows import ends_of
 from tests.support.world import run
 
 pytestmark = pytest.mark.gpu

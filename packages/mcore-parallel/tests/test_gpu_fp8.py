@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_parallel import ProcessGroups, named_shards
-from mcore_parallel.backends import Backend, Fp8Config, choose_backend, quantize_base
+from mcore_parallel.backends import Backend, Fp8Config, choose_backend, grouped_matmul, quantize_base
 from mcore_parallel.backends._doctor import main
 from mcore_parallel.backends._fp8_loss import Fp8LossProducts
 from mcore_parallel.backends._quantize import has_kernel, quantize, quantize_rows, scaled_product
@@ -22,6 +22,7 @@ from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import AttentionSpec, RecomputeConfig, Step, choose_attention
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.tensor_parallel import ColumnParallelLinear, LoraConfig, MainGradient, Route, add_lora, fused_linear_cross_entropy
+from tests.support.expert_rows import ends_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -196,21 +197,22 @@ def test_norm_of_transformer_engine_equals_ours(zero_centered) -> None:
 
 
 @pytest.mark.parametrize(("name", "fp8"), [*PLAIN, pytest.param("te", Fp8Config(), marks=needs_te)])
-def test_grouped_linear_is_a_product_an_expert(name, fp8) -> None:
-    backend = choose_backend(name, fp8=fp8)
-    layer = backend.layers(0, 1).grouped_linear(4, 256, 512, SINGLE, dtype=torch.bfloat16, device="cuda")
-    with torch.no_grad():
-        layer.weight.copy_(draw(4, 512, 256, scale=0.06))
-    rows = [64, 0, 128, 32]
-    x, grad = draw(sum(rows), 256), draw(sum(rows), 512, seed=1)
+@pytest.mark.parametrize("rows", [[64, 0, 128, 32], [63, 0, 130, 1], [0, 0, 0, 0]], ids=str)
+def test_experts_are_multiplied_one_by_one(name, fp8, rows) -> None:
+    products = choose_backend(name, fp8=fp8).layers(0, 1).grouped_products(256, 512, SINGLE)
+    weight = draw(4, 512, 256, scale=0.06).requires_grad_()
+    # Three rows behind the last expert belong to none.
+    x, grad = draw(sum(rows) + 3, 256), draw(sum(rows), 512, seed=1)
     leaf = x.clone().requires_grad_()
-    y = layer(leaf, rows)
-    found = [y.detach(), *torch.autograd.grad(y, [leaf, layer.weight], grad)]
-    wide, weight = x.float().requires_grad_(), layer.weight.detach().float().requires_grad_()
-    exact = torch.cat([part @ expert.t() for part, expert in zip(wide.split(rows), weight, strict=True)])
-    wanted = [exact.detach(), *torch.autograd.grad(exact, [wide, weight], grad.float())]
+    y = (grouped_matmul if products is None else products.matmul)(leaf, weight, ends_of(rows, "cuda"), None)[: sum(rows)]
+    grad_x, grad_weight = torch.autograd.grad(y, [leaf, weight], grad)
+    found = [y.detach(), grad_x[: sum(rows)], grad_weight]
+    wide, exact_weight = x[: sum(rows)].float().requires_grad_(), weight.detach().float().requires_grad_()
+    exact = torch.cat([part @ expert.t() for part, expert in zip(wide.split(rows), exact_weight, strict=True)])
+    wanted = [exact.detach(), *torch.autograd.grad(exact, [wide, exact_weight], grad.float())]
     for ours, theirs in zip(found, wanted, strict=True):
-        assert relative(ours, theirs) < (0.006 if fp8 is None else 0.08)
+        assert not sum(rows) or relative(ours, theirs) < (0.006 if fp8 is None else 0.08)
+    assert sum(rows) or not grad_weight.any()
 
 
 @needs_te

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_parallel.backends import Fp8Config, Fp8GroupedProducts, ends_of, grouped_matmul
+from mcore_parallel.backends import Fp8Config, Fp8GroupedProducts, grouped_matmul
 from mcore_parallel.tensor_parallel import MainGradient
+from tests.support.expert_rows import ends_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,24 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mcore_moe._align import AlignedRows
 from mcore_moe._fp8_stack import Fp8Stack
 from mcore_moe._lora import ExpertLora
-from mcore_moe._quantize import get_align_size_for_quantization
 from mcore_moe._stability import experimental_api
 from mcore_parallel import ProcessGroups, ShardSpec
-from mcore_parallel.backends import (
-    Fp8GroupedProducts,
-    GroupedProducts,
-    GroupedProductsFactory,
-    StoredGroupedProducts,
-    choose_backend,
-    grouped_matmul,
-    grouped_products,
-    quantization,
-)
+from mcore_parallel.backends import StoredGroupedProducts, choose_backend, grouped_matmul
 from mcore_parallel.nn import Activation, LayerFactory, LayerMemory, discard_output
-from mcore_parallel.tensor_parallel import LoraConfig, MainGradient
+from mcore_parallel.tensor_parallel import GroupedProducts, LoraConfig, MainGradient
 
 # R rows in expert order, N experts of this rank, D model, F width of an expert, W width of the activation's input (2 F with a gate).
 
@@ -92,7 +81,7 @@ class _StackedExperts(nn.Module):
         }
         self.up, self.down = local["up"], local["down"]
         self.up_bias, self.down_bias = local.get("up_bias"), local.get("down_bias")
-        self._has_own_products = False
+        self._products: Mapping[str, GroupedProducts] = {}
         self._stored: dict[str, StoredGroupedProducts | Fp8Stack] = {}
         self.up_lora: ExpertLora | None = None
         self.down_lora: ExpertLora | None = None
@@ -114,9 +103,20 @@ class _StackedExperts(nn.Module):
         """Of the weights, or of what those in fp8 were rounded from."""
         return self.fp8["up"].dtype if self.fp8 else self.up.dtype
 
-    def _check_recomputed(self, layers: LayerFactory | None) -> None:
-        """Products of a backend keep their rows in a form of their own, which no recomputation of the activation replaces."""
-        if self._has_own_products and "moe_act" in self.memory.recomputed:
+    def parameters_changed(self) -> None:
+        """As ``mcore_parallel.tensor_parallel.WeightCopyHolder``."""
+        for products in self._products.values():
+            products.weight_changed()
+
+    def _take_products(self, layers: LayerFactory | None) -> None:
+        """Stacks that the layers multiply another way than ``grouped_matmul``."""
+        if layers is None:
+            return
+        shapes = {name: getattr(self, name).flatten(1, -2).shape for name in ("up", "down")}
+        chosen = {name: layers.grouped_products(width, out, self.groups) for name, (_, out, width) in shapes.items()}
+        self._products = {name: products for name, products in chosen.items() if products is not None}
+        # They keep the rows in a form of their own, which no recomputation of the activation replaces.
+        if self._products and "moe_act" in self.memory.recomputed:
             raise ValueError(
                 f"recompute.modules holds 'moe_act', and {type(layers).__name__} multiply experts in a form of their own, which they keep; "
                 "leave 'moe_act' out, or build the model without fp8 and without backend te"
@@ -128,7 +128,7 @@ class _StackedExperts(nn.Module):
             return None
         if self._stored:
             return "whose experts' weights are frozen in fp8 beside adapters (LoraConfig.base_dtype); merge them into a model without it"
-        if self._has_own_products:
+        if self._products:
             return "whose experts are multiplied by products of the backend; build the model with backend=None"
         if self.up.grad is not None or self.down.grad is not None:
             return "whose experts are being trained: they have gradients; serve a model of its own and load_weights"
@@ -165,7 +165,7 @@ class _StackedExperts(nn.Module):
             ValueError: dropout, which would depend on how tokens are sent; a rank that grouped products do not take; a ``base_dtype`` of
                 "fp8", or beside products of other layers.
         """
-        if config.base_dtype is not None and self._has_own_products:
+        if config.base_dtype is not None and self._products:
             raise ValueError(
                 f"base_dtype={config.base_dtype!r} computes the products of experts, and so do the layers of {type(self).__name__}; build "
                 "the model without fp8 and without backend te, or leave experts out of targets"
@@ -246,7 +246,9 @@ class _StackedExperts(nn.Module):
     def _multiply(self, name: str, rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor) -> Tensor:
         """By one matrix an expert; where the gradient of the weights goes, unless a compiler looks."""
         main_grad = None if torch.compiler.is_compiling() else self._main_grads.get(name)
-        return grouped_matmul(rows_RI, weight_NOI, ends_N, main_grad)
+        products = self._products.get(name)
+        matmul = grouped_matmul if products is None else products.matmul
+        return matmul(rows_RI, weight_NOI, ends_N, main_grad)
 
     def _low_rank(self, adapter: ExpertLora, rows_RI: Tensor, ends_N: Tensor) -> Tensor:
         low_Rr = self._multiply("A", rows_RI, adapter.A, ends_N) * adapter.config.scaling
@@ -280,8 +282,8 @@ class GroupedMLP(_StackedExperts):
             dtype of the parameters.
 
     Raises:
-        ValueError: as of `SequentialMLP`; layers whose products `TEGroupedMLP` calls, or that say nothing of experts; layers with products
-            of their own beside a recomputed activation.
+        ValueError: as of `SequentialMLP`; layers whose products `TEGroupedMLP` calls, or that have products of their own beside a
+            recomputed activation.
     """
 
     def __init__(
@@ -300,29 +302,14 @@ class GroupedMLP(_StackedExperts):
     ) -> None:
         options: dict[str, Any] = {"activation": activation, "bias": bias, "memory": memory, "dtype": dtype, "device": device}
         super().__init__(num_experts, hidden_size, ffn_size, groups, **options)
-        self._products: dict[str, Fp8GroupedProducts] = {}
-        for name, products in _products(self, layers).items():
-            if not isinstance(products, Fp8GroupedProducts):
-                raise ValueError(f"layers={type(layers).__name__} take the rows of experts on the host; use TEGroupedMLP")
-            self._products[name] = products
-        self._has_own_products = bool(self._products)
-        self._check_recomputed(layers)
+        self._take_products(layers)
+        if any(products.reads_sizes for products in self._products.values()):
+            raise ValueError(f"layers={type(layers).__name__} take the rows of experts on the host; use TEGroupedMLP")
 
     @property
     def is_quantized(self) -> bool:
         """Whether the stacks are multiplied in fp8."""
         return bool(self._products)
-
-    def parameters_changed(self) -> None:
-        """As ``mcore_parallel.tensor_parallel.WeightCopyHolder``."""
-        for products in self._products.values():
-            products.weight_changed()
-
-    def _multiply(self, name: str, rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor) -> Tensor:
-        if name not in self._products:
-            return super()._multiply(name, rows_RI, weight_NOI, ends_N)
-        main_grad = None if torch.compiler.is_compiling() else self._main_grads.get(name)
-        return self._products[name].matmul(rows_RI, weight_NOI, ends_N, main_grad)
 
 
 @experimental_api
@@ -330,8 +317,8 @@ class TEGroupedMLP(_StackedExperts):
     """All experts in two grouped GEMMs of Transformer Engine, which takes the rows of each expert on the host: every call waits for the
     device. Parameters are those of `GroupedMLP`.
 
-    In fp8 and fp4 it multiplies rows in multiples of `get_align_size_for_quantization` only, so experts get rows of zeros where they have
-    not so many (``moe_router_padding_for_quantization`` has done that before).
+    In fp8 and fp4 that multiplies rows in multiples of `get_align_size_for_quantization` only, so experts get rows of zeros where they
+    have not so many (``moe_router_padding_for_quantization`` has done that before).
 
     Arguments are those of `GroupedMLP`.
 
@@ -360,44 +347,13 @@ class TEGroupedMLP(_StackedExperts):
         layers = choose_backend("te").layers(0, 1) if layers is None else layers
         options: dict[str, Any] = {"activation": activation, "bias": bias, "memory": memory, "dtype": dtype, "device": device}
         super().__init__(num_experts, hidden_size, ffn_size, groups, **options)
-        self._products = _products(self, layers)
-        self._has_own_products = bool(self._products)
-        self._check_recomputed(layers)
-        self._multiple = max(1, get_align_size_for_quantization(quantization(layers)))
-
-    def parameters_changed(self) -> None:
-        """As ``mcore_parallel.tensor_parallel.WeightCopyHolder``."""
-        for products in self._products.values():
-            products.weight_changed()
-
-    def _multiply(self, name: str, rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor) -> Tensor:
-        sizes = ends_N.diff(prepend=ends_N.new_zeros(1)).tolist()
-        if name not in self._products or not sum(sizes):
-            return super()._multiply(name, rows_RI, weight_NOI, ends_N)
-        main_grad = None if torch.compiler.is_compiling() else self._main_grads.get(name)
-        multiple, aligned = self._multiple, None
-        if any(size % multiple for size in sizes):
-            aligned = AlignedRows.of(rows_RI, ends_N, None, multiple)
-            sizes = [size + -size % multiple for size in sizes]
-        rows_SI = rows_RI if aligned is None else aligned.rows_SD
-        y_SO = self._products[name].grouped(rows_SI[: sum(sizes)], weight_NOI, sizes, main_grad)
-        y_SO = F.pad(y_SO, (0, 0, 0, len(rows_SI) - len(y_SO)))
-        return y_SO if aligned is None else aligned.take(y_SO)
+        self._take_products(layers)
 
 
-def experts_class(layers: LayerFactory | None, groups: ProcessGroups) -> type[GroupedMLP | TEGroupedMLP]:
+def experts_class(layers: LayerFactory, groups: ProcessGroups) -> type[GroupedMLP | TEGroupedMLP]:
     """Who computes the experts of a model with these layers."""
-    products = layers.grouped_products(16, 16, groups) if isinstance(layers, GroupedProductsFactory) else None
-    return GroupedMLP if products is None or isinstance(products, Fp8GroupedProducts) else TEGroupedMLP
-
-
-def _products(experts: _StackedExperts, layers: LayerFactory | None) -> Mapping[str, GroupedProducts]:
-    """Stack -> what multiplies it, where that is not ``grouped_matmul``."""
-    if layers is None:
-        return {}
-    shapes = {name: getattr(experts, name).flatten(1, -2).shape for name in ("up", "down")}
-    chosen = {name: grouped_products(layers, width, out, experts.groups) for name, (_, out, width) in shapes.items()}
-    return {name: products for name, products in chosen.items() if products is not None}
+    products = layers.grouped_products(16, 16, groups)
+    return TEGroupedMLP if products is not None and products.reads_sizes else GroupedMLP
 
 
 def _rows_of_experts(bias_NO: Tensor, num_rows: int, ends_N: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcore_moe._align import AlignedRows
 from mcore_moe._config import OF_FLEX, MoEConfig, check_experts
 from mcore_moe._experts import GroupedMLP, TEGroupedMLP, experts_class
 from mcore_moe._fp8_stack import Fp8Stack
@@ -29,7 +28,7 @@ from mcore_moe.dispatch import (
 )
 from mcore_moe.serving import StreamedExperts
 from mcore_parallel import Group, ParallelPlan, ProcessGroups
-from mcore_parallel.backends import GroupedProductsFactory, quantization
+from mcore_parallel.backends import AlignedRows, BackendLayers, quantization
 from mcore_parallel.comm import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
 from mcore_parallel.models import Aux, AuxSpec, FeedForwardBuilder, Site, TransformerConfig, dense_feed_forward
 from mcore_parallel.nn import MLP, Activation, Step, recompute
@@ -247,7 +246,7 @@ def _row_multiple(config: MoEConfig, site: Site) -> int:
     """Of which an expert's rows are a multiple; 1 for any number, as in the layers that a recipe leaves in bfloat16."""
     if not config.moe_router_padding_for_quantization:
         return 1
-    if not isinstance(site.layers, GroupedProductsFactory):
+    if not isinstance(site.layers, BackendLayers):
         raise ValueError(
             "moe_router_padding_for_quantization=True needs a backend with an Fp8Config, found none; pass backend= to the model, or leave "
             "the padding out"

@@ -2,18 +2,17 @@
 # Copyright (c) 2026 the mcore authors
 """How many rows an expert must have for products in few bits, and a routing that gives it so many."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from mcore_moe._stability import experimental_api
-from mcore_parallel.backends import Fp8Config
+from mcore_parallel.backends import RECIPES, Fp8Config
 
 # T tokens, E experts.
 
-_FP8: Mapping[str, int] = MappingProxyType({"tensorwise": 16, "rowwise": 16, "delayed": 16, "blockwise": 16, "mxfp8": 32})
-_FP4: Mapping[str, int] = MappingProxyType({"nvfp4": 128})
+_FP4 = ("nvfp4",)
 
 
 @experimental_api
@@ -30,7 +29,7 @@ def get_fp8_align_size(fp8_recipe: str) -> int:
         >>> get_fp8_align_size("delayed"), get_fp8_align_size("mxfp8")
         (16, 32)
     """
-    return _align_size("fp8_recipe", fp8_recipe, _FP8)
+    return _align_size("fp8_recipe", fp8_recipe, [recipe for recipe in RECIPES if recipe not in _FP4])
 
 
 @experimental_api
@@ -61,9 +60,7 @@ def get_align_size_for_quantization(fp8: Fp8Config | None) -> int:
         >>> get_align_size_for_quantization(Fp8Config(recipe="mxfp8")), get_align_size_for_quantization(None)
         (32, 0)
     """
-    if fp8 is None:
-        return 0
-    return get_fp4_align_size(fp8.recipe) if fp8.recipe in _FP4 else get_fp8_align_size(fp8.recipe)
+    return 0 if fp8 is None else fp8.row_multiple
 
 
 @experimental_api
@@ -97,7 +94,7 @@ def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> tuple[Tensor, Ten
     return routing_map | (free_TE & (free_TE.cumsum(0) <= missing_E) & aligned_E), aligned_E
 
 
-def _align_size(field: str, recipe: str, sizes: Mapping[str, int]) -> int:
-    if recipe not in sizes:
-        raise ValueError(f"{field}={recipe!r} must be one of {', '.join(sizes)}")
-    return sizes[recipe]
+def _align_size(field: str, recipe: Any, known: Sequence[str]) -> int:
+    if recipe not in known:
+        raise ValueError(f"{field}={recipe!r} must be one of {', '.join(known)}")
+    return Fp8Config(recipe=recipe).row_multiple

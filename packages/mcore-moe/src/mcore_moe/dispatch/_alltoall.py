@@ -15,7 +15,6 @@ from mcore_moe._stability import experimental_api
 from mcore_moe.dispatch._equal import check_equal
 from mcore_moe.dispatch._local import LocalPicks, sort_picks, sum_places
 from mcore_parallel import Group
-from mcore_parallel.backends import ends_of
 from mcore_parallel.comm import RowsUnderWay, all_gather, all_to_all, all_to_all_autograd
 
 # T tokens of this rank, K experts a token, P picks that go to an expert, Q rows received from the expert-parallel group, R rows for this
@@ -106,11 +105,11 @@ class MoEAlltoAllTokenDispatcher:
         expert_R = torch.arange(self.num_local_experts, device=x_TD.device).repeat(self.expert_tp.size * self.group.size)
         expert_R = expert_R.repeat_interleave(receive_HGN.flatten(), output_size=sum(shared))
         arrival_R = expert_R.argsort(stable=True)
-        per_expert = [sum(row[expert] for rank in received_HGN for row in rank) for expert in range(self.num_local_experts)]
+        ends_N = receive_HGN.sum((0, 1)).cumsum(0).to(torch.int32)
         # Picks of padding, and those that an expert has no room for, come last and stay here.
         picks = _first(picks, sum(sent))
         rows_RD, weights_R = self._exchange(picks, sent, received, shared, meanwhile)
-        return _in_expert_order(rows_RD, weights_R, arrival_R, ends_of(per_expert, x_TD.device), picks, (sent, received, shared))
+        return _in_expert_order(rows_RD, weights_R, arrival_R, ends_N, picks, (sent, received, shared))
 
     def combine(self, rows_RD: Tensor, dispatched: Dispatched, routing: Routing) -> Tensor:
         """Return the experts' rows to their tokens and sum them -> [T, D]; the sum's order is fixed."""

@@ -17,7 +17,6 @@ from torch import Tensor
 from mcore_moe.dispatch._arrival import gather_numbers
 from mcore_moe.dispatch._flex import FlexPicks
 from mcore_parallel import Group
-from mcore_parallel.backends import ends_of
 
 # T tokens of this rank, M tokens of every rank after padding, K experts a token, V experts of all ranks, R rows, N experts of this
 # rank, D model.
@@ -73,7 +72,7 @@ class HybridEPExchange:
         rows_RD, weights_R, _, rows_per_expert, handle = self._buffer.dispatch_with_permute(
             hidden=x_MD.contiguous(), routing_map=map_MV, probs=weights_MV.contiguous()
         )
-        return rows_RD, weights_R, ends_of(rows_per_expert.tolist(), x_MD.device), handle
+        return rows_RD, weights_R, rows_per_expert.cumsum(0).to(x_MD.device, torch.int32, non_blocking=True), handle
 
     def send_again(self, x_MD: Tensor, num_rows: int, handle: Any) -> Tensor:
         """Other values of the same tokens, by the same layout; nothing waits for the device."""

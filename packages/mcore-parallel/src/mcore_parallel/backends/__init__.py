@@ -2,13 +2,14 @@
 # Copyright (c) 2026 the mcore authors
 """Implementations of the norms and GEMMs of a model: torch or Transformer Engine, in the model's dtype or in fp8."""
 
+from mcore_parallel.backends._align import AlignedRows
 from mcore_parallel.backends._batch_invariant_mode import is_batch_invariant_mode_enabled, set_batch_invariant_mode
-from mcore_parallel.backends._factory import choose_backend, grouped_products, quantization, special_products
+from mcore_parallel.backends._factory import choose_backend, quantization
 from mcore_parallel.backends._fp8_config import RECIPES, Fp8Config
 from mcore_parallel.backends._fp8_grouped import Fp8GroupedProducts
 from mcore_parallel.backends._fp8_loss import Fp8LossProducts
-from mcore_parallel.backends._grouped import GroupedLinear, GroupedProducts, check_grouped_width, ends_of, grouped_matmul
-from mcore_parallel.backends._protocol import Backend, BackendLayers, GroupedProductsFactory, NormColumnLinear
+from mcore_parallel.backends._grouped import check_grouped_width, grouped_matmul
+from mcore_parallel.backends._protocol import Backend, BackendLayers, NormColumnLinear
 from mcore_parallel.backends._quantize import Scaled, quantize_rows, scaled_product
 from mcore_parallel.backends._quantize_groups import grouped_scaled_product
 from mcore_parallel.backends._quantized_base import quantize_base
@@ -17,23 +18,19 @@ from mcore_parallel.backends._torch import TorchBackend
 
 __all__ = [
     "RECIPES",
+    "AlignedRows",
     "Backend",
     "BackendLayers",
     "Fp8Config",
     "Fp8GroupedProducts",
     "Fp8LossProducts",
-    "GroupedLinear",
-    "GroupedProducts",
-    "GroupedProductsFactory",
     "NormColumnLinear",
     "Scaled",
     "StoredGroupedProducts",
     "TorchBackend",
     "check_grouped_width",
     "choose_backend",
-    "ends_of",
     "grouped_matmul",
-    "grouped_products",
     "grouped_scaled_product",
     "grouped_widened_product",
     "has_widening_kernel",
@@ -43,5 +40,4 @@ __all__ = [
     "quantize_rows",
     "scaled_product",
     "set_batch_invariant_mode",
-    "special_products",
 ]

@@ -9,11 +9,9 @@ import torch
 
 from mcore_parallel.backends._batch_invariant_mode import is_batch_invariant_mode_enabled
 from mcore_parallel.backends._fp8_config import Fp8Config
-from mcore_parallel.backends._grouped import GroupedProducts
-from mcore_parallel.backends._protocol import Backend, GroupedProductsFactory
-from mcore_parallel.backends._torch import RECIPES_OF_TORCH, TorchBackend, TorchBackendLayers
-from mcore_parallel.groups import ProcessGroups
-from mcore_parallel.nn import LayerFactory, TorchLayers
+from mcore_parallel.backends._protocol import Backend, BackendLayers
+from mcore_parallel.backends._torch import RECIPES_OF_TORCH, TorchBackend
+from mcore_parallel.nn import LayerFactory
 
 _LEAST_CAPABILITY = {
     "tensorwise": (8, 9),
@@ -64,45 +62,6 @@ def choose_backend(name: Literal["torch", "te"] = "torch", *, fp8: Fp8Config | N
     return TransformerEngineBackend(fp8)
 
 
-def special_products(layers: LayerFactory) -> str | None:
-    """What computes the products of a layer, for a part that knows torch's in the dtype of the weights only; None where it is that.
-
-    Example:
-        >>> special_products(choose_backend("torch", fp8=Fp8Config(recipe="rowwise")).layers(0, 1))
-        "fp8 with recipe='rowwise'"
-    """
-    if isinstance(layers, TorchBackendLayers):
-        return None if layers.fp8 is None else f"fp8 with recipe={layers.fp8.recipe!r}"
-    return None if isinstance(layers, TorchLayers) else f'{type(layers).__name__}, which is not backend="torch"'
-
-
-def grouped_products(layers: LayerFactory, in_features: int, out_features: int, groups: ProcessGroups) -> GroupedProducts | None:
-    """What multiplies a stack of experts in a layer of this factory; None for ``grouped_matmul`` in the dtype of the weights.
-
-    Args:
-        layers: of ``Backend.layers``.
-        in_features: of this rank. Features that do not come in multiples of 16 keep the dtype of the weights.
-        out_features: of this rank.
-        groups: ranks that share an expert may share its scales.
-
-    Raises:
-        ValueError: a factory that does not say who multiplies experts.
-
-    Example:
-        >>> layers = choose_backend("torch", fp8=Fp8Config(recipe="rowwise")).layers(0, 1)
-        >>> type(grouped_products(layers, 64, 32, ProcessGroups.single())).__name__
-        'Fp8GroupedProducts'
-    """
-    if isinstance(layers, GroupedProductsFactory):
-        return layers.grouped_products(in_features, out_features, groups)
-    if (matmuls := special_products(layers)) is not None:
-        raise ValueError(
-            f"the layers are computed by {matmuls}, experts by torch or Transformer Engine only; "
-            'build the model with backend="torch" or "te", or without experts'
-        )
-    return None
-
-
 def quantization(layers: LayerFactory | None) -> Fp8Config | None:
     """The recipe in which layers of this factory multiply; None for the dtype of the weights.
 
@@ -110,7 +69,7 @@ def quantization(layers: LayerFactory | None) -> Fp8Config | None:
         >>> quantization(choose_backend("torch", fp8=Fp8Config(recipe="rowwise")).layers(0, 1)).recipe
         'rowwise'
     """
-    return layers.fp8 if isinstance(layers, GroupedProductsFactory) else None
+    return layers.fp8 if isinstance(layers, BackendLayers) else None
 
 
 def missing_units(fp8: Fp8Config, capability: tuple[int, int] | None) -> str | None:

@@ -2,11 +2,14 @@
 # Copyright (c) 2026 the mcore authors
 """How products in eight (or four) bits are scaled, and in which layers."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 Recipe = Literal["tensorwise", "rowwise", "delayed", "blockwise", "mxfp8", "nvfp4"]
 RECIPES: tuple[Recipe, ...] = ("tensorwise", "rowwise", "delayed", "blockwise", "mxfp8", "nvfp4")
+_ROW_MULTIPLES: Mapping[Recipe, int] = MappingProxyType({"mxfp8": 32, "nvfp4": 128})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,12 @@ class Fp8Config:
                 f'output_layer=True needs recipe="tensorwise" or "rowwise" and weight_gradients=True, found recipe={self.recipe!r} and '
                 f"weight_gradients={self.weight_gradients}; leave it off"
             )
+
+    @property
+    def row_multiple(self) -> int:
+        """Of which the rows of an expert are one: the GEMM of its weight gradient multiplies along them. In four bits grouped casts take
+        whole tiles of 128."""
+        return _ROW_MULTIPLES.get(self.recipe, 16)
 
     def covers(self, layer: int, num_layers: int) -> bool:
         """Whether layer ``layer`` of ``num_layers`` computes its products so."""

@@ -3,14 +3,14 @@
 """Grouped GEMMs of experts with fp8 operands, by torch and Triton alone."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcore_parallel.backends._fp8_config import Fp8Config
-from mcore_parallel.backends._grouped import ends_of, finish_weight_gradient
+from mcore_parallel.backends._grouped import finish_weight_gradient
 from mcore_parallel.backends._quantize import Scaled, quantize_columns, quantize_rows
 from mcore_parallel.backends._quantize_groups import (
     ScaledColumns,
@@ -41,6 +41,8 @@ class Fp8GroupedProducts:
         group: ranks that hold slices of the same experts; with ``reduce_amax`` they share the scales. None for this one.
     """
 
+    reads_sizes = False
+
     def __init__(self, config: Fp8Config, group: Group | None = None) -> None:
         self.config = config
         self.by_rows = config.recipe == "rowwise"
@@ -53,9 +55,6 @@ class Fp8GroupedProducts:
     def matmul(self, rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor, main_grad: MainGradient | None = None) -> Tensor:
         """[R, I] -> [R, O]; arguments as of ``grouped_matmul``."""
         return _Fp8GroupedMatmul.apply(rows_RI, weight_NOI, ends_N, main_grad, self)
-
-    def grouped(self, rows_RI: Tensor, weight_NOI: Tensor, rows_per_expert: Sequence[int], main_grad: MainGradient | None) -> Tensor:
-        return self.matmul(rows_RI, weight_NOI, ends_of(rows_per_expert, rows_RI.device), main_grad)
 
     def weight_changed(self) -> None:
         self._told, self._copies = True, None

@@ -1,33 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""One product with a weight an expert."""
+"""GEMMs with a weight an expert."""
 
 import functools
-import itertools
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from mcore_parallel.groups import ProcessGroups, ShardSpec
 from mcore_parallel.tensor_parallel import DeferredWeightGrads, MainGradient
 
-
 # R rows, N experts of this rank, I input features, O output features (of this rank)
-class GroupedProducts(Protocol):
-    """Computes the products of one ``GroupedLinear`` another way."""
-
-    def grouped(self, rows_RI: Tensor, weight_NOI: Tensor, rows_per_expert: Sequence[int], main_grad: MainGradient | None) -> Tensor:
-        """[R, I] -> [R, O]."""
-        ...
-
-    def weight_changed(self) -> None:
-        """As ``WeightCopyHolder.parameters_changed``."""
-        ...
-
 
 _ROW_BYTES = 16
 """Of which the rows of both factors and of the result are a multiple in ``torch.nn.functional.grouped_mm``."""
@@ -138,71 +123,3 @@ def _parts(ends_N: Tensor, of_experts: Tensor) -> Iterator[tuple[int, int, Tenso
     """First row, row behind the last and matrix of each expert."""
     ends = ends_N.tolist()
     return zip([0, *ends[:-1]], ends, of_experts, strict=True)
-
-
-def ends_of(rows_per_expert: Sequence[int], device: torch.device) -> Tensor:
-    """int32 [N] for ``grouped_matmul`` from numbers that the host has."""
-    return torch.tensor(list(itertools.accumulate(rows_per_expert)), dtype=torch.int32).to(device, non_blocking=True)
-
-
-class GroupedLinear(nn.Module):
-    """``y = x W_e^T`` for rows that are sorted by expert; weight [N, *out, I], experts cut over ep.
-
-    Nothing is communicated: with expert tensor parallelism each rank holds a part of one dim, and the caller sums.
-
-    Args:
-        num_experts: of all ranks.
-        in_features: global size of the last dim of the input.
-        out_features: global output features.
-        groups: ep and expert tensor parallelism are used.
-        tp_dim: dim of the weight that is cut over expert tensor parallelism; None for none.
-        dtype: of the weight.
-        device: of the weight.
-        products: who computes; None for torch.
-
-    Raises:
-        ValueError: a degree does not divide its dim, a width that ``check_grouped_width`` refuses.
-    """
-
-    def __init__(
-        self,
-        num_experts: int,
-        in_features: int,
-        out_features: int | tuple[int, ...],
-        groups: ProcessGroups,
-        *,
-        tp_dim: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        products: GroupedProducts | None = None,
-    ) -> None:
-        super().__init__()
-        out = (out_features,) if isinstance(out_features, int) else tuple(out_features)
-        shards = {"ep": 0} | ({} if tp_dim is None else {"tp": tp_dim})
-        self._spec = ShardSpec(shape=(num_experts, *out, in_features), view="expert", shards=shards)
-        if products is None:
-            _, *local_out, local_in = self._spec.local_shape(groups)
-            check_grouped_width("in_features", local_in, dtype, device)
-            check_grouped_width("out_features", math.prod(local_out), dtype, device)
-        self.weight = nn.Parameter(torch.empty(self._spec.local_shape(groups), dtype=dtype, device=device))
-        self.products = products
-        self._main_grad: MainGradient | None = None
-
-    def shard_specs(self) -> Mapping[str, ShardSpec]:
-        return {"weight": self._spec}
-
-    def accumulate_weight_gradients_into(self, main_grads: Mapping[str, MainGradient]) -> None:
-        """As ``WeightGradientSink``."""
-        self._main_grad = main_grads.get("weight")
-
-    def parameters_changed(self) -> None:
-        """As ``WeightCopyHolder``."""
-        if self.products is not None:
-            self.products.weight_changed()
-
-    def forward(self, rows_RI: Tensor, rows_per_expert: Sequence[int]) -> Tensor:
-        """[R, I] rows in expert order -> [R, prod(out)]."""
-        weight_NOI = self.weight.flatten(1, -2)
-        if self.products is not None:
-            return self.products.grouped(rows_RI, weight_NOI, rows_per_expert, self._main_grad)
-        return grouped_matmul(rows_RI, weight_NOI, ends_of(rows_per_expert, rows_RI.device), self._main_grad)

@@ -10,14 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from mcore_parallel.backends._fp8_config import Fp8Config
-from mcore_parallel.backends._grouped import GroupedProducts
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn import LayerFactory
 from mcore_parallel.tensor_parallel import LossProducts
 
 
+@runtime_checkable
 class BackendLayers(LayerFactory, Protocol):
-    """A ``LayerFactory`` that also builds parts which only some models have."""
+    """A ``LayerFactory`` that says in how many bits it multiplies, and builds a part which only some models have."""
+
+    fp8: Fp8Config | None
+    """None for the dtype of the weights."""
 
     def norm_linear(
         self,
@@ -32,32 +35,6 @@ class BackendLayers(LayerFactory, Protocol):
         init: bool = True,
     ) -> nn.Module:
         """As ``NormColumnLinear``: a norm and the column-parallel layer that reads it, in one."""
-        ...
-
-    def grouped_linear(
-        self,
-        num_experts: int,
-        in_features: int,
-        out_features: int | tuple[int, ...],
-        groups: ProcessGroups,
-        *,
-        tp_dim: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> nn.Module:
-        """As ``GroupedLinear``: a product with a weight an expert."""
-        ...
-
-
-@runtime_checkable
-class GroupedProductsFactory(Protocol):
-    """Layers that say who multiplies stacks of experts, and in how many bits."""
-
-    fp8: Fp8Config | None
-    """None for the dtype of the weights."""
-
-    def grouped_products(self, in_features: int, out_features: int, groups: ProcessGroups) -> GroupedProducts | None:
-        """For experts with so many features on this rank; None for ``grouped_matmul``."""
         ...
 
 

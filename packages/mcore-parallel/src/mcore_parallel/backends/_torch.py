@@ -14,7 +14,6 @@ from mcore_parallel.backends._fp8_config import Fp8Config
 from mcore_parallel.backends._fp8_grouped import Fp8GroupedProducts
 from mcore_parallel.backends._fp8_loss import Fp8LossProducts
 from mcore_parallel.backends._fp8_products import Fp8Products
-from mcore_parallel.backends._grouped import GroupedLinear
 from mcore_parallel.backends._protocol import NormColumnLinear
 from mcore_parallel.backends._quantize import MULTIPLE
 from mcore_parallel.groups import ProcessGroups
@@ -105,24 +104,8 @@ class TorchBackendLayers:
         linear = self.column_linear(in_features, out_features, groups, shard_dim=shard_dim, dtype=dtype, device=device, init=init)
         return NormColumnLinear(norm, linear)
 
-    def grouped_linear(
-        self,
-        num_experts: int,
-        in_features: int,
-        out_features: int | tuple[int, ...],
-        groups: ProcessGroups,
-        *,
-        tp_dim: int | None = None,
-        **options: Any,
-    ) -> GroupedLinear:
-        out = math.prod((out_features,) if isinstance(out_features, int) else out_features)
-        cut_in = tp_dim is not None and tp_dim == (2 if isinstance(out_features, int) else len(out_features) + 1)
-        parts = groups.expt_tp.size if tp_dim is not None else 1
-        products = self.grouped_products(in_features // parts if cut_in else in_features, out if cut_in else out // parts, groups)
-        return GroupedLinear(num_experts, in_features, out_features, groups, tp_dim=tp_dim, products=products, **options)
-
     def grouped_products(self, in_features: int, out_features: int, groups: ProcessGroups) -> Fp8GroupedProducts | None:
-        """What multiplies experts with so many features on this rank; None for ``grouped_matmul``."""
+        """As of ``LayerFactory``; features that do not come in multiples of 16 keep the dtype of the weights."""
         if self.fp8 is None or in_features % MULTIPLE or out_features % MULTIPLE:
             return None
         return Fp8GroupedProducts(self.fp8, groups.expt_tp)

@@ -8,7 +8,7 @@ tensor-parallel ranks stay those of our layers, and a shell is lent a view of th
 
 # pyright: reportMissingImports=false
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,9 +17,9 @@ import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.common import recipe as recipes
 
+from mcore_parallel.backends._align import matmul_by_sizes
 from mcore_parallel.backends._fp8_config import Fp8Config
 from mcore_parallel.backends._fp8_loss import Fp8LossProducts
-from mcore_parallel.backends._grouped import GroupedLinear, GroupedProducts
 from mcore_parallel.backends._protocol import NormColumnLinear
 from mcore_parallel.backends._quantize import MULTIPLE
 from mcore_parallel.comm import (
@@ -30,7 +30,14 @@ from mcore_parallel.comm import (
 )
 from mcore_parallel.groups import ProcessGroups, ShardSpec
 from mcore_parallel.nn import AttentionCore, AttentionSpec, RMSNorm, Step, TorchLayers
-from mcore_parallel.tensor_parallel import BorrowedGradBuffer, ColumnParallelLinear, MainGradient, Route, RowParallelLinear
+from mcore_parallel.tensor_parallel import (
+    BorrowedGradBuffer,
+    ColumnParallelLinear,
+    GroupedProducts,
+    MainGradient,
+    Route,
+    RowParallelLinear,
+)
 
 # T tokens, I input features, O output features, N experts
 
@@ -128,14 +135,11 @@ class TransformerEngineLayers:
         linear.products = products
         return NormColumnLinear(norm, linear, products)
 
-    def grouped_linear(
-        self, num_experts: int, in_features: int, out_features: int | tuple[int, ...], groups: ProcessGroups, **options: Any
-    ) -> GroupedLinear:
-        return GroupedLinear(num_experts, in_features, out_features, groups, products=_Products(self.recipe), **options)
-
     def grouped_products(self, in_features: int, out_features: int, groups: ProcessGroups) -> GroupedProducts:
-        """As of ``GroupedProductsFactory``; features that do not come in multiples of 16 keep the dtype of the weights."""
-        return _Products(None if in_features % MULTIPLE or out_features % MULTIPLE else self.recipe)
+        """As of ``LayerFactory``; features that do not come in multiples of 16 keep the dtype of the weights."""
+        if self.fp8 is None or in_features % MULTIPLE or out_features % MULTIPLE:
+            return _Products(None)
+        return _Products(self.recipe, row_multiple=self.fp8.row_multiple)
 
 
 def build_recipe(fp8: Fp8Config) -> Any:
@@ -216,10 +220,13 @@ class _Products:
 
     Args:
         recipe: of Transformer Engine; None for the model's dtype.
+        row_multiple: of which an expert's rows are one.
     """
 
-    def __init__(self, recipe: Any) -> None:
-        self.recipe = recipe
+    reads_sizes = True
+
+    def __init__(self, recipe: Any, *, row_multiple: int = 1) -> None:
+        self.recipe, self.row_multiple = recipe, row_multiple
         self._shell: Any = None
         self._copied: tuple[int, int] | None = None
         self._told = False
@@ -232,18 +239,19 @@ class _Products:
         leave = reduce_scatter_to_sequence_parallel_region if route.sequence_parallel else reduce_from_tensor_model_parallel_region
         return leave(self._product(x_TI, weight_OI, route.main_grad), route.group)
 
-    def grouped(self, rows_RI: Tensor, weight_NOI: Tensor, rows_per_expert: Sequence[int], main_grad: MainGradient | None) -> Tensor:
+    def matmul(self, rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor, main_grad: MainGradient | None) -> Tensor:
+        return matmul_by_sizes(self._grouped, rows_RI, weight_NOI, ends_N, main_grad, multiple=self.row_multiple)
+
+    def _grouped(self, rows_RI: Tensor, weight_NOI: Tensor, sizes: list[int], main_grad: MainGradient | None) -> Tensor:
         num, out, width = weight_NOI.shape
         if self._shell is None:
             shell = te.GroupedLinear(num, width, out, bias=False, params_dtype=weight_NOI.dtype, device="meta")
             self._shell = _without(shell, *(f"weight{index}" for index in range(num)))
-        narrow = all(rows % MULTIPLE == 0 for rows in rows_per_expert)
         main_grad = _standing(main_grad)
         parts = _reporting(weight_NOI, main_grad).unbind(0)
         totals = [None] * num if main_grad is None else list(main_grad.total.view(num, out, width))
         lent = {f"weight{index}": (part, total) for index, (part, total) in enumerate(zip(parts, totals, strict=True))}
-        counts = torch.tensor(list(rows_per_expert), dtype=torch.int64)
-        return self._call(weight_NOI, lent, main_grad is not None, rows_RI, counts, narrow=narrow)
+        return self._call(weight_NOI, lent, main_grad is not None, rows_RI, torch.tensor(sizes, dtype=torch.int64))
 
     def weight_changed(self) -> None:
         self._told, self._copied = True, None

@@ -9,7 +9,7 @@ from torch import nn
 
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._norm import LayerNorm, RMSNorm
-from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from mcore_parallel.tensor_parallel import ColumnParallelLinear, GroupedProducts, RowParallelLinear
 
 
 class LayerFactory(Protocol):
@@ -60,6 +60,16 @@ class LayerFactory(Protocol):
         init: bool = True,
     ) -> nn.Module:
         """As ``RowParallelLinear``."""
+        ...
+
+    def grouped_products(self, in_features: int, out_features: int, groups: ProcessGroups) -> GroupedProducts | None:
+        """What multiplies a stack of experts; None for ``mcore_parallel.backends.grouped_matmul`` in the dtype of the weights.
+
+        Args:
+            in_features: of this rank.
+            out_features: of this rank.
+            groups: ranks that share an expert may share its scales.
+        """
         ...
 
 
@@ -117,3 +127,6 @@ class TorchLayers:
         init: bool = True,
     ) -> nn.Module:
         return RowParallelLinear(in_features, out_features, groups, bias=bias, dtype=dtype, device=device, init=init)
+
+    def grouped_products(self, in_features: int, out_features: int, groups: ProcessGroups) -> None:
+        return None

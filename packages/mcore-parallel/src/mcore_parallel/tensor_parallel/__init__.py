@@ -27,7 +27,15 @@ from mcore_parallel.tensor_parallel._lora import (
     merge_lora,
 )
 from mcore_parallel.tensor_parallel._lora_adapter import LoraAdapter, LoraConfig
-from mcore_parallel.tensor_parallel._product import LinearProducts, LossProducts, ProductLayer, Route, column_product, row_product
+from mcore_parallel.tensor_parallel._product import (
+    GroupedProducts,
+    LinearProducts,
+    LossProducts,
+    ProductLayer,
+    Route,
+    column_product,
+    row_product,
+)
 from mcore_parallel.tensor_parallel._replicated import ReplicatedLinear
 from mcore_parallel.tensor_parallel._row_maths import RowMaths
 from mcore_parallel.tensor_parallel._rows import combine, row_statistics, to_narrow_gradient
@@ -46,6 +54,7 @@ __all__ = [
     "BorrowedGradBuffer",
     "ColumnParallelLinear",
     "DeferredWeightGrads",
+    "GroupedProducts",
     "InvariantProducts",
     "Labels",
     "LinearProducts",

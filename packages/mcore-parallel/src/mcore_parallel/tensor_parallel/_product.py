@@ -56,6 +56,21 @@ class LinearProducts(Protocol):
         ...
 
 
+class GroupedProducts(Protocol):
+    """Multiplies the rows of experts by their stack of weights another way than ``mcore_parallel.backends.grouped_matmul``."""
+
+    reads_sizes: bool
+    """Whether the host waits for the rows of each expert."""
+
+    def matmul(self, rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor, main_grad: MainGradient | None) -> Tensor:
+        """[R, I] -> [R, O]; as ``grouped_matmul``, with ``ends_N`` on the device, and R a bound of the rows that the host knows."""
+        ...
+
+    def weight_changed(self) -> None:
+        """As ``WeightCopyHolder.parameters_changed``."""
+        ...
+
+
 class LossProducts(Protocol):
     """Computes the loss of an output layer from hidden states another way than ``fused_linear_cross_entropy``."""
 
