@@ -3,17 +3,18 @@
 """Each way of exchanging tokens against one rank, with ranks, experts and batches that are empty."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from mcore_moe import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher, MoEConfig, moe_feed_forward
+from mcore_moe import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher, MoEConfig, MoELayer, moe_feed_forward
 from mcore_moe.dispatch import _allgather
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.comm import all_reduce
-from mcore_parallel.models import TransformerConfig
+from mcore_parallel.models import Site, TransformerConfig
 from mcore_parallel.nn import Step, quick_geglu
 from tests.support.mixtures import filled_layer
 
@@ -153,9 +154,12 @@ def test_the_same_bits_twice(world) -> None:
 def test_what_cannot_be_is_named() -> None:
     with pytest.raises(ValueError, match="moe_token_dispatcher_type='ring' must be alltoall, allgather or flex"):
         MoEConfig(num_moe_experts=4, moe_token_dispatcher_type="ring")
-    mixture = dataclasses.replace(MIXTURE, moe_token_dispatcher_type="allgather")
-    with pytest.raises(ValueError, match="pause overlaps all-to-alls, found moe_token_dispatcher_type='allgather'; set it to 'alltoall'"):
-        moe_feed_forward(mixture, pause=lambda: None)
+    site = Site(layer=0, local_layer=0, config=MODEL, groups=ProcessGroups.single())
+    for kind in ("allgather", "flex"):
+        mixture = dataclasses.replace(MIXTURE, moe_token_dispatcher_type=kind)
+        for build in (moe_feed_forward, functools.partial(MoELayer, site=site)):
+            with pytest.raises(ValueError, match=f"pause overlaps all-to-alls, found moe_token_dispatcher_type='{kind}'; set it to"):
+                build(mixture, pause=lambda: None)
 
 
 def check_equal_lengths(plan: ParallelPlan, exchange: str) -> None:
