@@ -87,7 +87,7 @@ def test_a_conversation_has_the_tokens_that_its_completion_is_charged(server: In
         ("/detokenize", {"tokens": [True]}, 422, "tokens"),
         ("/detokenize", {"tokens": [9999]}, 400, "9999"),
         ("/detokenize", {"tokens": "a"}, 422, "tokens"),
-        ("/detokenize", {"tokens": [97] * 65}, 400, "max_model_len=64"),
+        ("/detokenize", {"tokens": [97] * 65}, 400, "max_sequence_length=64"),
     ],
 )
 def test_a_bad_body_names_its_field(http: httpx.Client, path: str, body: dict[str, Any], status: int, word: str) -> None:

@@ -174,7 +174,7 @@ class Routes:
         budget = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         check_budget(body, budget)
         for prompt in body.prompts:
-            tokens = self._encoder.encode(prompt) if isinstance(prompt, str) else self._checked(prompt)
+            tokens = self._encoder.encode(prompt) if isinstance(prompt, str) else prompt
             prompts.append(tokens)
             texts.append("" if not body.echo else prompt if isinstance(prompt, str) else self._encoder.decode(prompt))
             for choice in range(body.num_choices):
@@ -188,14 +188,6 @@ class Routes:
             choice=self._completion_choice, delta=self._completion_delta, prompt_texts=texts,
         )  # fmt: skip
         return await self._answer(request, call)
-
-    def _checked(self, prompt: list[int]) -> list[int]:
-        """Refuse a prompt of tokens that no engine can hold, before it is copied to one; engines that are not there yet refuse it later."""
-        longest = self._runner.max_sequence_length
-        if 0 < longest < len(prompt):
-            message = f"the prompt has {len(prompt)} tokens and max_sequence_length={longest}; shorten it"
-            raise ApiError(400, message, code="context_length_exceeded", param="prompt")
-        return prompt
 
     async def chat_completions(self, request: Request) -> Response:
         body = await self._reader.read(request, ChatBody)

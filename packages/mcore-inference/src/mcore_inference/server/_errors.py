@@ -82,6 +82,5 @@ class ApiError(Exception):
             return cls(422, f"the body has {error.error_count()} faults, such as unknown fields; send fewer fields", code="invalid_body")
         faults = error.errors(include_url=False, include_context=False, include_input=False)
         where = [".".join(str(part) for part in fault["loc"]) for fault in faults]
-        status = 400 if faults[0]["type"] == "json_invalid" else 422
         text = "; ".join(f"{field}: {fault['msg']}" if field else fault["msg"] for field, fault in zip(where, faults, strict=True))
-        return cls(status, text[:2000], code="invalid_body", param=where[0] or None)
+        return cls(422, text[:2000], code="invalid_body", param=where[0] or None)

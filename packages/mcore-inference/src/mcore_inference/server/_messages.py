@@ -5,11 +5,36 @@
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 _MAX_TEXT = 2**22
 _MAX_TOOLS = 128
+_MAX_MESSAGES = 4096
+_MAX_LEVELS = 32
+_MAX_VALUES = 2**16
 
+
+def _bounded(value: dict[str, Any]) -> dict[str, Any]:
+    """JSON of any form, refused where it is deep or large; each level is counted before it is looked at."""
+    level: list[Any] = [value]
+    for _ in range(_MAX_LEVELS):
+        if (count := sum(map(len, level))) > _MAX_VALUES:
+            raise ValueError(f"it has {count} values at one depth; at most {_MAX_VALUES} are allowed")
+        values = [part for each in level for part in (each.values() if isinstance(each, dict) else each)]
+        level = [part for part in values if isinstance(part, dict | list)]
+        if not level:
+            return value
+    raise ValueError(f"it is nested deeper than {_MAX_LEVELS} levels; nest it less")
+
+
+def _few(messages: object) -> object:
+    """Refuse too many before the first is looked at."""
+    if isinstance(messages, list) and len(messages) > _MAX_MESSAGES:
+        raise ValueError(f"List should have at most {_MAX_MESSAGES} items, not {len(messages)}")
+    return messages
+
+
+Schema = Annotated[dict[str, Any], AfterValidator(_bounded)]
 Text = Annotated[str, StringConstraints(max_length=_MAX_TEXT)]
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 CallId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -61,11 +86,12 @@ class CalledFunction(BaseModel):
     @classmethod
     def _is_object(cls, arguments: str) -> str:
         try:
-            is_object = isinstance(json.loads(arguments or "{}"), dict)
+            read = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
-            is_object = False
-        if not is_object:
+            read = None
+        if not isinstance(read, dict):
             raise ValueError("arguments must be the text of a JSON object")
+        _bounded(read)
         return arguments
 
 
@@ -125,6 +151,9 @@ class Message(BaseModel):
         return plain
 
 
+Messages = Annotated[list[Message], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True), BeforeValidator(_few)]
+
+
 class FunctionTool(BaseModel):
     """A function that the model may call."""
 
@@ -132,7 +161,7 @@ class FunctionTool(BaseModel):
 
     name: FunctionName
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Schema | None = None
     """JSON schema of the arguments; None for no arguments."""
     strict: bool | None = None
     """Hold the arguments to the schema even where the model is free to call or not."""

@@ -4,10 +4,11 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag, ValidationInfo
 
 from mcore_inference.sampling import SamplingParams, StructuredOutput
-from mcore_inference.server._messages import EXACT, ChosenTool, Message, Text, Tools
+from mcore_inference.server._errors import ApiError
+from mcore_inference.server._messages import EXACT, ChosenTool, Messages, Schema, Text, Tools
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 128
@@ -21,6 +22,24 @@ _PROMPT_ALONE: dict[str, Any] = {
 }
 _MESSAGES_ALONE: dict[str, Any] = {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": _ABSENT}}
 
+
+def _fits(tokens: object, info: ValidationInfo) -> object:
+    """Refuse more tokens than the longest sequence has, which is the context, before they are looked at; 0 or None refuses none."""
+    if info.context and isinstance(tokens, list) and len(tokens) > info.context:
+        name = info.field_name or "prompt"
+        message = f"{name} holds {len(tokens)} tokens and max_sequence_length={info.context}; send fewer"
+        raise ApiError(400, message, code="context_length_exceeded", param=name)
+    return tokens
+
+
+def _prompt_kind(prompt: object) -> str:
+    """By the first element of a list, so that each is looked at as one kind only."""
+    if not isinstance(prompt, list):
+        return "text"
+    first = prompt[0] if prompt else None
+    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "tokens"
+
+
 ModelName = Annotated[str, StringConstraints(max_length=256)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -28,7 +47,7 @@ Token = Annotated[int, Field(ge=0, lt=2**31)]
 TokenKey = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 Bias = Annotated[float, Field(ge=-1000, le=1000)]
 # The first fault of a list ends its check: a body may hold a million.
-Tokens = Annotated[list[Token], Field(min_length=1, max_length=_MAX_TOKENS, fail_fast=True)]
+Tokens = Annotated[list[Token], Field(min_length=1, max_length=_MAX_TOKENS, fail_fast=True), BeforeValidator(_fits)]
 
 
 class StreamOptions(BaseModel):
@@ -64,7 +83,7 @@ class NamedSchema(BaseModel):
 
     name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: Text | None = None
-    json_schema: dict[str, Any] = Field(alias="schema")
+    json_schema: Schema = Field(alias="schema")
     strict: bool | None = None
     """The output has the form in either case."""
 
@@ -172,12 +191,13 @@ class _Sampling(BaseModel):
 class CompletionBody(_Sampling):
     """Body of ``/v1/completions``."""
 
-    prompt: (
-        Text
-        | Tokens
-        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
-        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
-    )
+    prompt: Annotated[
+        Annotated[Text, Tag("text")]
+        | Annotated[Tokens, Tag("tokens")]
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("texts")]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("lists")],
+        Discriminator(_prompt_kind),
+    ]
     max_tokens: int | None = Field(default=None, ge=0, le=_MAX_TOKENS)
     """16 when absent."""
     logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -199,7 +219,7 @@ class CompletionBody(_Sampling):
 class ChatBody(_Sampling):
     """Body of ``/v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
+    messages: Messages
     max_tokens: int | None = Field(default=None, ge=1, le=_MAX_TOKENS)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=_MAX_TOKENS)
     logprobs: bool | None = None
@@ -218,7 +238,7 @@ class TokenizeBody(BaseModel):
 
     model: ModelName = ""
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
+    messages: Messages | None = None
     tools: Tools | None = None
     add_generation_prompt: bool = True
     """Open the assistant's turn behind the messages."""
@@ -233,7 +253,7 @@ class DetokenizeBody(BaseModel):
     model_config = EXACT
 
     model: ModelName = ""
-    tokens: Annotated[list[Token], Field(max_length=_MAX_TOKENS, fail_fast=True)]
+    tokens: Annotated[list[Token], Field(max_length=_MAX_TOKENS, fail_fast=True), BeforeValidator(_fits)]
 
 
 class UpdateWeightsBody(BaseModel):

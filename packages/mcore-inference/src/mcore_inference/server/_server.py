@@ -253,7 +253,7 @@ def serve_runner(
         listener.close()
         raise ValueError(f"weights={weights.root}: a {type(runner).__name__} has no load_weights; leave it out")
     metrics = ServerMetrics(runner)
-    reader = BodyReader(model_name, limits.max_body_bytes)
+    reader = BodyReader(model_name, limits.max_body_bytes, lambda: runner.max_sequence_length)
     encoder = PromptEncoder(tokenizer, lambda: runner.max_sequence_length, limits.max_characters_per_token)
     route = WeightRoute(reader, runner, weights) if weights is not None and isinstance(runner, WeightLoader) else None
     routes = Routes(runner, reader=reader, encoder=encoder, token=token, metrics=metrics, tool_format=form, weights=route)

@@ -51,8 +51,4 @@ class TokenizeRoutes:
     async def detokenize(self, request: Request) -> dict[str, str]:
         """Text of at most as many ids as the longest sequence has, as the generating routes return it."""
         body = await self._reader.read(request, DetokenizeBody)
-        longest = self._runner.max_sequence_length
-        if 0 < longest < len(body.tokens):
-            message = f"tokens holds {len(body.tokens)} ids and max_model_len={longest}; send fewer at once"
-            raise ApiError(400, message, code="context_length_exceeded", param="tokens")
         return {"prompt": self._encoder.decode(body.tokens, "tokens")}
