@@ -2,6 +2,9 @@
 # Copyright (c) 2026 the mcore authors
 """What a coordinator does, without sockets: engines and clients that come, go, hang and lie."""
 
+import contextlib
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -36,6 +39,8 @@ from mcore_inference.coordinator._messages import (
     Unpause,
     WeightBucket,
     WireChunk,
+    decode_for_client,
+    decode_for_engine,
     decode_incoming,
     encode,
     is_greeting,
@@ -452,6 +457,24 @@ def test_settings_and_prompts_of_a_request_are_bounded() -> None:
     for message in (many, long):
         with pytest.raises(msgspec.ValidationError):
             decode_incoming(encode(message))
+
+
+def deep(levels: int, value: Any = 1) -> Any:
+    return deep(levels - 1, [value] if levels % 2 else {"a": value}) if levels else value
+
+
+@pytest.mark.parametrize("levels", [6, 7, 100])
+def test_no_message_is_nested_deeper_than_eight_levels(levels: int) -> None:
+    settings = msgspec.msgpack.encode([3, 1, "x", {"new": deep(levels)}, True])
+    record = msgspec.msgpack.encode([4, 1, {"new": deep(levels)}])
+    for frame, decode in (
+        (settings, decode_incoming),
+        (settings, decode_for_engine),
+        (record, decode_incoming),
+        (record, decode_for_client),
+    ):
+        with contextlib.nullcontext() if levels == 6 else pytest.raises(msgspec.ValidationError, match="got `"):
+            decode(frame)
 
 
 def test_what_cannot_be_sent_ends_its_request_alone() -> None:

@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """What clients, the coordinator and engines send each other: one msgpack array a message, its first element the number of its kind."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -32,6 +32,15 @@ Number = Annotated[int, Meta(ge=-1, le=MAX_NUMBER)]
 """-1 where there is none."""
 Size = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+
+_Scalar = None | bool | int | float | str
+_Level1 = _Scalar | list[_Scalar] | dict[str, _Scalar]
+_Level2 = _Scalar | list[_Level1] | dict[str, _Level1]
+_Level3 = _Scalar | list[_Level2] | dict[str, _Level2]
+_Level4 = _Scalar | list[_Level3] | dict[str, _Level3]
+_Level5 = _Scalar | list[_Level4] | dict[str, _Level4]
+Plain = _Scalar | list[_Level5] | dict[str, _Level5]
+"""Data of any form, of at most six levels: with the array of its message and the field that it stands in, none is deeper than eight."""
 
 Figures = Annotated[
     dict[Annotated[str, Meta(max_length=MAX_NAME)], Annotated[float, Meta(ge=-1e18, le=1e18)]], Meta(max_length=MAX_FIGURES)
@@ -64,7 +73,7 @@ class SubmitRequest(Message, tag=3):
 
     request_id: Number
     prompt: Annotated[str, Meta(max_length=MAX_TEXT)] | Annotated[list[int], Meta(max_length=MAX_TOKENS)]
-    sampling_params: Annotated[dict[Annotated[str, Meta(max_length=MAX_NAME)], Any], Meta(max_length=MAX_FIGURES)]
+    sampling_params: Annotated[dict[Annotated[str, Meta(max_length=MAX_NAME)], Plain], Meta(max_length=MAX_FIGURES)]
     """As ``SamplingParams.serialize``."""
     stream: bool
     """Whether tokens are sent as they come."""
@@ -76,7 +85,7 @@ class EngineReply(Message, tag=4):
     """A request ended; the way back of ``SubmitRequest``."""
 
     request_id: Number
-    record: dict[str, Any]
+    record: dict[str, Plain]
     """As ``DynamicInferenceRequestRecord.serialize``."""
     tokens: list[int] = []
     """Of a stream: what came since the last ``Partial``, as there."""
