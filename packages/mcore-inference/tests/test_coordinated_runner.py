@@ -451,3 +451,32 @@ def test_a_refusal_is_the_same_with_a_coordinator_and_without(runners: list[Engi
                 del error["request_id"]
             assert errors[0] == errors[1] and answers[0].status_code == answers[1].status_code >= 400, fields
             assert errors[0]["code"] != "RequestError" and not errors[0]["message"].startswith("request "), errors[0]
+
+
+def test_a_stream_that_an_engine_refuses_has_the_status_of_its_refusal(runners: list[EngineRunner]) -> None:
+    """Also where only an engine of another process can know; a client that waits for it and leaves is one that left."""
+    httpx = pytest.importorskip("httpx")
+    from mcore_inference.server import serve_runner
+
+    with ExitStack() as stack:
+        coordinator = start(stack)
+        join(stack, runners[0], coordinator)
+        coordinator.wait_for_engines(1)
+        server = stack.enter_context(serve_runner(lambda: CoordinatedRunner(coordinator.address), ByteTokenizer()))
+        http = stack.enter_context(httpx.Client(base_url=server.url, timeout=30))
+        for path, prompt in {
+            "/v1/completions": {"prompt": "x"},
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+        }.items():
+            body = {**prompt, "stream": True, "stop_token_ids": [2**30]}
+            answer = http.post(path, json=body)
+            assert answer.status_code == 400 and answer.headers["content-type"] == "application/json", answer.text
+            assert "stop_token_ids" in answer.json()["error"]["message"]
+            good = http.post(path, json={**prompt, "stream": True, "max_tokens": 3, "ignore_eos": True})
+            assert good.status_code == 200 and good.text.endswith("data: [DONE]\n\n") and '"error"' not in good.text
+        asyncio.run(runners[0].pause())
+        with pytest.raises(httpx.ReadTimeout):
+            http.post("/v1/completions", json={"prompt": "x", "stream": True}, timeout=0.3)
+        asyncio.run(runners[0].unpause())
+        until(lambda: coordinator.num_open_requests == 0, "the request of the client that left is aborted")
+        assert 'mcore_inference_http_responses_total{status="499"} 1.0' in http.get("/metrics").text

@@ -247,7 +247,11 @@ class Routes:
         return streams
 
     async def _events(self, call: _GenerationCall, streams: list[RequestStream]) -> AsyncIterator[str]:
-        """Chunks, the usage when asked for, and the end mark; an error ends the stream with an error object."""
+        """Chunks, the usage when asked for, and the end mark.
+
+        Raises:
+            ApiError: nothing was generated; a later error is an error object, which ends the stream.
+        """
         records: dict[int, DynamicInferenceRequestRecord] = {}
         sent = [0] * len(streams)
 
@@ -257,16 +261,18 @@ class Routes:
         with_usage = call.body.stream_options is not None and call.body.stream_options.include_usage
         # While usage is asked for, OpenAI sends it as null with every other chunk.
         null_usage: dict[str, Any] = {"usage": None} if with_usage else {}
+        has_begun = False
         try:
-            if isinstance(call.body, ChatBody):
-                for index in range(len(streams)):
-                    first = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-                    yield chunk([first], **null_usage)
             async for index, increment in merged(streams):
                 if increment.record is not None:
                     records[index] = increment.record
                     if increment.record.status is Status.FAILED:
                         raise ApiError.of_failure(increment.record.error)
+                if not has_begun and isinstance(call.body, ChatBody):
+                    for choice in range(len(streams)):
+                        first = {"index": choice, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+                        yield chunk([first], **null_usage)
+                has_begun = True
                 yield chunk([call.delta(call, index, increment, sent[index])], **null_usage)
                 sent[index] += len(increment.text)
             if with_usage:
@@ -274,6 +280,8 @@ class Routes:
                 yield chunk([], usage=usage(ordered, call.body.num_choices))
             yield "[DONE]"
         except Exception as error:
+            if not has_begun:
+                raise _refusal(call, error) from error
             yield json.dumps(_refusal(call, error).body(current_request_id()))
         finally:
             _abort(streams)

@@ -78,6 +78,8 @@ async def merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, I
 class EventStream(Response):
     """Server-sent events; stops the events when the client leaves.
 
+    The answer begins with the first event: an error before it is answered with a status of its own.
+
     Args:
         events: texts of the ``data`` fields; closed in every case, so that it can clean up.
     """
@@ -90,16 +92,22 @@ class EventStream(Response):
         self._events: Any = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
         async def write() -> None:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            nonlocal has_begun
             async for event in self._events:
+                if not has_begun:
+                    has_begun = True
+                    await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 await send({"type": "http.response.body", "body": f"data: {event}\n\n".encode(), "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         try:
             await unless_gone(receive, write())
         except ClientGone:
-            pass
+            if not has_begun:
+                raise
         finally:
             await self._events.aclose()
 
