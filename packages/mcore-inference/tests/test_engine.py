@@ -138,6 +138,25 @@ def test_preemption_by_recompute_changes_nothing_but_the_events(make_model: Make
     check_idle(engine)
 
 
+def test_a_cache_that_is_asked_for_four_times_over_serves_every_request(make_model: Make, make_engine: Make) -> None:
+    """All at once, more than half of them preempted, each with the tokens that it has where there is room for all; no block is lost."""
+    model, rng = make_model(), random.Random(2)
+    prompts = random_prompts(rng, 16, 8)
+    params = [
+        SamplingParams(temperature=number % 3 / 2, seed=number, ignore_eos=True, num_tokens_to_generate=rng.randrange(24, 40))
+        for number in range(16)
+    ]
+    block, wanted = 4, [len(prompt) + settings.budget(0) for prompt, settings in zip(prompts, params, strict=True)]
+    num_blocks = sum(-(-count // block) for count in wanted) // 4
+    engine = make_engine(model, num_blocks=num_blocks, block_size_tokens=block, max_requests=16)
+    free = make_engine(model, max_requests=16, num_blocks=256).generate(prompts, params)
+    tight = engine.generate(prompts, params)
+    assert sum(record.num_preemptions > 0 for record in tight) > 8
+    for one, other in zip(free, tight, strict=True):
+        assert other.generated_tokens == one.generated_tokens and other.finish_reason is FinishReason.LENGTH
+    check_idle(engine)
+
+
 def test_pauses_are_events_where_they_are_asked_for(make_model: Make, make_engine: Make) -> None:
     prompts, params = random_prompts(random.Random(1), 6, 8), replace(GREEDY, num_tokens_to_generate=20)
     engine = make_engine(make_model(), num_blocks=9, block_size_tokens=4, track_paused_request_events=True)
