@@ -16,6 +16,7 @@ Exit code: 0 done; 1 failed, 2 an input cannot be used, and why; 75 the engine f
 """
 
 import argparse
+import contextlib
 import logging
 import os
 import socket
@@ -28,7 +29,7 @@ import torch
 
 from mcore_ckpt import CheckpointingException
 from mcore_ckpt.hf import import_hf
-from mcore_inference import DynamicInferenceEngine, EngineDeadError
+from mcore_inference import DynamicInferenceEngine, EngineDeadError, EngineRunner
 from mcore_inference.server import InferenceServer, ServerLimits, StopSignals, WeightFolders, serve, serve_runner
 from mcore_parallel.guard import STALLED_EXIT_CODE
 from mcore_tools._quiet_pipe import quiet_pipe
@@ -51,6 +52,7 @@ from mcore_tools.serving import (
     coordinated,
     end_process,
     frozen_heap,
+    given_up_when_hung,
     open_served_tokenizer,
     served_model,
     short_turns,
@@ -170,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 code = _serve(engine, options, token, weights)
             if ranks is not None:
                 ranks.leave(engine, code)
-        return code if ranks is None else end_process(code)
+        return end_process(code)
     except torch.OutOfMemoryError as error:
         reason = str(error).partition(". ")[0]
         report_error(f"{reason}; lower --cache-gb or --max-requests, or split the model by --tp")
@@ -263,7 +265,10 @@ def _serve(engine: DynamicInferenceEngine, options: argparse.Namespace, token: s
             tool_call_parser=options.tool_call_parser,
             weights=weights,
         )
-        return _wait(server, signals, options)
+        with contextlib.ExitStack() as stack:
+            if isinstance(server.runner, EngineRunner):
+                stack.enter_context(given_up_when_hung(server.runner))
+            return _wait(server, signals, options)
 
 
 def _serve_replicas(options: argparse.Namespace, token: str | None, weights: WeightFolders | None) -> int:

@@ -4,11 +4,15 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
+import re
 import shutil
 import signal
+import threading
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -17,8 +21,9 @@ import pytest
 import torch
 
 from mcore_ckpt import CheckpointingException, CheckpointManager
-from mcore_inference import SamplingParams
+from mcore_inference import DynamicInferenceEngine, SamplingParams
 from mcore_inference.decoder import fp8_parameters
+from mcore_inference.engine import _runner
 from mcore_inference.server import serve
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import train_bpe
@@ -30,7 +35,7 @@ from mcore_tools import cli
 from mcore_tools.assembly import build_model, open_tokenizer
 from mcore_tools.recipes import DataConfig, RunConfig, override, recipe
 from mcore_tools.serve import main
-from mcore_tools.serving import EngineRanks, build_engine, open_engine
+from mcore_tools.serving import EngineRanks, _hang, build_engine, open_engine
 from mcore_tools.training import run_assets, run_checkpoints
 from tests.support.commands import Command, run_ranks, torchrun_environment
 
@@ -235,6 +240,30 @@ def test_a_server_whose_only_engine_dies_again_and_again_ends_with_its_exit_code
             time.sleep(0.05)
         assert command.wait() == 75
         assert "all engines are given up; the reasons stand above" in command.errors
+
+
+def hanging(words: list[str]) -> int:
+    """``mcore serve`` whose third step has no end."""
+    _hang._GRACE_S, _runner._LAST_STEP_S = 0.5, 0.1
+    step, steps = DynamicInferenceEngine.step, itertools.count(1)
+
+    def hang(engine: DynamicInferenceEngine) -> Any:
+        if next(steps) == 3:
+            threading.Event().wait()
+        return step(engine)
+
+    DynamicInferenceEngine.step = hang
+    return main(words)
+
+
+@pytest.mark.timeout(120)
+def test_a_server_whose_engine_hangs_answers_and_ends_for_a_supervisor(saved_run: tuple[RunConfig, Path]) -> None:
+    with Command(hanging, [str(saved_run[1]), "--port", "0", "--cache-gb", "0.01", "--stall-seconds", "0.5"]) as command:
+        with pytest.raises(urllib.error.HTTPError, match="503") as caught:
+            ask(url_of(command))
+        error = json.loads(caught.value.read())["error"]
+        assert error["code"] == "EngineDeadError" and re.search("a step of [12] s hangs", error["message"]), error
+        assert command.wait() == 75 and "error: the engine failed: EngineDeadError: a step of" in command.errors, command.errors
 
 
 def test_engines_of_their_own_processes_get_the_layout(

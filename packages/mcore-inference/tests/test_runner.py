@@ -304,6 +304,34 @@ def test_a_step_that_hangs_shows_in_health(engine: DynamicInferenceEngine, outpu
     asyncio.run(main())
 
 
+def test_an_engine_that_hangs_is_given_up_by_whoever_sees_it(
+    engine: DynamicInferenceEngine, output: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mcore_inference.engine._runner._LAST_STEP_S", 0.05)
+
+    async def main() -> None:
+        runner = EngineRunner(engine)
+        output.held = True
+        running = await runner.submit("a", TEN)
+        assert await asyncio.to_thread(output.entered.wait, 30)
+        waiting = asyncio.ensure_future(runner.submit("b", TEN))
+        await asyncio.sleep(0.01)
+        runner.fail(error := EngineDeadError("its step hangs"))
+        for answer in (running.record(), waiting, runner.submit("c", TEN)):
+            with pytest.raises(EngineDeadError, match="its step hangs"):
+                await answer
+        assert runner.failure is error and not runner.health().alive
+        # It waits for no step that may have no end, and is told the first reason.
+        runner.close()
+        runner.fail(EngineDeadError("another"))
+        assert runner.failure is error
+        output.let_go()
+        runner._thread.join(10)
+        assert not runner._thread.is_alive()
+
+    asyncio.run(main())
+
+
 def test_only_a_step_that_may_compile_or_is_of_a_cpu_may_take_a_minute(
     engine: DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

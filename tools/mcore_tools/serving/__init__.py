@@ -5,6 +5,7 @@
 from mcore_tools.serving._coordinated import coordinated, uses_coordinator
 from mcore_tools.serving._engine import Served, build_engine, frozen_heap, serve_exported, short_turns
 from mcore_tools.serving._files import PromptFile, continue_prompts
+from mcore_tools.serving._hang import given_up_when_hung
 from mcore_tools.serving._job import Job
 from mcore_tools.serving._layout import EngineLayout
 from mcore_tools.serving._open import open_engine, open_served_tokenizer, served_length, served_model
@@ -24,6 +25,7 @@ __all__ = [
     "coordinated",
     "end_process",
     "frozen_heap",
+    "given_up_when_hung",
     "open_engine",
     "open_served_tokenizer",
     "serve_exported",

@@ -172,7 +172,7 @@ def start_rank(command: Sequence[str], rank: int, size: int, port: int, environm
 
 
 def end_process(code: int) -> int:
-    """The end of a rank of a split engine; a step that waits for lost ranks does not hold it back.
+    """The end of an engine's process; a step that hangs, or waits for lost ranks, does not hold it back.
 
     Returns:
         The code, where nothing hangs.

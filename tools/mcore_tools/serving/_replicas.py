@@ -17,6 +17,7 @@ from mcore_inference import DynamicInferenceEngine, EngineRunner
 from mcore_inference.coordinator import DataParallelInferenceCoordinator, EngineWorker
 from mcore_parallel.guard import STALLED_EXIT_CODE
 from mcore_tools.exit_code import FAILED, REFUSED
+from mcore_tools.serving._hang import given_up_when_hung
 from mcore_tools.serving._job import Job
 from mcore_tools.serving._layout import EngineLayout
 from mcore_tools.serving._ranks import start_rank
@@ -234,7 +235,7 @@ def work_for(engine: DynamicInferenceEngine, job: Job, name: str, limits: "Serve
     """Serve the requests of a coordinator until a signal, a stop of all engines, the end of the engine or of the parent process.
 
     Returns:
-        Exit code: 0, or 75 when the engine was given up.
+        Exit code: 0, or 75 when the engine was given up: it failed, or a step hangs.
     """
     # Slow to import, and only for who serves.
     from mcore_inference.server import StopSignals
@@ -248,6 +249,7 @@ def work_for(engine: DynamicInferenceEngine, job: Job, name: str, limits: "Serve
             max_failed_steps=limits.max_failed_steps,
             max_waiting_requests=limits.max_waiting_requests,
         ) as runner,
+        given_up_when_hung(runner),
         EngineWorker(runner, job.address, name=name, security=job.security) as worker,
     ):
         while not signals.count and os.getppid() == parent and not worker.join(_POLL_S):

@@ -33,7 +33,7 @@ _WARM_STALL_S = 3.5
 _COLD_STALL_S = 60.0
 """That a step may take which compiles, or is of a CPU."""
 _LAST_STEP_S = 5.0
-"""That a step gets to end whose other ranks are lost; it may never do so."""
+"""That the step of an engine that is given up gets to end; it may never do so."""
 _LOG = logging.getLogger("mcore_inference.engine")
 
 
@@ -121,13 +121,13 @@ class EngineRunner:
         self._awaits_weights = False
         self._failure: BaseException | None = None
         self._progress = time.monotonic()
-        self._leader = None if ranks.size == 1 else LockstepLeader(engine, lockstep or LockstepConfig(), self._give_up)
+        self._leader = None if ranks.size == 1 else LockstepLeader(engine, lockstep or LockstepConfig(), self.fail)
         # Whoever changes the engine does it through this.
         self._calls: DynamicInferenceEngine | LockstepLeader = engine if self._leader is None else self._leader
         self._peers, self._loads = engine.peers, None
         if self._peers is not None:
             config = lockstep or LockstepConfig()
-            self._peers.open(config, self._give_up, self._wake_up)
+            self._peers.open(config, self.fail, self._wake_up)
             self._peers.spans_steps = True
             self._loads = SharedLoads(self._peers, self._calls, config.step_timeout_s)
         self._thread = threading.Thread(target=self._run, name="mcore-engine", daemon=True)
@@ -148,9 +148,9 @@ class EngineRunner:
         with self._wake:
             self._closing = True
             self._wake.notify()
-        lost = isinstance(self._failure, RankFailedError)
-        self._thread.join(min(timeout_s, _LAST_STEP_S) if lost else timeout_s)
-        if self._thread.is_alive() and not lost:
+        is_given_up = isinstance(self._failure, EngineDeadError)
+        self._thread.join(min(timeout_s, _LAST_STEP_S) if is_given_up else timeout_s)
+        if self._thread.is_alive() and not is_given_up:
             raise TimeoutError(f"the engine's step of {time.monotonic() - self._progress:.0f} s did not end within timeout_s={timeout_s}")
 
     async def submit(
@@ -358,6 +358,21 @@ class EngineRunner:
                 return
         command.refuse()
 
+    def fail(self, error: EngineDeadError) -> None:
+        """Give the engine up, from any thread, also while a step hangs: no request comes in any more, open ones get the error.
+
+        Nothing happens while the runner closes.
+
+        Args:
+            error: why; another rank that was lost, or a step without end.
+        """
+        with self._wake:
+            if self._closing:
+                return
+            self._failure = error
+        _LOG.critical("the engine is given up: %s", error)
+        self._refuse_all()
+
     @property
     def failure(self) -> BaseException | None:
         """What ended the thread; None while it runs, and after ``close``."""
@@ -495,7 +510,7 @@ class EngineRunner:
     def _finish_steps(self) -> None:
         """Others wait in the steps that were decided with this rank, until it has made them too."""
         peers = self._peers
-        if peers is None or isinstance(self._failure, RankFailedError):
+        if peers is None or isinstance(self._failure, EngineDeadError):
             return
         try:
             self._calls.hold_steps("is closed")
@@ -503,15 +518,6 @@ class EngineRunner:
                 self._calls.step()
         except Exception:
             _LOG.exception("the last steps of a closed engine failed")
-
-    def _give_up(self, failure: RankFailedError) -> None:
-        """From another thread: another rank failed, and this one may wait for it in a step without end."""
-        with self._wake:
-            if self._closing:
-                return
-            self._failure = failure
-        _LOG.critical("the engine is given up: %s", failure)
-        self._refuse_all()
 
     def _refuse_all(self) -> dict[int, RequestStream]:
         """Take no more requests, and end the open ones, which are returned, with an error."""
@@ -530,7 +536,7 @@ class EngineRunner:
         return streams
 
     def _dead(self) -> EngineDeadError:
-        if isinstance(self._failure, RankFailedError):
+        if isinstance(self._failure, EngineDeadError):
             return self._failure
         if self._failure is not None:
             return EngineDeadError(f"the engine failed: {type(self._failure).__name__}: {self._failure}")
