@@ -3,6 +3,7 @@
 """The critic of a run with PPO: its parts, its first weights, its checkpoints."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import torch
@@ -49,6 +50,7 @@ class RunCritic:
 
     def begin(self) -> None:
         """With the weights of the policy."""
+        self._forget_after(-1)
         own = {**dict(self._policy.named_parameters()), **dict(self._policy.named_buffers())}
         with torch.no_grad():
             for name, value in (*self.critic.model.named_parameters(), *self.critic.model.named_buffers()):
@@ -67,17 +69,23 @@ class RunCritic:
                 f"{self._checkpoints.directory} has steps {steps}, and the policy is at {step}: the run began without rl.gae; begin "
                 "another one with load.path, or set rl.gae=none"
             )
+        self._forget_after(step)
         _, extra = self._checkpoints.load(self._state(), step)
         self._optimizer.load_step_count(int(extra["optimizer_step"]))
 
     def save(self, step: int) -> None:
-        """Before the policy's step, so that each of those has its critic; one that a killed run left alone is the same, and is kept."""
-        if step not in self._checkpoints.steps():
-            self._checkpoints.save(step, self._state(), {"optimizer_step": self._optimizer.step_count})
+        """Before the policy's step, so that each of those has its critic."""
+        self._checkpoints.save(step, self._state(), {"optimizer_step": self._optimizer.step_count})
 
     def close(self) -> None:
         """Give up hooks."""
         self._sync.close()
+
+    def _forget_after(self, step: int) -> None:
+        """Remove what a run that was killed had saved before a step of the policy that never came: other answers follow now."""
+        if self._groups.world.is_first:
+            for left in [left for left in self._checkpoints.steps() if left > step]:
+                shutil.rmtree(self._checkpoints.path(left))
 
     def _state(self) -> dict[str, TensorShard | list[TensorShard]]:
         return {**model_state(self.critic.model, self._groups), **optimizer_state(self._optimizer, self._groups)}

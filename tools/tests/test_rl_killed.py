@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""A run of ``mcore rl`` that is killed in each of its phases ends with the numbers and weights of one that was not, whatever it learns."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_ckpt import CheckpointManager
+from mcore_ckpt.manifest import read_manifest
+from mcore_tools.rl import CRITIC, REFERENCE
+from tests.support.countdown import QUIET, SIZES, countdown_words, rows
+from tests.support.killed_rl import PHASES, Start, run_starts
+
+pytestmark = [pytest.mark.journey, pytest.mark.timeout(300)]
+# Each problem is posed once, and any text may earn something. To the last bit, answers do not depend on those that share a step.
+TINY = (
+    *SIZES,
+    *QUIET,
+    *("rl.environment=character_share", f"rl.character_share.prompts=[{','.join('abcdefghijklmnopqrstuvwxyz')}]"),
+    f"rl.character_share.wanted={''.join(map(chr, range(65, 91)))}{''.join(map(chr, range(97, 123)))}",
+    *("model.vocab_size=264", "data.tokenizer=byte", "batch_invariant=true", "train.seq_len=8", "rl.generation_args.max_tokens=4"),
+    *("rl.imitation_steps=0", "rl.kl_beta=0", "rl.num_groups=2", "rl.num_epochs=1"),
+    *("train.global_batch_size=4", "train.micro_batch_size=4"),
+    *("train.steps=3", "train.eval_interval=0", "train.checkpoint_interval=1", "optimizer.lr=1e-2", "optimizer.min_lr=1e-2"),
+)
+KINDS: dict[str, tuple[str, ...]] = {
+    "rewards": ("rl.group_size=4", "rl.kl_beta=0.05", "rl.kl_in_reward=0.01", "rl.num_epochs=2"),
+    "critic": ("rl.group_size=2", "rl.gae.lam=0.9", "rl.critic.lr=1e-2", "rl.kl_in_reward=0.05", "rl.critic.warmup_steps=1"),
+    "preferences": ("rl.group_size=4", "rl.dpo.beta=0.1"),
+    "file": ("rl.dpo.path={folder}/pairs.jsonl", "rl.dpo.beta=0.1"),
+    "teacher": ("rl.group_size=4", "rl.teacher={folder}/teacher"),
+}
+
+
+def words(output: Path, *changes: str) -> list[str]:
+    return countdown_words(*TINY, f"output={output}", *changes)
+
+
+def _changes(kind: str, folder: Path) -> list[str]:
+    return [change.format(folder=folder) for change in KINDS[kind]]
+
+
+def _before(kind: str, folder: Path) -> list[Start]:
+    """What makes the files that a kind reads."""
+    if kind == "file":
+        lines = [{"prompt": letter, "chosen": letter.upper(), "rejected": letter + "!"} for letter in "abcdefg"]
+        (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    if kind != "teacher":
+        return []
+    return [Start(words=words(folder / "teacher", "train.seed=7", "train.steps=1", "model.init_method_std=0.3"))]
+
+
+def curve(output: Path) -> list[dict[str, Any]]:
+    """What a run wrote, but for how long it took."""
+    return [{name: value for name, value in row.items() if not name.endswith("_s")} for row in rows(output)]
+
+
+def stored(output: Path) -> dict[str, list[str]]:
+    """Digests of the newest checkpoints of policy, critic and reference, and what is said beside."""
+    kept = {}
+    for name in ("checkpoints", CRITIC, REFERENCE):
+        manager = CheckpointManager(output / name)
+        step = manager.latest()
+        if step is not None:
+            files = sorted(manager.path(step).glob("*.safetensors"))
+            kept[name] = sorted(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
+            extra = read_manifest(manager.folder(step)).extra
+            kept[name].append(json.dumps([extra.get(key) for key in ("trainer", "optimizer_step", "rl")]))
+    return kept
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow) if kind not in ("critic", "file") else kind for kind in KINDS])
+def test_a_run_killed_in_each_phase_ends_as_one_that_was_not(kind: str, tmp_path: Path) -> None:
+    changes, whole, output = _changes(kind, tmp_path), tmp_path / "whole", tmp_path / "run"
+    unused = {"file": ("generate", "refit", "save_critic"), "critic": ()}.get(kind, ("save_critic",))
+    phases = [phase for phase in PHASES if phase not in unused]
+    # The first start comes to its second iteration, the others begin there.
+    kills = [Start(words=words(output, *changes), phase=phase, iteration=2 - (number > 0)) for number, phase in enumerate(phases)]
+    codes = run_starts([*_before(kind, tmp_path), Start(words=words(whole, *changes)), *kills, Start(words=words(output, *changes))])
+    assert codes[-len(kills) - 2 :] == [[0], *[[-9]] * len(kills), [0]]
+    assert curve(output) == curve(whole) and len({row["loss"] for row in curve(whole) if "loss" in row}) > 1
+    assert stored(output) == stored(whole)
+
+
+def test_a_critic_that_a_killed_run_left_alone_is_forgotten(tmp_path: Path) -> None:
+    # The answers that are drawn again are others, and so is what is learnt from them.
+    output, changes = tmp_path / "run", _changes("critic", tmp_path)
+    one = {"words": words(output, *changes, "train.steps=1"), "draws_alike": False}
+    assert run_starts([Start(**one, phase="save")]) == [[-9]]
+    left = stored(output)
+    assert list(left) == [CRITIC, REFERENCE]
+    assert run_starts([Start(**one)]) == [[0]]
+    assert stored(output)[CRITIC] != left[CRITIC]
+    # One of a later step, which the policy never came to, takes no place among those that are kept.
+    later = CheckpointManager(output / CRITIC)
+    shutil.copytree(later.path(1), later.path(9))
+    assert run_starts([Start(words=words(output, *changes))]) == [[0]]
+    assert later.steps() == [2, 3]
+
+
+def test_noise_of_an_iteration_is_that_of_a_run_that_was_not_killed(tmp_path: Path) -> None:
+    mixture = ("moe.num_moe_experts=4", "moe.moe_router_topk=2", "moe.moe_ffn_hidden_size=32", "moe.moe_input_jitter_eps=0.3")
+    changes = (*KINDS["rewards"], *mixture, "batch_invariant=false")
+    whole, output = (words(tmp_path / name, *changes) for name in ("whole", "run"))
+    codes = run_starts([Start(words=whole), Start(words=output, phase="train", iteration=3), Start(words=output)])
+    assert codes == [[0], [-9], [0]]
+    grad_norms = [[row["grad_norm"] for row in curve(tmp_path / name)] for name in ("whole", "run")]
+    assert grad_norms[1] == pytest.approx(grad_norms[0], rel=1e-4)
+
+
+APART = ("rl.placement.num_engines=1", "rl.placement.timeout_s=60")
+HALVES = [
+    ("generate", 1),
+    ("exchange", 0),
+    ("exchange", 1),
+    ("score", 0),
+    ("train", 0),
+    ("refit", 0),
+    ("refit", 1),
+    ("save", 0),
+    ("saved", 0),
+]
+"""Phases, and the rank that is killed in each: the first one trains, the other one serves."""
+
+
+def end_after_kills(output: Path, changes: Sequence[str], phases: Sequence[tuple[str, int]]) -> None:
+    """A run on two ranks, one of which is killed in each phase, and the start that ends it."""
+    kills = [
+        Start(words=words(output, *changes), phase=phase, rank=rank, iteration=2 - (number > 0), num_ranks=2)
+        for number, (phase, rank) in enumerate(phases)
+    ]
+    codes = run_starts([*kills, Start(words=words(output, *changes), num_ranks=2)])
+    # Who is left ends, too, and says so.
+    assert [(code[rank], code[1 - rank] > 0) for (_, rank), code in zip(phases, codes, strict=False)] == [(-9, True)] * len(phases), codes
+    assert codes[-1] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rewards", "critic"])
+def test_by_turns_a_run_whose_halves_are_killed_ends_as_one_that_was_not(kind: str, tmp_path: Path) -> None:
+    changes, whole, output = [*_changes(kind, tmp_path), *APART, "rl.placement.max_lag=0"], tmp_path / "whole", tmp_path / "run"
+    end_after_kills(output, changes, HALVES)
+    assert run_starts([Start(words=words(whole, *changes), num_ranks=2)]) == [[0, 0]]
+    assert curve(output) == curve(whole) and len({row["loss"] for row in curve(whole) if "loss" in row}) > 1
+    assert stored(output) == stored(whole)
+
+
+@pytest.mark.parametrize(
+    ("kind", "max_lag", "phases"),
+    [("critic", 1, HALVES[1:8:3]), *(pytest.param(kind, 2, HALVES, marks=pytest.mark.slow) for kind in ("rewards", "critic", "teacher"))],
+    ids=["one_step_off", "rewards", "critic", "teacher"],
+)
+def test_engines_that_are_ahead_of_a_killed_run_draw_each_problem_again(
+    kind: str, max_lag: int, phases: list[tuple[str, int]], tmp_path: Path
+) -> None:
+    changes, output = [*_changes(kind, tmp_path), *APART, f"rl.placement.max_lag={max_lag}", "train.steps=4"], tmp_path / "run"
+    assert run_starts(_before(kind, tmp_path)) == [[0]] * (kind == "teacher")
+    end_after_kills(output, changes, phases)
+    steps = curve(output)
+    assert [row["step"] for row in steps] == [1, 2, 3, 4] and all(row["num_rollouts"] == steps[0]["num_rollouts"] for row in steps)
+    # A start begins with answers of the weights that it goes on from; later ones were posed at most so many refits before.
+    assert steps[0]["lag"] == 0 and 0 < steps[-1]["lag"] <= max_lag
+    for row in steps:
+        # With the first iterations of PPO the policy stays as it is.
+        assert kind == "teacher" or row["token_lag"] or row.get("logprob_mismatch", 0.0) == 0.0, row
+    # Each problem was trained on once: nothing that was drawn ahead is left out or posed later.
+    first = {row["step"]: row["problem_id"] for row in map(json.loads, (output / "examples.jsonl").read_text().splitlines())}
+    assert first == {step: str(2 * step - 2) for step in (1, 2, 3, 4)}
+    assert read_manifest(CheckpointManager(output / "checkpoints").folder(4)).extra["rl"] == {"position": 8}
+    assert CheckpointManager(output / CRITIC).latest() == (4 if kind == "critic" else None)
