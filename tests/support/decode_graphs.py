@@ -18,7 +18,7 @@ from mcore_inference.engine._decode_graphs import DecodeGraphs
 from mcore_inference.engine._recording_pool import RecordingPool
 from mcore_inference.memory import _memory
 from mcore_moe import MoELayer
-from mcore_parallel.nn import Step
+from mcore_parallel.nn import LinearMixer, RecurrentRows, RecurrentState, Step
 
 
 class EagerCapture:
@@ -82,6 +82,7 @@ def serve_as_on_a_gpu() -> list[tuple[int, int]]:
         return attend_tables(queries, cached.keys, cached.values[..., :rank], step.attention.rows, scale=scale)
 
     PagedAttention.forward, PagedAttention.attend_latent = attend, attend_latent
+    LinearMixer.has_decode_kernel, LinearMixer._decode = property(lambda _: True), decode_by_torch
     replayed: list[tuple[int, int]] = []
     replay = DecodeGraphs._replay
 
@@ -91,6 +92,15 @@ def serve_as_on_a_gpu() -> list[tuple[int, int]]:
 
     DecodeGraphs._replay = note
     return replayed
+
+
+def decode_by_torch(mixer: LinearMixer, channels: Tensor, numbers: Tensor, state: RecurrentState, rows: RecurrentRows) -> Tensor:
+    """In place of the kernel of single tokens: 0 for rows of padding."""
+    slots = rows.slots[: len(channels)]
+    real = (slots >= 0).nonzero().flatten()
+    y, behind = mixer._mix_tokens(channels[real], numbers[real], state.rows(slots[real]))
+    state.write(slots[real], behind)
+    return y.new_zeros(len(channels), *y.shape[1:]).index_copy_(0, real, y)
 
 
 def attend_tables(

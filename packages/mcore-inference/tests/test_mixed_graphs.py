@@ -21,16 +21,21 @@ from mcore_inference.engine._mixed_graphs import mixed_sizes
 from mcore_parallel import ProcessGroups
 from mcore_parallel.backends import choose_backend
 from mcore_parallel.models import GPTModel, TransformerConfig
-from mcore_parallel.nn import LatentAttentionConfig, MambaConfig
-from mcore_parallel.nn.mixers import _linear_mixer
+from mcore_parallel.nn import GatedDeltaNetConfig, LatentAttentionConfig, MambaConfig
 from tests.support.decode_graphs import serve_as_on_a_gpu
 
 SHARED: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": 64, "init_method_std": 0.3}
 LATENT = LatentAttentionConfig(kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
+MAMBA = MambaConfig(state_dim=6, head_dim=8, num_groups=2, chunk_size=4)
+DELTA = GatedDeltaNetConfig(num_key_heads=2, num_value_heads=4, key_head_dim=6, value_head_dim=5, chunk_size=4)
 CONFIGS = {
     "attention": TransformerConfig(num_query_groups=2, **SHARED),
     "batch-invariant": TransformerConfig(num_query_groups=2, **SHARED),
     "latents": TransformerConfig(latent_attention=LATENT, **SHARED),
+    "mamba": TransformerConfig(hybrid_layer_pattern="M*", mamba=MAMBA, num_query_groups=2, **SHARED),
+    "delta net": TransformerConfig(hybrid_layer_pattern="G*", delta_net=DELTA, num_query_groups=2, **SHARED),
+    "states alone": TransformerConfig(hybrid_layer_pattern="MM", mamba=MAMBA, **SHARED),
+    "states and latents": TransformerConfig(hybrid_layer_pattern="M+", mamba=MAMBA, latent_attention=LATENT, **SHARED),
 }
 # Prompts in one step, in chunks, of one token, and more of them than a size has places for.
 PROMPTS = [list(range(1, 2 + 3 * i % 40)) for i in range(30)]
@@ -146,21 +151,6 @@ def check_defaults() -> None:
 @pytest.mark.world(1)
 def test_steps_with_prompts_are_recorded_where_they_can_be(world: Callable[..., Any]) -> None:
     world(check_defaults)
-
-
-def check_refused() -> None:
-    serve_as_on_a_gpu()
-    _linear_mixer.has_kernel = lambda _: True
-    config = TransformerConfig(hybrid_layer_pattern="M*", mamba=MambaConfig(state_dim=4, head_dim=8, num_groups=2), **SHARED)
-    model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention()).eval()
-    context = DynamicInferenceContext.for_model(model, InferenceConfig(num_blocks=8, block_size_tokens=4, max_sequence_length=16))
-    with pytest.raises(ValueError, match="recurrent states cut prompts on the host; serve attention alone"):
-        DynamicInferenceEngine(model, context, execution=RECORDED)
-
-
-@pytest.mark.world(1)
-def test_what_cuts_prompts_on_the_host_is_refused_by_name(world: Callable[..., Any]) -> None:
-    world(check_refused)
 
 
 def test_steps_with_prompts_are_not_recorded_where_decode_steps_are_not() -> None:

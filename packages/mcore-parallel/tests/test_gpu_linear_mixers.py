@@ -4,6 +4,7 @@
 
 import copy
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +12,12 @@ from torch import Tensor
 
 from mcore_parallel import ProcessGroups
 from mcore_parallel.nn import GatedDeltaNet, GatedDeltaNetConfig, LinearMixer, MambaConfig, MambaMixer, Step
-from mcore_parallel.nn.kernels._chunks import plan_chunks
+from mcore_parallel.nn.kernels._chunks import BoundedSequences, plan_chunks
 from mcore_parallel.nn.kernels._fused import has_kernel
 from mcore_parallel.nn.kernels._fused_mixers import fits_ssd, fused_causal_conv, fused_gated_rms_norm, fused_ssd, kernel_plan
 from mcore_parallel.nn.mixers._conv import causal_conv
 from mcore_parallel.nn.mixers._gated_norm import gated_rms_norm
-from mcore_parallel.nn.mixers._recurrences import ssd_chunked, step_sizes
+from mcore_parallel.nn.mixers._recurrences import delta_chunked, delta_recurrent, ssd_chunked, step_sizes
 from tests.support.interpreter import run_interpreted
 
 # G groups, h heads of each, P channels of a head, N channels of a state.
@@ -99,7 +100,60 @@ def check_one_scan(
     compare(y, wanted, leaves, wide, tolerance)
 
 
-CHECKS = (check_conv, check_gated_norm, check_scan)
+def bounded(device: str) -> BoundedSequences:
+    """Those of ``PACKED`` and one without tokens, behind three tokens of none."""
+    return BoundedSequences(
+        torch.tensor([3, *(3 + sum(PACKED[: i + 1]) for i in range(len(PACKED))), 3 + sum(PACKED)], device=device).int()
+    )
+
+
+def check_bounded_scan(device: str, dtype: torch.dtype, tolerance: float, sizes: tuple[tuple[int, ...], ...]) -> None:
+    """Sequences whose lengths the device alone knows, between tokens of none, are scanned as those that the host knows."""
+    tokens = sum(PACKED)
+    for groups, heads, p, n in sizes:
+        total = groups * heads
+        x = [
+            draw(tokens + 9, groups, width, device=device, dtype=dtype, seed=i).detach()
+            for i, width in enumerate((heads * p + 2 * n, heads))
+        ]
+        numbers = [draw(total, device=device, seed=2 + i).detach() for i in range(3)]
+        numbers[1] = -numbers[1].exp()
+        initial = draw(len(PACKED) + 1, total, p, n, device=device, seed=5).detach()
+        options = ((p, n), (0.0, float("inf")))
+        plan = bounded(device).plan(kernel_plan(plan_chunks(PACKED, 16, torch.device(device)), dtype).chunk_size, tokens + 9)
+        y, behind = fused_ssd(x[0], x[1], *numbers, plan, *options, initial)
+        inner = [part[3 : 3 + tokens] for part in x]
+        known = kernel_plan(plan_chunks(PACKED, 16, torch.device(device)), dtype)
+        wanted, last = fused_ssd(inner[0], inner[1], *numbers, known, *options, initial[:-1])
+        for found, other in ((y[3 : 3 + tokens], wanted), (behind[:-1], last)):
+            torch.testing.assert_close(found, other, rtol=0.0, atol=tolerance * other.abs().max().item())
+        assert torch.equal(behind[-1], initial[-1])
+
+
+def check_delta(device: str, dtype: torch.dtype, tolerance: float, sizes: tuple[tuple[int, ...], ...]) -> None:
+    """The delta rule where its states go from chunk to chunk in a kernel, and of such sequences, against its definition."""
+    tokens = sum(PACKED)
+    for groups, heads, v, k in sizes:
+        total = groups * heads
+        shapes = ((groups, k), (groups, k), (total, v))
+        x = [draw(tokens + 9, *shape, device=device, dtype=dtype, seed=i).detach() for i, shape in enumerate(shapes)]
+        x += [
+            -draw(tokens + 9, total, device=device, seed=3).detach().exp(),
+            draw(tokens + 9, total, device=device, seed=4).detach().sigmoid(),
+        ]
+        initial = draw(len(PACKED) + 1, total, k, v, device=device, seed=5).detach()
+        known, inner = plan_chunks(PACKED, 32, torch.device(device)), [part[3 : 3 + tokens] for part in x]
+        wanted, last = delta_recurrent(*(part.double() for part in inner), known, initial[:-1].double())
+        with torch.no_grad():
+            one = delta_chunked(*inner, known, initial[:-1])
+            y, behind = delta_chunked(*x, bounded(device).plan(32, tokens + 9), initial)
+        for found, states in (one, (y[3 : 3 + tokens], behind[:-1])):
+            torch.testing.assert_close(found.double(), wanted, rtol=0.0, atol=tolerance * wanted.abs().max().item())
+            torch.testing.assert_close(states.double(), last, rtol=0.0, atol=tolerance * last.abs().max().item())
+        assert torch.equal(behind[-1], initial[-1])
+
+
+CHECKS = (check_conv, check_gated_norm, check_scan, check_bounded_scan, check_delta)
 
 
 def test_kernels_equal_torch_in_the_interpreter() -> None:
@@ -125,6 +179,19 @@ def test_narrow_heads_and_states_are_scanned_by_eight_warps() -> None:
             # A block that is cut from a wide state stays free to be searched.
             wide = kernel.early_config_prune(kernel.configs, {}, P=p, N=n, **{**constants, "BLOCK_N": 32})
             assert {config.num_warps for config in wide} == {4, 8}
+
+
+def test_the_kernel_of_the_delta_rule_compiles_for_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from mcore_parallel.nn.kernels import _triton_delta
+    from tests.support.hopper import CompiledLaunches
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches = CompiledLaunches(_triton_delta._sweep_kernel)
+    monkeypatch.setattr(_triton_delta, "_sweep_kernel", launches)
+    own, read, initial = (torch.zeros(1, 2, *shape) for shape in ((64, 128), (64, 128), (128, 128)))
+    _triton_delta.delta_sweep(own, read, read.transpose(2, 3), own[..., 0, 0], plan_chunks((64,), 64, torch.device("cpu")), initial)
+    assert len(launches.shared_bytes) == 1
 
 
 @pytest.mark.gpu
@@ -195,6 +262,9 @@ def test_single_steps_on_a_gpu_go_on_from_a_prefill(kind: str) -> None:
 
 
 if __name__ == "__main__":
+    from mcore_parallel.nn.mixers import _recurrences
+
+    _recurrences.has_kernel = lambda x: x.dtype != torch.float64
     for check in CHECKS:
         check("cpu", torch.float32, 1e-4, SMALL)
     # The interpreter's products of bfloat16 are wrong, those of float16 are not.

@@ -153,6 +153,34 @@ def test_a_step_goes_on_from_states_in_slots_and_leaves_the_new_ones_there(kind:
         mixer(x[0, :8], dataclasses.replace(Step.causal(1, 8), states=rows))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lengths", [(5, 2, 0, 0), (9, 0, 0, 0), (1, 1, 6, 3), (0, 0, 0, 0)])
+def test_a_step_whose_lengths_the_device_alone_knows_is_that_of_the_host(kind: str, lengths: tuple[int, ...]) -> None:
+    mixer, total, size = build(kind, ProcessGroups.single()), sum(lengths), 14
+    before = mixer.empty_state(8)
+    for number, part in enumerate((before.conv, before.memory)):
+        part.copy_(drawn(*part.shape, seed=number))
+    known, bounded = (RecurrentState(conv=before.conv.clone(), memory=before.memory.clone()) for _ in range(2))
+    # One token, the sequences, those without tokens in a slot that no other has, and padding.
+    x, slots = drawn(size, WIDTH), [6, *(number if length else 7 for number, length in enumerate(lengths))]
+    real = [0, *(1 + number for number, length in enumerate(lengths) if length)]
+    rows = RecurrentRows(
+        layers={0: known},
+        slots=torch.tensor([slots[row] for row in real]),
+        num_decode=1,
+        lengths=tuple(length for length in lengths if length),
+    )
+    wanted = mixer(x[: 1 + total], dataclasses.replace(Step.causal(1, 1 + total), states=rows))
+    starts = torch.tensor([1, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    rows = RecurrentRows(layers={0: bounded}, slots=torch.tensor(slots), num_decode=1, lengths=(), starts=starts)
+    found = mixer(x, dataclasses.replace(Step.causal(1, size), states=rows))
+    torch.testing.assert_close(found[: 1 + total], wanted)
+    assert (found[1 + total :] == 0).all()
+    torch.testing.assert_close(bounded.memory, known.memory)
+    torch.testing.assert_close(bounded.conv, known.conv)
+    assert torch.equal(bounded.memory[7], before.memory[7]) and torch.equal(bounded.conv[7], before.conv[7])
+
+
 def gradients(mixer: LinearMixer, x: Tensor, step: Step, weights: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     x = x.clone().requires_grad_()
     y = mixer(x, step)

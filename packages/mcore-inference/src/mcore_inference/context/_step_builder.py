@@ -195,17 +195,22 @@ class StepBuilder:
         words[5 * num_rows :].reshape(num_rows, B)[:real] = np.maximum(host.tables_RB, 0)
         return words
 
-    def mixed_words(self, host: HostStep, rows: Sequence[int], size: InferenceBatchDimensions) -> np.ndarray:
-        """What ``mixed_inputs`` of the same size reads, int32: a step that fits into it, and padding.
+    def send_mixed(self, words: Tensor, host: HostStep, rows: Sequence[int], size: InferenceBatchDimensions) -> None:
+        """Fill what ``mixed_inputs`` of the same size reads with a step that fits into it, and padding.
 
         Tokens of padding are a row behind the others, which attends to nothing and writes to the sink. Places of requests that are left
         over are rows without a token.
 
         Args:
+            words: int32, at least ``num_mixed_words`` on the device.
             host: the step. Requests with one token may take places of prompts.
             rows: its tokens whose logits are read, at most as many as the size has requests.
             size: of the recording.
         """
+        self._clear_fresh(host)
+        self.fill(words, self._mixed_words(host, rows, size))
+
+    def _mixed_words(self, host: HostStep, rows: Sequence[int], size: InferenceBatchDimensions) -> np.ndarray:
         layout = _MixedLayout.of(size, self._group, self.max_blocks)
         total, T, D = len(host.tokens_T), size.token_count, size.decode_req_count
         lengths_R, num_rows = host.lengths_R, len(host.lengths_R)
@@ -214,7 +219,7 @@ class StepBuilder:
         place_R = np.arange(num_rows)
         place_R[num_decode:] += D - num_decode
         words = np.zeros(sum(layout.sizes), dtype=np.int32)
-        head, starts, contexts, tables, tiles, read = np.split(words, np.cumsum(layout.sizes)[:-1])
+        head, starts, contexts, tables, tiles, read, lines = np.split(words, np.cumsum(layout.sizes)[:-1])
         tokens_T, positions_T, slots_T = head.reshape(3, T)
         tokens_T[:total] = host.tokens_T
         slots_T[total:] = self._sink * self.block_size
@@ -230,21 +235,25 @@ class StepBuilder:
         both = tiles.reshape(2, layout.num_tiles)
         both[0], both[0, : len(tile_rows)], both[1, : len(firsts)] = empty, tile_rows, firsts
         read[: len(rows)] = rows
+        # Places without a token have no state of their own: those of prompts name one that no row has, and leave it as it is.
+        free = np.setdiff1d(np.arange(len(self.last_tokens)), host.lines_R)
+        lines[:D], lines[D:] = -1, free[0] if len(free) else -1
+        lines[place_R] = host.lines_R
         return words
 
     def num_mixed_words(self, size: InferenceBatchDimensions) -> int:
-        """Of ``mixed_words``."""
+        """Of ``send_mixed``."""
         return sum(_MixedLayout.of(size, self._group, self.max_blocks).sizes)
 
     def mixed_inputs(self, words: Tensor, size: InferenceBatchDimensions) -> tuple[StepInputs, Tensor]:
-        """A step with prompts, of attention alone, and int64 [requests of the size], tokens whose logits are read.
+        """A step with prompts, and int64 [requests of the size], tokens whose logits are read.
 
         Args:
-            words: of ``mixed_words``, on the device.
+            words: of ``send_mixed``.
             size: whose shapes the tensors have, whatever the words say.
         """
         layout = _MixedLayout.of(size, self._group, self.max_blocks)
-        head, starts, contexts, tables, tiles, read = words.split(layout.sizes)
+        head, starts, contexts, tables, tiles, read, lines = words.split(layout.sizes)
         rows = TableRows(
             tables_RB=tables.view(layout.num_rows, self.max_blocks),
             starts_R=starts,
@@ -256,7 +265,11 @@ class StepBuilder:
             longest=self.max_blocks * self.block_size,
             longest_query=size.token_count,
         )
-        return self._inputs(head, rows), read.long()
+        recurrent = None
+        if self.states is not None:
+            places = starts[size.decode_req_count : size.req_count + 1]
+            recurrent = self._recurrent_rows(self.states, lines.long(), size.decode_req_count, (), places)
+        return self._inputs(head, rows, recurrent), read.long()
 
     def _places(self, host: HostStep, starts_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Positions and slots [T]."""
@@ -289,9 +302,13 @@ class StepBuilder:
             host=host,
         )
 
-    def _recurrent_rows(self, states: RecurrentStateCache, slots_R: Tensor, num_decode: int, lengths: tuple[int, ...]) -> RecurrentRows:
+    def _recurrent_rows(
+        self, states: RecurrentStateCache, slots_R: Tensor, num_decode: int, lengths: tuple[int, ...], starts: Tensor | None = None
+    ) -> RecurrentRows:
         """Where the rows' states lie."""
-        return RecurrentRows(layers=states.layers, slots=slots_R, num_decode=num_decode, lengths=lengths, finished=self._finished)
+        return RecurrentRows(
+            layers=states.layers, slots=slots_R, num_decode=num_decode, lengths=lengths, starts=starts, finished=self._finished
+        )
 
     def _clear_fresh(self, host: HostStep) -> None:
         """A row that begins here finds zeros."""
@@ -367,14 +384,15 @@ class _MixedLayout:
     num_rows: int
     num_tiles: int
     sizes: list[int]
-    """Words of tokens, positions and slots; starts; contexts; tables; tiles; tokens whose logits are read."""
+    """Words of tokens, positions and slots; starts; contexts; tables; tiles; tokens whose logits are read; lines."""
 
     @classmethod
     def of(cls, size: InferenceBatchDimensions, group: int, max_blocks: int) -> "_MixedLayout":
         num_rows = size.req_count + 2
         # Each row may have a tile that is not full, the row of padding too.
         num_tiles = len(prefill_tiles(np.array([size.token_count]), np.zeros(1), group)[0]) + size.prefill_req_count + 1
-        sizes = [3 * size.token_count, num_rows + 1, num_rows, num_rows * max_blocks, 2 * num_tiles, size.req_count]
+        sizes = [3 * size.token_count, num_rows + 1, num_rows, num_rows * max_blocks, 2 * num_tiles]
+        sizes += [size.req_count, size.req_count]
         return cls(num_rows, num_tiles, sizes)
 
 

@@ -372,8 +372,6 @@ class Executor:
             )
         if cache.attention_backend not in (None, "triton"):
             return f'PagedAttention(backend="{cache.attention_backend}") takes no rows of padding between prompts; leave backend at None'
-        if self._context.states is not None:
-            return "recurrent states cut prompts on the host; serve attention alone"
         return None
 
     def _mixed_logits(self, inputs: StepInputs, rows_N: Tensor | None) -> Tensor:

@@ -105,10 +105,9 @@ class MixedGraphs:
         # Log-probabilities of prompts take more.
         if size is None or (len(rows) > size.req_count and not self._reads_all):
             return None
-        self._builder.fill(self._words, self._builder.mixed_words(host, () if self._reads_all else rows, size))
         if size not in self._recorded:
-            # It computes this step more than once, from and to the same places.
             self._record(size)
+        self._builder.send_mixed(self._words, host, () if self._reads_all else rows, size)
         replay, logits_NV = self._recorded[size]
         replay()
         self.step_counts[size] += 1
@@ -120,11 +119,11 @@ class MixedGraphs:
         """Record the sizes that are not recorded yet, that of the most tokens first."""
         for size in sorted(self._sizes, reverse=True):
             if size not in self._recorded:
-                self._builder.fill(self._words, self._builder.mixed_words(padding_step(self._builder), [], size))
                 self._record(size)
 
     def _record(self, size: InferenceBatchDimensions) -> None:
-        """From the words that were filled in."""
+        """Record a step of padding: it is computed more than once, and states would go on."""
+        self._builder.send_mixed(self._words, padding_step(self._builder), [], size)
         self._recorded[size] = self._pool.record(lambda: self._logits(size))
 
     def clear(self) -> None:

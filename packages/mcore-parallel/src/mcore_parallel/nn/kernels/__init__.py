@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Fused kernels with autograd. Triton is imported only when one of them runs."""
 
-from mcore_parallel.nn.kernels._chunks import ChunkPlan, plan_chunks
+from mcore_parallel.nn.kernels._chunks import BoundedSequences, ChunkPlan, plan_chunks
 from mcore_parallel.nn.kernels._fused import (
     activation_kernels,
     fixed_attention_kernels,
@@ -15,17 +15,28 @@ from mcore_parallel.nn.kernels._fused import (
     unit_stride,
 )
 from mcore_parallel.nn.kernels._fused_decode import SlotStates, fits_decode, fused_delta_decode, fused_ssd_decode
-from mcore_parallel.nn.kernels._fused_mixers import fits_ssd, fused_causal_conv, fused_gated_rms_norm, fused_ssd, kernel_plan
+from mcore_parallel.nn.kernels._fused_mixers import (
+    fits_delta,
+    fits_ssd,
+    fused_causal_conv,
+    fused_delta_sweep,
+    fused_gated_rms_norm,
+    fused_ssd,
+    kernel_plan,
+)
 
 __all__ = [
+    "BoundedSequences",
     "ChunkPlan",
     "SlotStates",
     "activation_kernels",
     "fits_decode",
+    "fits_delta",
     "fits_ssd",
     "fixed_attention_kernels",
     "fused_causal_conv",
     "fused_delta_decode",
+    "fused_delta_sweep",
     "fused_gated_rms_norm",
     "fused_layer_norm",
     "fused_rms_norm",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mcore_parallel._stability import internal_api
-from mcore_parallel.nn.kernels._chunks import ChunkPlan, plan_chunks
+from mcore_parallel.nn.kernels._chunks import ChunkPlan
 from mcore_parallel.nn.kernels._fused import unit_stride
 
 # T tokens, B sequences, G groups, W channels of a group, K taps, H heads, h heads of a group, P channels of a head, N of a state.
@@ -17,6 +17,9 @@ _CHUNK, _WIDE_CHUNK = 64, 32
 """Tokens of a chunk in the kernels for 16-bit values and for float32, whatever the config says for the torch code: what fits registers."""
 _LARGEST_STATE = 2**15
 """Bytes of a head's state, in the dtype of the values, of which the kernels can hold two."""
+
+_MOST_PLACES, _WIDEST_KEY = 64, 128
+"""Of a chunk and of a state of the delta rule, of which shared memory holds the factors in float32."""
 
 
 @internal_api
@@ -63,6 +66,22 @@ def fused_ssd(
 
 
 @internal_api
+def fused_delta_sweep(
+    own_CHQV: Tensor, read_CHQK: Tensor, writers_CHKQ: Tensor, decay_CH: Tensor, plan: ChunkPlan, initial_BHKV: Tensor
+) -> tuple[Tensor, Tensor]:
+    """States of the delta rule before each chunk and behind each sequence, without autograd: ``ChunkPlan.pass_states`` in one kernel."""
+    from mcore_parallel.nn.kernels import _triton_delta
+
+    return _triton_delta.delta_sweep(own_CHQV, read_CHQK, writers_CHKQ, decay_CH, plan, initial_BHKV)
+
+
+@internal_api
+def fits_delta(num_places: int, widths: tuple[int, int]) -> bool:
+    """Whether the kernel can hold chunks of so many tokens and states of K and V channels."""
+    return num_places <= _MOST_PLACES and widths[0] <= _WIDEST_KEY
+
+
+@internal_api
 def fits_ssd(mixed: Tensor, sizes: tuple[int, int]) -> bool:
     """Whether the kernels of the scan can hold states of P and N channels."""
     p, n = (max(16, 1 << (size - 1).bit_length()) for size in sizes)
@@ -72,7 +91,7 @@ def fits_ssd(mixed: Tensor, sizes: tuple[int, int]) -> bool:
 @internal_api
 def kernel_plan(plan: ChunkPlan, dtype: torch.dtype) -> ChunkPlan:
     """The same sequences in the kernels' chunks for values of this dtype."""
-    return plan_chunks(plan.lengths, _WIDE_CHUNK if dtype == torch.float32 else _CHUNK, plan.positions.device)
+    return plan.recut(_WIDE_CHUNK if dtype == torch.float32 else _CHUNK)
 
 
 class _Conv(torch.autograd.Function):

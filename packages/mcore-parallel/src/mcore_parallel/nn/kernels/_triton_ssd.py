@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from mcore_parallel.nn.kernels._chunks import ChunkPlan
+from mcore_parallel.nn.kernels._chunks import BoundedSequences, ChunkPlan
 
 # T tokens, B sequences, C chunks, Q places of a chunk, G groups, h heads of each, H = G h heads, P channels of a head, N channels of a
 # state. Chunks of all sequences are computed side by side but for two sweeps, one along and one against the sequence, that hand states
@@ -49,7 +49,8 @@ def ssd_forward(
     y_THP = torch.empty((plan.num_tokens, call.heads, sizes[0]), dtype=mixed_TGW.dtype, device=mixed_TGW.device)
     if plan.num_chunks:
         _output_kernel[call.head_grid](
-            mixed_TGW, raw_TGh, bias_H, rates_H, skip_H, before, y_THP, plan.bounds, *call.strides, *limits, **call.constants,
+            mixed_TGW, raw_TGh, bias_H, rates_H, skip_H, before, y_THP, plan.bounds, *call.strides, *limits, BOUNDED=call.bounded,
+            **call.constants,
         )  # fmt: skip
     return y_THP, behind
 
@@ -94,6 +95,7 @@ class _Call:
 
     def __init__(self, mixed_TGW: Tensor, raw_TGh: Tensor, plan: ChunkPlan, sizes: tuple[int, int], limits: tuple[float, float]) -> None:
         self.raw, self.plan, self.sizes, self.limits = raw_TGh, plan, sizes, limits
+        self.bounded = isinstance(plan.lengths, BoundedSequences)
         self.groups, self.group_heads = raw_TGh.shape[1:]
         self.heads = self.groups * self.group_heads
         self.strides = (*mixed_TGW.stride()[:2], *raw_TGh.stride()[:2])
@@ -120,7 +122,7 @@ class _Call:
         """States before each chunk [C, H, P, N] and behind each sequence; ``reverse``: gradients behind each chunk, and before."""
         plan, (p, n) = self.plan, self.sizes
         mixed = values if mixed is None else mixed
-        batch, device = len(plan.lengths), values.device
+        batch, device = plan.num_sequences, values.device
         stored = torch.empty((plan.num_chunks, self.heads, p, n), dtype=values.dtype, device=device)
         last = torch.empty((batch, self.heads, p, n), dtype=torch.float32, device=device)
         # Where heads and sequences are few, a state's channels are cut, too.
@@ -132,7 +134,8 @@ class _Call:
             strides = (self.heads * p, self.group_heads * p) if reverse else self.strides[:2]
             _sweep_kernel[(batch, self.heads, triton.cdiv(n, block))](
                 values, mixed, self.raw, bias_H, rates_H, stored if initial is None else initial, stored, last, plan.tokens,
-                plan.first_chunk, *strides, *self.strides, *self.limits, HAS_INITIAL=initial is not None, REVERSE=reverse, **constants,
+                plan.first_chunk, *strides, *self.strides, *self.limits, HAS_INITIAL=initial is not None, REVERSE=reverse,
+                BOUNDED=self.bounded, **constants,
             )  # fmt: skip
         return stored, last
 
@@ -144,13 +147,14 @@ def _configs(*choices: tuple[int, int], heads: tuple[int, ...] = ()) -> list[tri
 
 
 def _search(configs: list[triton.Config], named: dict[str, Any], **constants: Any) -> list[triton.Config]:
-    """16-bit values are worth a search, unless every run must give the same bits; float32 ones are not and take the widest."""
+    """16-bit values are worth a search, unless every run must give the same bits; float32 ones are not and take the widest. Where the
+    device alone knows the lengths there may be nothing to measure: steps are recorded without a token."""
     if constants["PRECISION"] != "tf32":
         return configs[-1:]
     fitting = [config for config in configs if constants["GROUP_HEADS"] % config.kwargs.get("HEADS", 1) == 0]
     if min(constants["P"], constants["N"]) < _NARROW:
         fitting = [config for config in fitting if config.num_warps == _WIDEST_WARPS]
-    return fitting[:1] if torch.are_deterministic_algorithms_enabled() else fitting
+    return fitting[:1] if constants.get("BOUNDED") or torch.are_deterministic_algorithms_enabled() else fitting
 
 
 _KEY = ["GROUPS", "GROUP_HEADS", "P", "N", "Q", "BLOCK_N", "PRECISION"]
@@ -185,13 +189,14 @@ def _load_state(pointers, p, n, P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.co
         return tl.load(pointers, mask=(p < P)[:, None] & (n < N)[None, :], other=0.0)
 
 
-@triton.autotune(_configs((4, 2), (4, 3), (8, 2)), key=[*_KEY, "REVERSE"], **_TUNING)
+@triton.autotune(_configs((4, 2), (4, 3), (8, 2)), key=[*_KEY, "REVERSE", "BOUNDED"], **_TUNING)
 @triton.jit
 def _sweep_kernel(
     values_ptr, mixed_ptr, raw_ptr, bias_ptr, rates_ptr, initial_ptr, stored_ptr, last_ptr, tokens_ptr, first_chunk_ptr,
     value_stride, value_group_stride, mixed_stride, mixed_group_stride, raw_stride, raw_group_stride, low, high,
     GROUPS: tl.constexpr, GROUP_HEADS: tl.constexpr, P: tl.constexpr, N: tl.constexpr, Q: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, HAS_INITIAL: tl.constexpr, REVERSE: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):  # fmt: skip
     sequence, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group, member = head // GROUP_HEADS, head % GROUP_HEADS
@@ -239,13 +244,13 @@ def _sweep_kernel(
     tl.store(last_ptr + (sequence * heads + head).to(tl.int64) * P * N + state_at, state, mask=in_state)
 
 
-@triton.autotune(_configs((4, 1), (4, 2), (4, 2), (8, 1), heads=(1, 1, 4, 1)), key=_KEY, **_TUNING)
+@triton.autotune(_configs((4, 1), (4, 2), (4, 2), (8, 1), heads=(1, 1, 4, 1)), key=[*_KEY, "BOUNDED"], **_TUNING)
 @triton.jit
 def _output_kernel(
     mixed_ptr, raw_ptr, bias_ptr, rates_ptr, skip_ptr, before_ptr, y_ptr, bounds_ptr,
     mixed_stride, mixed_group_stride, raw_stride, raw_group_stride, low, high,
     GROUPS: tl.constexpr, GROUP_HEADS: tl.constexpr, P: tl.constexpr, N: tl.constexpr, Q: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, HEADS: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     # Side by side run the heads of a group, which share b and c.
     parts: tl.constexpr = GROUP_HEADS // HEADS

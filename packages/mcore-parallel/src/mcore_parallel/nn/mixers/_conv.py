@@ -82,22 +82,30 @@ def causal_conv(x_TGW: Tensor, weight_GWK: Tensor, bias_GW: Tensor | None, posit
     return F.silu(total).to(x_TGW.dtype)
 
 
-def extend(x_TGW: Tensor, state_BKGW: Tensor, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sequences with the K - 1 tokens before each of them, for a prefill that goes on.
+def extend(x_TGW: Tensor, state_BKGW: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sequences with the K - 1 tokens before each of them, for a prefill that goes on; nothing waits for the device.
+
+    Args:
+        x_TGW: tokens, some of which may lie before and behind the sequences.
+        state_BKGW: [B, K - 1, G, W] tokens before each sequence.
+        tokens: of ``ChunkPlan``.
 
     Returns:
         The longer sequences [T + B (K - 1), G, W], the positions in them [T + B (K - 1)], the rows [T] of x in them, and the last K - 1
         tokens of each [B, K - 1, G, W].
     """
-    size, device = state_BKGW.shape[1], x_TGW.device
-    parts, positions = [], [torch.empty(0, dtype=torch.int64)]
-    for state, part in zip(state_BKGW, x_TGW.split(list(lengths)), strict=True):
-        parts += [state.to(part.dtype), part]
-        positions.append(torch.arange(size + len(part)))
-    longer, places = torch.cat([x_TGW[:0], *parts]), torch.cat(positions)
-    ends = torch.tensor([size + length for length in lengths], dtype=torch.int64).cumsum(0)
-    last = ends[:, None] - size + torch.arange(size)
-    return longer, places.to(device, torch.int32), (places >= size).nonzero().flatten().to(device), longer[last.to(device)]
+    (batch, size), device = state_BKGW.shape[:2], x_TGW.device
+    starts, ends = tokens[:-1].long(), tokens[1:].long()
+    token_T, before_K = (torch.arange(count, device=device) for count in (len(x_TGW), size))
+    added_B = size * torch.arange(batch, device=device)
+    # Sequences that have begun, each of which moves what follows.
+    begun_T = torch.searchsorted(starts, token_T, right=True)
+    row_T, row_BK = token_T + size * begun_T, (starts + added_B)[:, None] + before_K
+    rows = torch.cat((row_T, row_BK.flatten()))
+    begin_T = F.pad(starts - size, (1, 0))[begun_T]
+    longer = x_TGW.new_empty(len(rows), *x_TGW.shape[1:]).index_copy_(0, rows, torch.cat((x_TGW, state_BKGW.to(x_TGW.dtype).flatten(0, 1))))
+    positions = torch.empty_like(rows).index_copy_(0, rows, torch.cat((token_T - begin_T, before_K.repeat(batch))))
+    return longer, positions.to(torch.int32), row_T, longer[(ends + added_B)[:, None] + before_K]
 
 
 def conv_step(x_BGW: Tensor, state_BKGW: Tensor, weight_GWK: Tensor, bias_GW: Tensor | None) -> tuple[Tensor, Tensor]:

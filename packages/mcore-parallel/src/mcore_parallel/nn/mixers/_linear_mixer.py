@@ -16,7 +16,7 @@ from mcore_parallel.context_parallel import SequenceSplitError
 from mcore_parallel.groups import ProcessGroups, ShardSpec
 from mcore_parallel.nn._factory import LayerFactory, TorchLayers
 from mcore_parallel.nn._step import Step
-from mcore_parallel.nn.kernels import ChunkPlan, SlotStates, fits_decode, has_kernel, plan_chunks
+from mcore_parallel.nn.kernels import BoundedSequences, ChunkPlan, SlotStates, fits_decode, has_kernel, plan_chunks
 from mcore_parallel.nn.mixers._conv import CausalConv, causal_conv, conv_step, extend
 from mcore_parallel.nn.mixers._gated_norm import GatedRMSNorm
 from mcore_parallel.nn.mixers._heads import GroupRows, HeadExchange, check_degrees, whole_lengths
@@ -161,7 +161,8 @@ class LinearMixer(nn.Module, abc.ABC):
         """
         self._check_keeps_states()
         z, channels, numbers = self._project(x)
-        y, behind = self._mix_sequences(channels, numbers, whole_lengths(step, len(z), 1), state)
+        plan = plan_chunks(whole_lengths(step, len(z), 1), self.chunk_size, x.device)
+        y, behind = self._mix_sequences(channels, numbers, plan, state)
         return self._finish(y, z), behind
 
     @torch.no_grad()
@@ -184,6 +185,8 @@ class LinearMixer(nn.Module, abc.ABC):
         """[T or T / tp, D] -> the same, by the states that the rows name, which are replaced by those behind the tokens."""
         self._check_keeps_states()
         z, channels, numbers = self._project(x)
+        if rows.bounded is not None:
+            return self._finish(self._mix_bounded(channels, numbers, rows, rows.bounded), z)
         if rows.num_tokens != len(z):
             raise SequenceSplitError(f"step.states has rows of {rows.num_tokens} tokens and the step {len(z)}; give all of its rows")
         state, count, parts = rows.layers[self.layer], rows.num_decode, []
@@ -191,10 +194,25 @@ class LinearMixer(nn.Module, abc.ABC):
             parts.append(self._decode(channels[:count], numbers[:count], state, rows))
         if rows.lengths:
             slots = rows.slots[count:]
-            y, behind = self._mix_sequences(channels[count:], numbers[count:], rows.lengths, state.rows(slots))
+            plan = plan_chunks(rows.lengths, self.chunk_size, x.device)
+            y, behind = self._mix_sequences(channels[count:], numbers[count:], plan, state.rows(slots))
             parts.append(y)
             state.write(slots, behind)
         return self._finish(parts[0] if len(parts) == 1 else torch.cat(parts), z)
+
+    def _mix_bounded(self, channels: Tensor, numbers: Tensor, rows: RecurrentRows, sequences: BoundedSequences) -> Tensor:
+        """y [T, H, P] of a step whose lengths the device alone knows; nothing is read from it."""
+        state, count = rows.layers[self.layer], rows.num_decode
+        slots, plan = rows.slots[count:], sequences.plan(self.chunk_size, len(channels))
+        assert plan.inside is not None
+        y, behind = self._mix_sequences(channels, numbers, plan, state.rows(slots))
+        state.write(slots, behind)
+        # Behind no kernel stands anything for tokens of no sequence.
+        y = y.masked_fill_(~plan.inside[:, None, None], 0)
+        if count:
+            # Of padding it is 0, as the others are of single tokens.
+            y[:count] += self._decode(channels[:count], numbers[:count], state, rows)
+        return y
 
     @property
     def has_decode_kernel(self) -> bool:
@@ -223,14 +241,13 @@ class LinearMixer(nn.Module, abc.ABC):
         return y, RecurrentState(conv=conv, memory=memory)
 
     def _mix_sequences(
-        self, channels: Tensor, numbers: Tensor, lengths: tuple[int, ...], state: RecurrentState | None
+        self, channels: Tensor, numbers: Tensor, plan: ChunkPlan, state: RecurrentState | None
     ) -> tuple[Tensor, RecurrentState]:
         """y [T, H, P] of B sequences, and the states behind them."""
-        kernel, batch = self.conv.weight.shape[-1], len(lengths)
-        before = channels.new_zeros(batch, kernel - 1, *channels.shape[1:]) if state is None else state.conv
-        longer, positions, rows, conv = extend(channels, before, lengths)
+        kernel = self.conv.weight.shape[-1]
+        before = channels.new_zeros(plan.num_sequences, kernel - 1, *channels.shape[1:]) if state is None else state.conv
+        longer, positions, rows, conv = extend(channels, before, plan.tokens)
         mixed = causal_conv(longer, self.conv.weight, self.conv.bias, positions)[rows]
-        plan = plan_chunks(lengths, self.chunk_size, channels.device)
         heads = {name: self.get_parameter(name) for name in self._head_parameters()}
         y, memory = self._scan(mixed, numbers, heads, plan, None if state is None else state.memory)
         return y, RecurrentState(conv=conv, memory=memory)

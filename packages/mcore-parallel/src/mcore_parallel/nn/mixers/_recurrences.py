@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mcore_parallel.nn.kernels import ChunkPlan
+from mcore_parallel.nn.kernels import ChunkPlan, fits_delta, fused_delta_sweep, has_kernel
 
 # T tokens, B sequences, H heads, P channels of a head, G groups, N channels of a state, C chunks, Q places of a chunk.
 # A head's state is S [P, N]:  S_t = exp(dt_t A) S_{t-1} + dt_t x_t b_t^T,  y_t = S_t c_t + D x_t.
@@ -43,7 +43,7 @@ def ssd_recurrent(
     """As ``ssd_chunked``, by its definition: token after token. What the other forms are held against."""
     states = initial_states(x_THP, b_TGN.shape[-1], plan) if initial is None else initial
     outputs, behind, token = [x_THP[:0]], [], 0
-    for sequence, length in enumerate(plan.lengths):
+    for sequence, length in enumerate(plan.tokens.diff().tolist()):
         state = states[sequence : sequence + 1]
         for _ in range(length):
             part = slice(token, token + 1)
@@ -99,7 +99,7 @@ def ssd_chunked(
 def initial_states(x: Tensor, state_dim: int, plan: ChunkPlan) -> Tensor:
     """Zeros [B, H, P, N] for values [T, H, P] or [C, H, Q, P]."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    return torch.zeros(len(plan.lengths), x.shape[1], x.shape[-1], state_dim, dtype=wide, device=x.device)
+    return torch.zeros(plan.num_sequences, x.shape[1], x.shape[-1], state_dim, dtype=wide, device=x.device)
 
 
 def decay_between(l_CHQ: Tensor, *, strict: bool = False) -> Tensor:
@@ -140,7 +140,7 @@ def delta_recurrent(
     """As ``delta_chunked``, by its definition: token after token. What the other forms are held against."""
     states = _zeros(q_TGK, v_THV, g_TH, plan) if initial is None else initial
     outputs, behind, token = [v_THV[:0]], [], 0
-    for sequence, length in enumerate(plan.lengths):
+    for sequence, length in enumerate(plan.tokens.diff().tolist()):
         state = states[sequence : sequence + 1]
         for _ in range(length):
             part = slice(token, token + 1)
@@ -183,17 +183,21 @@ def delta_chunked(
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     own, read = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
     scores = (q @ keys) * decay_between(l_CHQ)
-    decay = torch.exp(l_CHQ[..., -1])[..., None, None]
+    decay_CH = torch.exp(l_CHQ[..., -1])
     writers = keys * torch.exp(l_CHQ[..., -1:] - l_CHQ)[..., None, :]
+    states = _zeros(q_TGK, v_THV, g_TH, plan) if initial is None else initial
 
     def advance(state: Tensor, chunks: Tensor) -> Tensor:
-        return decay[chunks] * state + writers[chunks] @ (own[chunks] - read[chunks] @ state)
+        return decay_CH[chunks, :, None, None] * state + writers[chunks] @ (own[chunks] - read[chunks] @ state)
 
-    before, behind = plan.pass_states(_zeros(q_TGK, v_THV, g_TH, plan) if initial is None else initial, advance)
+    if has_kernel(own) and not torch.is_grad_enabled() and fits_delta(plan.chunk_size, (k.shape[-1], v.shape[-1])):
+        before, behind = fused_delta_sweep(own, read, writers, decay_CH, plan, states)
+    else:
+        before, behind = plan.pass_states(states, advance)
     o = grown * (q @ before) + scores @ (own - read @ before)
     return plan.join(o.transpose(1, 2)).to(v_THV.dtype), behind
 
 
 def _zeros(q_TGK: Tensor, v_THV: Tensor, g_TH: Tensor, plan: ChunkPlan) -> Tensor:
-    shape = (len(plan.lengths), v_THV.shape[1], q_TGK.shape[-1], v_THV.shape[-1])
+    shape = (plan.num_sequences, v_THV.shape[1], q_TGK.shape[-1], v_THV.shape[-1])
     return torch.zeros(shape, dtype=g_TH.dtype, device=g_TH.device)

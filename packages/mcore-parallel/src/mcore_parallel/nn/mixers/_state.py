@@ -2,10 +2,13 @@
 # Copyright (c) 2026 the mcore authors
 """What linear mixers keep of sequences, and where a server keeps it."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from mcore_parallel.nn.kernels import BoundedSequences
 
 
 # B sequences, G groups, W channels of a group, H heads, K taps of the convolution; all of this tp rank. M sequences that a server holds.
@@ -53,9 +56,18 @@ class RecurrentRows:
     num_decode: int
     """Sequences that get one token; they come first."""
     lengths: tuple[int, ...]
-    """Tokens of each of the others."""
+    """Tokens of each of the others; empty where ``starts`` says it."""
+    starts: Tensor | None = None
+    """[number of the others + 1] int32, in a step whose lengths the device alone knows, the first token of each of the others and the end
+    of the last. Tokens of no sequence may lie before and behind; what a mixer gives for them is 0. A sequence without tokens leaves its
+    state as it is, and may share its slot with others of them."""
     finished: Tensor | None = None
     """[at least num_decode G] int32 of zeros, which the kernels of single tokens count in, and leave zero; None to make them."""
+
+    @functools.cached_property
+    def bounded(self) -> BoundedSequences | None:
+        """Of ``starts``, for all layers."""
+        return None if self.starts is None else BoundedSequences(self.starts)
 
     @property
     def num_tokens(self) -> int:
