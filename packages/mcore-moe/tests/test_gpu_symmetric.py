@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_moe import GroupedMLP, MoEAlltoAllTokenDispatcher, MoEConfig, MoEFlexTokenDispatcher, MoELayer, Routing
+from mcore_moe import GroupedMLP, MoEAlltoAllTokenDispatcher, MoEConfig, MoEFlexTokenDispatcher, MoELayer, Routing, moe_feed_forward
 from mcore_moe.dispatch import choose_exchange
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.comm import SymmetricBuffer
-from mcore_parallel.models import Site, TransformerConfig
+from mcore_parallel.graphs import CudaGraphConfig, graph_modules
+from mcore_parallel.models import GPTModel, Site, TransformerConfig
 from mcore_parallel.nn import Step
 from tests.support.world import run
 
@@ -133,6 +134,43 @@ def check_layer() -> None:
 
 def test_a_layer_never_waits_for_the_device() -> None:
     start(check_layer)
+
+
+def check_captured(patterns: tuple[str, ...]) -> None:
+    """Steps of a model whose layers replay graphs have the bits of one without; the ranks record theirs at other times."""
+    groups = ProcessGroups.build(ParallelPlan(dp=2, ep=2))
+    config = dataclasses.replace(MODEL, num_layers=2)
+    place: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda", "seed": 3}
+    plain, graphed = (GPTModel(config, groups, feed_forward=moe_feed_forward(SYMMETRIC), **place) for _ in range(2))
+    graphs = graph_modules(graphed, patterns, CudaGraphConfig(warmup_steps=2 + groups.world.rank))
+    generator = torch.Generator().manual_seed(groups.world.rank)
+
+    def train(model: GPTModel, tokens: Tensor) -> list[Tensor]:
+        output, aux = model(tokens.flatten(), Step.causal(*tokens.shape, device="cuda"))
+        assert aux is not None
+        loss = output.loss_sum(tokens.flatten().roll(-1), torch.ones(tokens.numel(), device="cuda")) + aux.total()
+        loss.backward()
+        grads = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        model.zero_grad()
+        return [loss.detach().clone(), *grads]
+
+    for _ in range(8):
+        tokens = torch.randint(64, (2, 64), generator=generator).cuda()
+        expected, found = train(plain, tokens), train(graphed, tokens)
+        assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+    report = graphs.report()
+    assert report.graphs and report.replays >= 2 * (8 - 3) and set(report.eager) <= {"warm-up"}, report
+    # Where all ranks have more, memory grows, but for graphs.
+    longer = torch.randint(64, (4, 64), generator=generator).cuda()
+    train(plain, longer)
+    with pytest.raises(ValueError, match="this rank has 256 tokens, there is room for 128, and graphs hold that memory"):
+        train(graphed, longer)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("patterns", [("layers.*",), ("layers.*.mlp",)], ids=["block", "layer"])
+def test_layers_over_two_gpus_are_captured_dropless(patterns: tuple[str, ...]) -> None:
+    start(check_captured, patterns=patterns)
 
 
 def check_buffer() -> None:

@@ -98,9 +98,16 @@ def check_exchanges() -> None:
         assert refusal(groups, dataclasses.replace(padded, moe_token_dispatcher_type=kind)) == ""
     assert "pause lets another micro-batch run" in refusal(groups, padded, pause=lambda: None)
     exchange = cast(TokenExchange, SimpleNamespace())
-    for backend in ("symmetric", "deepep", "hybridep"):
+    for backend in ("deepep", "hybridep"):
         flex = dataclasses.replace(plain, moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=backend)
-        assert f"moe_flex_dispatcher_backend={backend!r} sizes and counts" in refusal(groups, flex, exchange=exchange)
+        assert f"moe_flex_dispatcher_backend={backend!r} sizes its exchanges on the host" in refusal(groups, flex, exchange=exchange)
+    direct = dataclasses.replace(plain, moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="symmetric")
+    for mixture in (direct, dataclasses.replace(direct, moe_expert_capacity_factor=1.0)):
+        assert refusal(groups, mixture, exchange=exchange) == ""
+    exact = dataclasses.replace(direct, moe_symmetric_exact_rows=True)
+    assert "moe_symmetric_exact_rows=True reads the number of rows on the host" in refusal(groups, exact, exchange=exchange)
+    # Where nothing travels the dispatcher has no say; elsewhere each refusal is at the construction of the graphs.
+    assert refusal(ProcessGroups.single(), exact) == ""
 
 
 @pytest.mark.world(2)

@@ -3,7 +3,9 @@
 """Dispatch by stores in the memory of other ranks: its arithmetic, the exchange over gloo ranks that share memory, and its kernels."""
 
 import dataclasses
+import functools
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mcore_moe import GroupedMLP, MoEAlltoAllTokenDispatcher, MoEConfig, MoEFlexTokenDispatcher, MoELayer, SequentialMLP
-from mcore_moe.dispatch import SymmetricExchange, _peer_slots, _places, choose_exchange
+from mcore_moe.dispatch import SymmetricExchange, _peer_slots, _places, _symmetric, choose_exchange
 from mcore_moe.dispatch._peer_slots import Slot, SlotLayout
 from mcore_moe.dispatch._places import place_rows
 from mcore_parallel import Group, ParallelPlan, ProcessGroups
@@ -253,6 +255,86 @@ def check_order() -> None:
 @pytest.mark.world(2)
 def test_exchanges_may_follow_each_other_in_any_order(world) -> None:
     world(check_order)
+
+
+def check_late_reader() -> None:
+    """Exchanges of a kind behind each other, with a rank that reads what it was sent long after the others."""
+    groups = ProcessGroups.build(ParallelPlan(dp=2, ep=2))
+    ours, reference = MoEFlexTokenDispatcher(E, groups, make_exchange(groups, max_tokens=16)), MoEAlltoAllTokenDispatcher(E, groups.ep)
+    place, add = _symmetric.place_rows, _peer_slots.add_sums
+
+    def late(read: Any, *values: Any, **options: Any) -> Any:
+        time.sleep(0.05 * groups.world.rank)
+        return read(*values, **options)
+
+    def twice(dispatcher: Any) -> list[Tensor]:
+        parts = [torch.randn(9, D, dtype=F64, generator=torch.Generator().manual_seed(number)).requires_grad_() for number in range(2)]
+        routings = [random_routing(9, E, K, number + 5 * groups.world.rank) for number in range(2)]
+        sent = [dispatcher.dispatch(*pair) for pair in zip(parts, routings, strict=True)]
+        sums = [
+            dispatcher.combine(there.rows_RD * there.weights_R[:, None], there, routing)
+            for there, routing in zip(sent, routings, strict=True)
+        ]
+        return [*sums, *torch.autograd.grad([y.square().sum() for y in sums], parts)]
+
+    expected = twice(reference)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_symmetric, "place_rows", functools.partial(late, place))
+        patched.setattr(_peer_slots, "add_sums", functools.partial(late, add))
+        torch.testing.assert_close(twice(ours), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.world(2)
+def test_nothing_is_stored_over_what_a_late_rank_has_not_read(world) -> None:
+    world(check_late_reader)
+
+
+def check_recorded() -> None:
+    """A rank that replays a graph does what it did when it recorded: its host knows nothing of what came between. The other has none."""
+    groups = ProcessGroups.build(ParallelPlan(dp=2, ep=2))
+    experts = GroupedMLP(E, D, 6, groups, dtype=F64)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(groups.world.rank))
+    exchange = make_exchange(groups)
+    ours, reference = MoEFlexTokenDispatcher(E, groups, exchange), MoEAlltoAllTokenDispatcher(E, groups.ep)
+    x, routing = torch.randn(9, D, dtype=F64), random_routing(9, E, K, groups.world.rank)
+    expected = pass_through(reference, experts, x, routing)
+    torch.testing.assert_close(pass_through(ours, experts, x, routing), expected, rtol=1e-10, atol=1e-10)
+    recorded = dict(vars(exchange))
+    frozen = dataclasses.replace(routing, probs_TK=routing.probs_TK.detach())
+    for lone in (True, False):
+        if lone:
+            # As the recomputation of a layer leaves it that needs no sums.
+            ours.dispatch(x, routing)
+            torch.testing.assert_close(pass_through(ours, experts, x, routing), expected, rtol=1e-10, atol=1e-10)
+        else:
+            # A backward of the experts alone, as of adapters in the first layer.
+            sent = ours.dispatch(x, frozen)
+            y = ours.combine(experts(sent.rows_RD, sent.ends_N, sent.weights_R), sent, frozen)
+            torch.autograd.grad(y.square().sum(), list(experts.parameters()))
+        if groups.world.rank == 0:
+            vars(exchange).update(recorded)
+        torch.testing.assert_close(pass_through(ours, experts, x, routing), expected, rtol=1e-10, atol=1e-10)
+    # From the first graph on there is no other memory.
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_symmetric, "_is_recording", lambda values: True)
+        pass_through(ours, experts, x, routing)
+    with pytest.raises(
+        ValueError, match="this rank has 17 tokens, there is room for 16, and graphs hold that memory; set moe_symmetric_max_"
+    ):
+        ours.dispatch(torch.ones(17, D, dtype=F64), random_routing(17, E, K, 0))
+    fresh = MoEFlexTokenDispatcher(E, groups, make_exchange(groups, max_tokens=32))
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        pytest.raises(ValueError, match="this rank has 9 tokens, there is room for 0, and graphs"),
+    ):
+        patched.setattr(_symmetric, "_is_recording", lambda values: True)
+        fresh.dispatch(x, routing)
+
+
+@pytest.mark.world(2)
+def test_ranks_with_and_without_graphs_meet(world) -> None:
+    world(check_recorded)
 
 
 MODEL = TransformerConfig(num_layers=1, hidden_size=D, num_attention_heads=2, vocab_size=16, ffn_hidden_size=6)

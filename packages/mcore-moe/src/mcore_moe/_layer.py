@@ -138,10 +138,14 @@ class MoELayer(nn.Module):
         """As ``mcore_parallel.graphs.GraphChecked``: a forward or backward that waits for the device, or runs more than kernels."""
         config, dispatcher, experts = self.router.config, self.dispatcher, self.experts
         if isinstance(dispatcher, MoEFlexTokenDispatcher):
-            return (
-                f"moe_flex_dispatcher_backend={config.moe_flex_dispatcher_backend!r} sizes and counts its exchanges on the host; set "
-                "moe_token_dispatcher_type='alltoall' and moe_pad_expert_input_to_capacity=True"
-            )
+            backend = config.moe_flex_dispatcher_backend
+            if backend != "symmetric":
+                return (
+                    f"moe_flex_dispatcher_backend={backend!r} sizes its exchanges on the host; set it to 'symmetric', or "
+                    "moe_token_dispatcher_type='alltoall' and moe_pad_expert_input_to_capacity=True"
+                )
+            if config.moe_symmetric_exact_rows:
+                return "moe_symmetric_exact_rows=True reads the number of rows on the host; leave it out"
         if isinstance(dispatcher, MoEAlltoAllTokenDispatcher) and dispatcher.pause is not None:
             return "pause lets another micro-batch run on the host while tokens travel; leave it out"
         exchanges = isinstance(dispatcher, MoEAlltoAllTokenDispatcher | MoEAllGatherTokenDispatcher)

@@ -19,7 +19,7 @@ from mcore_parallel import Group
 
 # G ranks, T tokens of this rank, A places for tokens of all ranks, K experts a token, N experts of a rank, R rows, D model.
 
-_SLOTS = 2
+_TOKENS, _SUMS = _SLOTS = range(2)
 _ROOM_STEP = 16
 
 
@@ -46,6 +46,8 @@ class ExchangePlan:
     places_AK: Tensor
     """int32, the row of each pick of all ranks' tokens; -1 where it is not this rank's."""
     num_rows: int
+    has_gradient: bool
+    """Of tokens or weights: sums come back in the backward."""
 
 
 @experimental_api
@@ -53,9 +55,12 @@ class SymmetricExchange:
     """Tokens by kernels that store them in the other ranks' memory, once for each rank that holds some of their experts; conforms to
     ``TokenExchange``. No pick is dropped, whatever the routing, and the host waits for the device at the first exchange only.
 
-    Every exchange is: store, barrier, read one's own memory. Memory has two slots that exchanges take in turn, so that none is stored
-    in before all ranks have read it: between two uses lies the barrier of the other slot. All ranks make the same exchanges in the same
-    order, on one stream.
+    Every exchange is: store, barrier, read one's own memory. Memory has a slot for tokens and one for sums. Neither is stored in before all
+    ranks have read it: between two exchanges of a kind lies the barrier of the other kind, or one more. All ranks make the same exchanges
+    in the same order, on one stream.
+
+    CUDA graphs hold exchanges, a dispatch and its combine, or the backward of both, together; without ``exact_rows``, for it makes the host
+    wait. Other ranks may record theirs at other times, or none. The first graph fixes the memory, and how many tokens it has room for.
 
     The rows of the experts are a tensor for the worst routing, G * T * min(K, N) rows, of which those behind the last expert are neither
     written nor read. With ``exact_rows`` the host waits for their number, and the tensor holds no others.
@@ -67,7 +72,7 @@ class SymmetricExchange:
         connect: makes memory of so many bytes, on all ranks together.
         timeout_s: how long to wait for the other ranks when memory is made.
         max_tokens: T at most, equal on all ranks; None for the most of any rank at the first exchange. Later exchanges may have fewer on
-            any rank, and more where all ranks have more.
+            any rank, and more where all ranks have more, unless a graph has been recorded.
         exact_rows: as above.
     """
 
@@ -84,14 +89,16 @@ class SymmetricExchange:
     ) -> None:
         self._group, self._num_local_experts, self._width = group, num_local_experts, width
         self._connect, self._timeout_s, self._exact_rows = connect, timeout_s, exact_rows
-        self._room, self._slot_bytes, self._turn = max_tokens or 0, 0, 0
+        self._room, self._slot_bytes, self._last = max_tokens or 0, 0, _SUMS
         self._memory: PeerMemory | None = None
+        self._is_recorded = False
 
     def dispatch(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> FlexPicks:
         """As of ``TokenExchange``.
 
         Raises:
             TimeoutError: this rank has more tokens than fit, and ranks that it names have not.
+            ValueError: more tokens than fit, and graphs hold the memory.
         """
         wide = torch.promote_types(torch.float32, x_TD.dtype)
         layout = self._make_room(len(x_TD), experts_TK.shape[1], x_TD, wide)
@@ -103,26 +110,32 @@ class SymmetricExchange:
         return _Combine.apply(rows_RD, picks.handle, self)
 
     def send(
-        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, layout: SlotLayout
+        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, layout: SlotLayout, *, has_gradient: bool
     ) -> tuple[Tensor, Tensor | None, Tensor, ExchangePlan]:
         """Rows in expert order, their weights, the ends of the experts, and the plan."""
         rank, N = self._group.rank, self._num_local_experts
         slot = self._store_tokens(layout, x_TD, experts_TK, weights_TK)
         places_AK, ends_N = place_rows(slot.experts_AK, rank * N, N)
         num_rows = int(ends_N[-1]) if self._exact_rows else layout.most_rows
-        plan = ExchangePlan(layout, experts_TK, places_AK, num_rows)
+        plan = ExchangePlan(layout, experts_TK, places_AK, num_rows, has_gradient)
         rows_RD, weights_R = spread_rows(slot.x_AD, slot.weights_AK, places_AK, num_rows)
         return rows_RD, weights_R, ends_N, plan
 
     def send_again(self, x_TD: Tensor, plan: ExchangePlan) -> Tensor:
         """Other values of the same tokens, [R, D]."""
         slot = self._store_tokens(plan.layout, x_TD, plan.experts_TK, None)
-        return spread_rows(slot.x_AD, None, plan.places_AK, plan.num_rows)[0]
+        rows_RD = spread_rows(slot.x_AD, None, plan.places_AK, plan.num_rows)[0]
+        if not plan.has_gradient:
+            # No sums follow these tokens, and a graph that begins with others was recorded behind sums.
+            assert self._memory is not None
+            self._memory.barrier()
+            self._last = _SUMS
+        return rows_RD
 
     def add_up(self, rows_RD: Tensor, grad_R: Tensor | None, plan: ExchangePlan) -> tuple[Tensor, Tensor | None]:
         """[T, D], each token's sum over its rows, and [T, K], the values in ``grad_R`` of its picks."""
         layout, rank = plan.layout, self._group.rank
-        memory, begin = self._next_slot()
+        memory, begin = self._slot(_SUMS)
         grad_R = None if grad_R is None else grad_R.to(layout.weights_dtype).contiguous()
         values = rows_RD.to(layout.dtype).contiguous(), plan.places_AK, grad_R
         if rows_RD.is_cuda:
@@ -137,7 +150,7 @@ class SymmetricExchange:
 
     def _store_tokens(self, layout: SlotLayout, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor | None) -> Slot:
         """This rank's memory with the tokens of all."""
-        memory, begin = self._next_slot()
+        memory, begin = self._slot(_TOKENS)
         rank = self._group.rank
         values = x_TD.to(layout.dtype).contiguous(), experts_TK, None if weights_TK is None else weights_TK.contiguous()
         if x_TD.is_cuda:
@@ -149,16 +162,25 @@ class SymmetricExchange:
         memory.barrier()
         return layout.slot(memory.peers[rank], begin)
 
-    def _next_slot(self) -> tuple[PeerMemory, int]:
+    def _slot(self, kind: int) -> tuple[PeerMemory, int]:
+        """Where to store, as soon as all ranks have read what lay there. No replay of a graph changes what comes last, tokens or sums."""
         assert self._memory is not None
-        self._turn = (self._turn + 1) % _SLOTS
-        return self._memory, self._turn * self._slot_bytes
+        if kind == self._last:
+            self._memory.barrier()
+        self._last = kind
+        return self._memory, kind * self._slot_bytes
 
     def _make_room(self, num_tokens: int, topk: int, x_TD: Tensor, weights_dtype: torch.dtype) -> SlotLayout:
         """Memory for as many tokens, which no rank is still reading; without a wait where they fit."""
         layout = self._layout(self._room, topk, x_TD.dtype, weights_dtype)
+        self._is_recorded |= _is_recording(x_TD)
         if self._memory is not None and num_tokens <= self._room and layout.num_bytes <= self._slot_bytes:
             return layout
+        if self._is_recorded:
+            raise ValueError(
+                f"this rank has {num_tokens} tokens, there is room for {self._room if self._memory else 0}, and graphs hold that memory; "
+                "set moe_symmetric_max_tokens, or begin with the largest batch, which runs once before a graph is made"
+            )
         if x_TD.is_cuda:
             # Behind the numbers of all ranks lie their last stores and reads.
             torch.cuda.synchronize(x_TD.device)
@@ -173,11 +195,16 @@ class SymmetricExchange:
         layout = self._layout(self._room, max(topks, topk), x_TD.dtype, weights_dtype)
         self._slot_bytes = max(layout.num_bytes, self._slot_bytes)
         self._memory = None
-        self._memory = self._connect(_SLOTS * self._slot_bytes)
+        self._memory = self._connect(len(_SLOTS) * self._slot_bytes)
         return self._layout(self._room, topk, x_TD.dtype, weights_dtype)
 
     def _layout(self, room: int, topk: int, dtype: torch.dtype, weights_dtype: torch.dtype) -> SlotLayout:
         return SlotLayout(self._group.size, room, self._width, topk, self._num_local_experts, dtype, weights_dtype)
+
+
+def _is_recording(values: Tensor) -> bool:
+    """Whether what is computed of these is not computed now, but recorded in a graph."""
+    return values.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _moves(values: Tensor) -> Any:
@@ -196,7 +223,7 @@ class _Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, layout: SlotLayout, exchange: SymmetricExchange
     ) -> tuple[Tensor, Tensor | None, Tensor, ExchangePlan]:
-        rows_RD, weights_R, ends_N, plan = exchange.send(x_TD, weights_TK, experts_TK, layout)
+        rows_RD, weights_R, ends_N, plan = exchange.send(x_TD, weights_TK, experts_TK, layout, has_gradient=any(ctx.needs_input_grad[:2]))
         ctx.mark_non_differentiable(ends_N)
         ctx.exchange, ctx.plan = exchange, plan
         return rows_RD, weights_R, ends_N, plan
