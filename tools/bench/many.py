@@ -4,19 +4,20 @@
 
 python -m tools.bench.many --gpus 8 --output docs/benchmarks/many.json \\
     --peer "Megatron-core=torchrun --nproc-per-node 8 train_megatron_core.py --model moe-l6 --ep 8 --mbs 2 --gbs 16"
+python -m tools.bench.many --gpus 4 --parts experts --runs ep4 "ep4, skewed" "ep2 edp2"
 python -m tools.bench.many --gpus 2 --small
 
-experts: training steps of moe-l6 with its experts over all ranks, again with every eighth expert four times as busy as the average, with
-each expert on two ranks, with two pipeline stages, and on GPUs with the exchange by direct stores, also with busy experts; time and memory
-stand beside ``step_cost`` and ``estimate``. exchange: dispatch and combine of the picks alone, by all-to-all and on GPUs by direct stores,
-beside all-to-alls and copies to the next GPU of as many bytes. serving: one engine over all ranks, then an engine a rank, then an engine a
-rank whose experts are spread over all (a mixture), with and without recorded steps; "graph_share" is the share of recorded ones. refit:
-from a fully sharded model over all ranks into these engines, and from a mixture with experts over all ranks into engines that share them or
-are split. rl: GRPO with a fully sharded trainer on one half and an engine on each rank of the other, by turns and one step off. turns: GRPO
-of qwen3-8b where every GPU trains its share and serves by turns, the optimizer in host memory meanwhile; an iteration beside generation
-alone and training alone, and what handing over the memory takes. killed: an engine a rank under load, one of which is killed. A peer is a
-command that prints JSON
-lines; they are kept as they are. ``--small`` is for a machine without GPUs: tiny shapes, ranks on gloo.
+experts: training steps of moe-l6 with its experts over all ranks, again with every eighth expert four times as busy as the average, on GPUs
+with the exchange by direct stores, also with busy experts, with the experts over one half of the ranks and again over the other, with each
+expert on two ranks, and with two pipeline stages; time and memory stand beside ``step_cost`` and ``estimate``. exchange: dispatch and
+combine of the picks alone, by all-to-all and on GPUs by direct stores, beside all-to-alls and copies to the next GPU of as many bytes.
+serving: one engine over all ranks, then an engine a rank, then an engine a rank whose experts are spread over all (a mixture), with and
+without recorded steps; "graph_share" is the share of recorded ones. refit: from a fully sharded model over all ranks into these engines,
+and from a mixture with experts over all ranks into engines that share them or are split. rl: GRPO with a fully sharded trainer on one half
+and an engine on each rank of the other, by turns and one step off. turns: GRPO of qwen3-8b where every GPU trains its share and serves by
+turns, the optimizer in host memory meanwhile; an iteration beside generation alone and training alone, and what handing over the memory
+takes. killed: an engine a rank under load, one of which is killed. A peer is a command that prints JSON lines; they are kept as they are.
+``--small`` is for a machine without GPUs: tiny shapes, ranks on gloo.
 """
 
 import argparse
@@ -27,7 +28,7 @@ import json
 import shlex
 import statistics
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ class ExpertsRun:
 
 
 def experts_runs(gpus: int, *, small: bool = False) -> list[ExpertsRun]:
-    """Layouts that fill the machine; the last two need ranks to divide, direct stores need GPUs."""
+    """Layouts that fill the machine; those of halves need ranks to divide, direct stores need GPUs."""
     runs = [
         ExpertsRun(name=f"ep{gpus}", plan=ParallelPlan(dp=gpus, ep=gpus)),
         ExpertsRun(name=f"ep{gpus}, skewed", plan=ParallelPlan(dp=gpus, ep=gpus), skewed=True),
@@ -107,6 +108,8 @@ def experts_runs(gpus: int, *, small: bool = False) -> list[ExpertsRun]:
         runs += [dataclasses.replace(run, name=f"{run.name}, symmetric", symmetric=True) for run in runs]
     if gpus % 2 == 0:
         half = gpus // 2
+        if half > 1:
+            runs.append(ExpertsRun(name=f"ep{half} edp2", plan=ParallelPlan(dp=gpus, ep=half)))
         runs.append(ExpertsRun(name=f"ep{half} etp2", plan=ParallelPlan(dp=gpus, ep=half, etp=2)))
         runs.append(ExpertsRun(name=f"ep{half} pp2", plan=ParallelPlan(dp=half, ep=half, pp=2)))
     return runs
@@ -186,9 +189,9 @@ def train(run: ExpertsRun, scale: Scale, warmup: int, steps: int) -> dict[str, A
     }  # fmt: skip
 
 
-def experts(scale: Scale, steps: int) -> Iterator[dict[str, Any]]:
+def experts(scale: Scale, runs: Sequence[ExpertsRun], steps: int) -> Iterator[dict[str, Any]]:
     """A row a layout."""
-    for run in experts_runs(scale.gpus, small=scale.small):
+    for run in runs:
         ranks = launch(train, scale.gpus, device=scale.kind, run=run, scale=scale, warmup=2, steps=steps, timeout_s=240.0)
         slowest, fullest = max(rank["s"] for rank in ranks), max(ranks, key=lambda rank: rank["peak"])
         yield {
@@ -452,6 +455,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, required=True, help="ranks, one a GPU")
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
+    parser.add_argument("--runs", nargs="+", metavar="NAME", help="layouts of experts, of which a row has the name; all when left out")
     parser.add_argument("--small", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--steps", type=int, default=6, help="timed steps and repeats")
     for name, of in (("groups", "prompts"), ("group-size", "answers a prompt"), ("outputs", "tokens of an answer")):
@@ -468,10 +472,13 @@ def main() -> None:
         parser.error(f"--gpus {arguments.gpus}: needs at least 2")
     if not arguments.small and torch.cuda.device_count() < arguments.gpus:
         parser.error(f"--gpus {arguments.gpus}: {torch.cuda.device_count()} are visible; lower it, or add --small")
+    layouts = {run.name: run for run in experts_runs(arguments.gpus, small=arguments.small)}
+    if unknown := sorted(set(arguments.runs or ()) - set(layouts)):
+        parser.error(f"--runs {unknown[0]!r}: must be of {', '.join(map(repr, layouts))}")
     scale = Scale(gpus=arguments.gpus, small=arguments.small, memory_bandwidth=arguments.memory_tb_s * 1e12)
     rows: list[dict[str, Any]] = []
     parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
-        "experts": lambda: experts(scale, arguments.steps),
+        "experts": lambda: experts(scale, [layouts[name] for name in arguments.runs or layouts], arguments.steps),
         "exchange": lambda: exchange(scale, arguments.steps),
         "serving": lambda: serving(scale),
         "refit": lambda: refits(scale),

@@ -51,10 +51,10 @@ def test_a_killed_engine_takes_its_own_streams_only() -> None:
     assert row["noticed_s"] < 10 and row["afterwards"] > 0
 
 
-def results(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> dict[str, Any]:
+def results(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str, ranks: int = 2) -> dict[str, Any]:
     """The file that the command writes."""
     output = folder / "many.json"
-    command = ["many", "--gpus", "2", "--small", "--steps", "1", *arguments, "--output", str(output)]
+    command = ["many", "--gpus", str(ranks), "--small", "--steps", "1", *arguments, "--output", str(output)]
     monkeypatch.setattr(sys, "argv", command)
     main()
     return json.loads(output.read_text())
@@ -68,6 +68,21 @@ def test_a_missing_peer_is_named_and_the_others_are_measured(monkeypatch: pytest
     assert present == {"part": "peer", "by": "talkative", "ms": 2.5}
     assert absent["by"] == "absent" and "no-such-command" in absent["error"]
     assert exchange["part"] == "exchange" and exchange["ms"] > 0 and exchange["ratio"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_experts_over_four_ranks_over_halves_and_skewed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = ("ep4", "ep4, skewed", "ep2 edp2")
+    even, skewed, halves = results(monkeypatch, tmp_path, "--parts", "experts", "--runs", *runs, ranks=4)["rows"]
+    assert (even["run"], skewed["run"], halves["run"]) == runs
+    assert skewed["busiest_expert"] > 3 > max(even["busiest_expert"], halves["busiest_expert"]) >= 1
+    assert all(row["tokens_per_s_per_gpu"] > 0 and 5 < row["loss"] < 8 for row in (even, skewed, halves))
+    with pytest.raises(SystemExit):
+        results(monkeypatch, tmp_path, "--runs", "ep4")
+    assert "--runs 'ep4': must be of 'ep2', 'ep2, skewed', 'ep1 etp2', 'ep1 pp2'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
