@@ -16,7 +16,7 @@ import zmq.asyncio
 from mcore_inference._stability import experimental_api
 from mcore_inference.coordinator._config import CoordinatorConfig
 from mcore_inference.coordinator._core import CoordinatorCore, Outbox
-from mcore_inference.coordinator._messages import UNKNOWN, Message, Refusal, decode_incoming, encode, is_greeting, is_too_long
+from mcore_inference.coordinator._messages import UNKNOWN, Refusal, decode_incoming, encode, is_greeting, is_too_long
 from mcore_inference.coordinator._states import GroupState
 from mcore_inference.requests import PortInUseError
 
@@ -218,47 +218,38 @@ class DataParallelInferenceCoordinator:
                 outbox = [(peer, Refusal(call=-1, message=f"a message was not understood: {str(error)[:200]}"))]
         if is_stranger and not self._core.knows(peer) and not self._strangers.allows(now):
             return
-        left = deque(outbox)
-        while left:
-            to, message = left.popleft()
-            try:
-                frame = encode(message)
-            except (OverflowError, RecursionError) as error:
-                left.extend(self._unsendable(to, message, error))
-                continue
-            try:
-                socket.send_multipart([to, frame], flags=zmq.DONTWAIT)
-            except zmq.ZMQError as error:
-                if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                    raise
-                left.extend(self._core.unreachable(to, time.monotonic()))
-
-    def _unsendable(self, peer: bytes, message: Message, error: Exception) -> Outbox:
-        _LOG.error("a %s cannot be sent: %s", type(message).__name__, error)
-        return self._core.unsendable(peer, message)
+        self._deliver(socket, outbox)
 
     async def _tick(self, router: zmq.asyncio.Socket) -> None:
         while True:
             await asyncio.sleep(self.config.heartbeat_s / 4)
-            await self._deliver(router, self._core.tick(time.monotonic()))
+            self._deliver_beside(router, self._core.tick(time.monotonic()))
 
     async def _lose_engines(self, router: zmq.asyncio.Socket) -> None:
         while True:
             name, reason, done = await self._ended_engines.get()
-            await self._deliver(router, self._core.lose(name, reason, time.monotonic()))
+            self._deliver_beside(router, self._core.lose(name, reason, time.monotonic()))
             done.set()
 
-    async def _deliver(self, router: zmq.asyncio.Socket, outbox: Outbox) -> None:
+    def _deliver_beside(self, router: zmq.asyncio.Socket, outbox: Outbox) -> None:
+        """What does not follow from a message, while the loop waits for one."""
+        self._deliver(zmq.Socket.shadow(router), outbox)
+        # Sending may have taken the sign that a message came; looking for it wakes the one who waits.
+        router.get(zmq.EVENTS)
+
+    def _deliver(self, socket: zmq.Socket[bytes], outbox: Outbox) -> None:
+        """Messages, and what follows from those that cannot be sent."""
         left = deque(outbox)
         while left:
             peer, message = left.popleft()
             try:
                 frame = encode(message)
             except (OverflowError, RecursionError) as error:
-                left.extend(self._unsendable(peer, message, error))
+                _LOG.error("a %s cannot be sent: %s", type(message).__name__, error)
+                left.extend(self._core.unsendable(peer, message))
                 continue
             try:
-                await router.send_multipart([peer, frame], flags=zmq.DONTWAIT)
+                socket.send_multipart([peer, frame], flags=zmq.DONTWAIT)
             except zmq.ZMQError as error:
                 if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                     raise
