@@ -120,9 +120,9 @@ def _note_holders(core: CoordinatorCore, held: dict[int, list[str]]) -> None:
     lose = core._lose
 
     def noting(peer: bytes, reason: str, now: float, *, tell: bool = True) -> None:
-        engine = core._engines.get(peer)
+        engine = core._group.engines.get(peer)
         for attempt in () if engine is None else engine.requests:
-            held.setdefault(core._attempts[attempt].message.request_id, []).append(engine.name)
+            held.setdefault(core._requests._attempts[attempt].message.request_id, []).append(engine.name)
         lose(peer, reason, now, tell=tell)
 
     core._lose = noting  # type: ignore[method-assign]

@@ -430,10 +430,10 @@ def test_one_that_asked_several_times_before_it_was_heard_is_one_engine() -> Non
     assert [type(message) for _, message in first] == [RegisterAck, SubmitRequest]
     for _ in range(5):
         assert core.receive(b"e", register(worker="w"), 1.0) == [(b"e", RegisterAck())]
-    assert core.num_engines == 1 and core.engine_names == {"dp"} and core._num_lost == 0
+    assert core.num_engines == 1 and core.engine_names == {"dp"} and core._group.num_lost == 0
     # It was given up meanwhile, and says so by another number: what it had is lost.
     again = core.receive(b"e", register(worker="w", registration=1), 2.0)
-    assert core._num_lost == 1 and [type(message) for _, message in again] == [RegisterAck, SubmitRequest]
+    assert core._group.num_lost == 1 and [type(message) for _, message in again] == [RegisterAck, SubmitRequest]
 
 
 def test_no_integer_of_a_message_is_too_large_to_be_counted_on_or_sent() -> None:

@@ -15,7 +15,8 @@ import zmq.asyncio
 
 from mcore_inference._stability import experimental_api
 from mcore_inference.coordinator._config import CoordinatorConfig
-from mcore_inference.coordinator._core import CoordinatorCore, Outbox
+from mcore_inference.coordinator._core import CoordinatorCore
+from mcore_inference.coordinator._group import Outbox
 from mcore_inference.coordinator._messages import UNKNOWN, Refusal, decode_incoming, encode, is_greeting, is_too_long
 from mcore_inference.coordinator._states import GroupState
 from mcore_inference.requests import PortInUseError

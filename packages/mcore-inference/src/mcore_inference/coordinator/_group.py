@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The engines and clients of a coordinator, what the engines are doing, and the messages to send."""
+
+from mcore_inference.coordinator._entries import Client, Engine, Operation
+from mcore_inference.coordinator._messages import Message
+from mcore_inference.coordinator._past import PastCounters
+from mcore_inference.coordinator._states import GroupState
+
+Outbox = list[tuple[bytes, Message]]
+
+
+class Group:
+    """What the parts of a coordinator share."""
+
+    def __init__(self) -> None:
+        self.state = GroupState.RUNNING
+        self.engines: dict[bytes, Engine] = {}
+        self.clients: dict[bytes, Client] = {}
+        self.operation: Operation | None = None
+        """In progress."""
+        self.version: int | None = None
+        """Of the weights of the last load, in progress or over."""
+        self.loaded: int | None = None
+        """Of the weights of the last load that ended well; None for those that engines start with."""
+        self.past = PastCounters()
+        self.num_lost = 0
+        """Engines that left or were lost."""
+        self._number = 0
+        self._outbox: Outbox = []
+
+    @property
+    def is_loading(self) -> bool:
+        return self.operation is not None and self.operation.load is not None
+
+    def eligible(self) -> list[bytes]:
+        """Engines that take requests: those with the weights of the last load, or of the last one that ended well."""
+        for version in (self.version, self.loaded):
+            peers = [peer for peer, engine in self.engines.items() if version is None or engine.weight_version == version]
+            if peers:
+                return peers
+        return []
+
+    def remove_engine(self, peer: bytes) -> Engine | None:
+        """One that is gone; its counters stay. None where it went before."""
+        engine = self.engines.pop(peer, None)
+        if engine is not None:
+            self.past.add(engine.worker, engine.stats)
+            self.num_lost += 1
+        return engine
+
+    def next_number(self) -> int:
+        """Of an attempt or a signal; each is given once."""
+        self._number += 1
+        return self._number
+
+    def send(self, peer: bytes, message: Message) -> None:
+        self._outbox.append((peer, message))
+
+    def flush(self) -> Outbox:
+        """What is to be sent since the last time."""
+        outbox, self._outbox = self._outbox, []
+        return outbox
