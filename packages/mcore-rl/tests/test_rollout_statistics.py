@@ -59,6 +59,17 @@ def test_it_is_the_share_over_all_pairs_of_answers(seed: int) -> None:
     assert total and group_similarity(groups) == pytest.approx(common / total, abs=1e-15)
 
 
+def test_pairs_are_of_the_tokens_that_the_policy_wrote_in_any_turn_and_of_any_vocabulary() -> None:
+    most = 2**31 - 1
+    fields: dict[str, Any] = {"reward": 0.0, "logprobs": [-1.0] * 3, "env_id": "e", "problem_id": "p"}
+    # The policy wrote (most, most, 0) in two turns, and (most, 0, most): (none, most) and (most, 0) are common to both.
+    turns = TokenRollout(trajectory=[7, most, most, 8, 0], generation_mask=[False, True, True, False, True], **fields)
+    other = TokenRollout(trajectory=[most, 0, most], generation_mask=[True] * 3, **fields)
+    assert pair_counts([[turns, other]]) == (4, 6)
+    # (none, 1) and (0, 1) are two pairs.
+    assert pair_counts([[rollout(1), rollout(0, 1)]]) == (0, 3)
+
+
 def test_tokens_are_counted_by_the_weights_that_drew_them() -> None:
     groups = [[rollout(3, 4, weight_versions=(5, 6)), rollout(3, 4, 4, weight_versions=(6, 6, 7))], [rollout(8)]]
     assert token_versions(groups) == {5: 1, 6: 3, 7: 1} and not token_versions([[rollout(8)]])

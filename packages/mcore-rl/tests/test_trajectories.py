@@ -3,14 +3,19 @@
 """Trajectories become rows in which each token's numbers sit where it is predicted."""
 
 import dataclasses
+import random
+from array import array
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mcore_rl import PackingConfig, PackingContext, TokenRollout, rollout_batches
+from mcore_rl import Aggregation, PackingConfig, PackingContext, TokenRollout, rollout_batches
 from mcore_rl._trajectories import BatchStyle, on_device, place_rows, write_batches
+from mcore_rl._types import as_array
 
 
 def rollout(prompt: int, written: int, start: int = 10) -> TokenRollout:
@@ -49,6 +54,30 @@ def test_rows_fill_up_with_empty_ones() -> None:
     assert len(batches) == 2
     assert batches[1].loss_mask[1].sum() == 0
     assert sum(batch.loss_mask.sum() for batch in batches) == torch.tensor(6.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_numbers_are_rounded_to_their_dtype_once(dtype: torch.dtype) -> None:
+    generator = random.Random(0)
+    rollouts = [
+        dataclasses.replace(rollout(2, written), logprobs=[-generator.random() for _ in range(written)]) for written in (3, 7, 1, 0, 5)
+    ]
+    style = BatchStyle(aggregation=Aggregation(mode="constant", length=11), dtype=dtype)
+    batches = rollout_batches(rollouts, [1.0] * 5, seq_len=9, micro_batch_size=2, style=style)
+    for row, one in enumerate(rollouts):
+        batch, written = batches[row // 2], len(one.logprobs)
+        weight, factor = style.aggregation.weights(written)
+        expected = {"inference_logprobs": one.logprobs, "loss_factors": [factor] * written}
+        for values, numbers in [(batch.loss_mask, [weight] * written), *((batch.extras[name], some) for name, some in expected.items())]:
+            assert values.dtype == dtype
+            wanted = torch.tensor([0.0, *numbers, *[0.0] * (8 - written)], dtype=torch.float64).to(dtype)
+            assert torch.equal(values[row % 2], wanted)
+
+
+@pytest.mark.parametrize("kind", [tuple, list, lambda mask: array("l", mask), lambda mask: np.array(mask, dtype=np.int64)])
+def test_masks_are_read_whatever_holds_them(kind: Callable[[list[bool]], Any]) -> None:
+    mask = [False, True, True, False, True]
+    assert as_array(kind(mask), "b").tolist() == [0, 1, 1, 0, 1]
 
 
 def test_too_long_a_trajectory_is_named() -> None:

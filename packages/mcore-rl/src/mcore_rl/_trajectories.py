@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mcore_parallel.training import Batch, real_tokens
 from mcore_rl._aggregation import Aggregation
 from mcore_rl._stability import experimental_api
-from mcore_rl._types import TokenRollout, as_tensor
+from mcore_rl._types import TokenRollout, as_array
 
 
 @experimental_api
@@ -118,27 +119,28 @@ def write_batches(
         packed: ``cu_seqlens`` and ``prefixes`` of each micro-batch; None for rows.
     """
     count, B, S = shape
-    tokens, labels = (torch.full((count, B * S), style.pad_id, dtype=torch.int64) for _ in range(2))
-    mask, factors, logprobs = (torch.zeros(count, B * S, dtype=style.dtype) for _ in range(3))
-    real = torch.zeros(count, B * S, dtype=torch.bool)
+    # Arrays of the host, because a slice of a tensor takes several times as long; numbers are rounded to their dtype at the end.
+    tokens, labels = (np.full((count, B * S), style.pad_id, dtype=np.int64) for _ in range(2))
+    weights, factors, drawn = (np.zeros((count, B * S)) for _ in range(3))
+    filled = np.zeros((count, B * S), dtype=np.bool_)
     for rollout, place in zip(rollouts, places, strict=True):
-        trajectory, written = as_tensor(rollout.trajectory, "q"), as_tensor(rollout.generation_mask, "b")[1:].bool()
-        begin, end = place.start, place.start + place.num_labels
+        trajectory = np.asarray(as_array(rollout.trajectory, "q"))
+        written = np.asarray(as_array(rollout.generation_mask, "b"))[1:] != 0
+        batch, own = place.batch, slice(place.start, place.start + place.num_labels)
         if shared := place.num_shared:
             span = slice(place.shared_start, place.shared_start + shared)
-            tokens[place.batch, span], labels[place.batch, span] = trajectory[:shared], trajectory[1 : shared + 1]
-            real[place.batch, span] = True
+            tokens[batch, span], labels[batch, span] = trajectory[:shared], trajectory[1 : shared + 1]
+            filled[batch, span] = True
             trajectory, written = trajectory[shared:], written[shared:]
-        row = tokens[place.batch, begin : begin + min(place.room, len(trajectory))]
-        row.copy_(trajectory[: len(row)])
-        labels[place.batch, begin:end] = trajectory[1:]
-        real[place.batch, begin:end] = True
-        drawn = as_tensor(rollout.logprobs, "d")[int(rollout.generation_mask[0]) :]
-        logprobs[place.batch, begin:end][written] = drawn.to(style.dtype)
+        row = trajectory[: place.room]
+        tokens[batch, place.start : place.start + len(row)] = row
+        labels[batch, own] = trajectory[1:]
+        filled[batch, own] = True
+        drawn[batch, own][written] = np.asarray(as_array(rollout.logprobs, "d"))[int(rollout.generation_mask[0]) :]
         if num_counted := style.num_counted(rollout):
-            weight, factor = style.aggregation.weights(num_counted)
-            mask[place.batch, begin:end] = written.to(style.dtype) * weight
-            factors[place.batch, begin:end] = written.to(style.dtype) * factor
+            weights[batch, own], factors[batch, own] = (written * value for value in style.aggregation.weights(num_counted))
+    tokens, labels, real = (torch.from_numpy(values) for values in (tokens, labels, filled))
+    mask, factors, logprobs = (torch.from_numpy(values).to(style.dtype) for values in (weights, factors, drawn))
     # What stands behind the last token that counts reaches no loss, and takes no expert's time.
     valid = real_tokens(mask.view(-1, S)) if packed is None else None if bool(real.all()) else real
     valid = None if valid is None else valid.view(count, B * S)
