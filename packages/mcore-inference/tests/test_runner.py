@@ -12,6 +12,7 @@ import torch
 
 from mcore_inference import (
     DynamicInferenceEngine,
+    DynamicInferenceRequestRecord,
     EngineDeadError,
     EngineRunner,
     FinishReason,
@@ -144,6 +145,21 @@ def test_a_refused_request_raises_in_the_caller_and_the_runner_goes_on(engine: D
             assert len((await (await runner.submit("a", TEN)).record()).generated_tokens) <= 10
 
     asyncio.run(main())
+
+
+def test_an_abort_behind_the_end_wakes_nobody() -> None:
+    async def aborted(end: Increment | Exception) -> list[int]:
+        aborts: list[int] = []
+        stream = RequestStream(aborts.append, asyncio.get_running_loop())
+        stream.request_id = 7
+        stream.put(Increment(tokens=[1]))
+        stream.abort()
+        stream.put(end)
+        stream.abort()
+        return aborts
+
+    assert asyncio.run(aborted(Increment(record=DynamicInferenceRequestRecord()))) == [7]
+    assert asyncio.run(aborted(EngineDeadError("it failed"))) == [7]
 
 
 def test_abort_ends_the_stream_and_frees_the_request(engine: DynamicInferenceEngine, output: Output) -> None:

@@ -32,6 +32,7 @@ from mcore_rl import (
     PackingConfig,
     Problem,
     RewardOnlyAgent,
+    TokenRollout,
 )
 from mcore_rl._collect import draw, exchange
 from mcore_rl._loop import rollout_means
@@ -73,6 +74,14 @@ def test_one_of_64_that_never_ends_costs_itself_in_50_runs() -> None:
         assert time.perf_counter() - begin < 5
         assert sorted(map(len, groups)) == [7] + [8] * 7
         assert interface.running == 0
+
+
+def test_no_rollout_is_written_down_when_drawing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[TokenRollout] = []
+    monkeypatch.setattr(TokenRollout, "__repr__", lambda rollout: written.append(rollout) or "")
+    config = GRPOConfig(num_groups=1, group_size=2, seq_len=8)
+    assert len(draw(config, CharacterShare(["x"], "a"), OneNeverEnds(-1), 1).groups) == 1
+    assert not written
 
 
 def test_the_limit_of_an_answer_is_its_own() -> None:

@@ -9,7 +9,7 @@ import logging
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -92,10 +92,23 @@ class Drawn:
 def draw(config: GRPOConfig, agent: GroupedRolloutGenerator, interface: InferenceInterface, num_groups: int) -> Drawn:
     """Groups of this rank's share. A failure waits for ``exchange``: a rank that raised at once would leave the others waiting for it."""
     try:
-        groups, num_filtered = asyncio.run(ask(config, agent, interface, num_groups))
+        groups, num_filtered = run_async(ask(config, agent, interface, num_groups))
     except Exception as error:
         return Drawn(groups=[], failure=error)
     return Drawn(groups=groups, num_filtered=num_filtered)
+
+
+def run_async(call: Coroutine[Any, Any, T]) -> T:
+    """``asyncio.run`` for a call that gives many rollouts. Python formats the task that it ran when it restores Ctrl-C, with a result whose
+    tokens take long; this one has none.
+    """
+    results: list[T] = []
+
+    async def keep() -> None:
+        results.append(await call)
+
+    asyncio.run(keep())
+    return results[0]
 
 
 def exchange(

@@ -2,7 +2,6 @@
 # Copyright (c) 2026 the mcore authors
 """Trainer and engines on ranks of their own: the ones generate while the others train."""
 
-import asyncio
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from mcore_rl._collect import ask, check_failures, delivered, own_failure_first, share_of
+from mcore_rl._collect import ask, check_failures, delivered, own_failure_first, run_async, share_of
 from mcore_rl._config import GRPOConfig
 from mcore_rl._dpo import ask_pairs, check_pairs, update_pairs
 from mcore_rl._handover import Handover, RolloutBatch
@@ -225,7 +224,7 @@ class DisjointLoop:
                 updates = self._train(self._learner, batch, lr, train_policy)
             elif self._server is not None and draws:
                 pairs = isinstance(self._server.agent, ContrastiveRolloutGenerator)
-                own, num_filtered = asyncio.run(self._ask(self._server))
+                own, num_filtered = run_async(self._ask(self._server))
         except Exception as error:
             failure = error
         seconds = time.perf_counter() - begin

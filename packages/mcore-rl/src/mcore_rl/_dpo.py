@@ -13,7 +13,7 @@ from torch import Tensor
 from mcore_parallel.training import TrainReport, train_step
 from mcore_rl._advantage import AdvantageConfig
 from mcore_rl._aggregation import Aggregation
-from mcore_rl._collect import Collection, Drawn, exchange, fitting
+from mcore_rl._collect import Collection, Drawn, exchange, fitting, run_async
 from mcore_rl._config import GRPOConfig
 from mcore_rl._loop import IterationReport, iteration_report
 from mcore_rl._preference import DPOObjective, pair_batches
@@ -141,7 +141,7 @@ def _draw(config: GRPOConfig, pairs: ContrastiveRolloutGenerator, interface: Inf
     """The pairs of this rank, each a group of two."""
     world = learner.groups.world
     try:
-        own = asyncio.run(ask_pairs(config, pairs, interface, len(range(world.rank, config.num_groups, world.size))))
+        own = run_async(ask_pairs(config, pairs, interface, len(range(world.rank, config.num_groups, world.size))))
     except Exception as error:
         # As of ``draw``.
         return Drawn(groups=[], failure=error)

@@ -185,12 +185,12 @@ class EngineRunner:
             increments.request_id = self._calls.add_request(prompt, sampling_params, priority=priority)
             self._streams[increments.request_id] = increments
 
-        added = asyncio.ensure_future(self.call(add))
+        added = self._called(add)
         try:
             await asyncio.shield(added)
         except asyncio.CancelledError:
             # The caller is gone, but the engine may already hold the request: abort once its number is known.
-            added.add_done_callback(lambda task: None if task.cancelled() or task.exception() else increments.abort())
+            added.add_done_callback(lambda added: None if added.cancelled() or added.exception() else increments.abort())
             raise
         return increments
 
@@ -200,6 +200,10 @@ class EngineRunner:
         Raises:
             EngineDeadError: the engine failed or was closed.
         """
+        return await self._called(function)
+
+    def _called(self, function: Callable[[], Any]) -> "asyncio.Future[Any]":
+        """What ``call`` waits for."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Any] = loop.create_future()
 
@@ -215,7 +219,7 @@ class EngineRunner:
             call_in(loop, settle, result, None, self._dead())
 
         self._send(_Command(command, refuse))
-        return await result
+        return result
 
     async def load_weights(
         self, chunks: Iterable[WeightChunk], version: int | None = None, *, in_flight: WeightPolicy = "recompute"

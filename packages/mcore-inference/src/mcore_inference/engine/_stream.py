@@ -34,12 +34,14 @@ class EndingQueue:
 
     def __init__(self) -> None:
         self._items: asyncio_Queue[Increment | Exception] = asyncio_Queue()
+        self.has_end = False
 
     def add(self, item: Increment | Exception) -> None:
         """Nothing happens behind the end."""
         with contextlib.suppress(asyncio_QueueShutDown):
             self._items.put_nowait(item)
         if isinstance(item, Exception) or item.record is not None:
+            self.has_end = True
             self._items.shutdown()
 
     async def increments(self) -> AsyncIterator[Increment]:
@@ -104,7 +106,9 @@ class RequestStream:
 
     def abort(self) -> None:
         """End the request at the next step; nothing happens when it has ended."""
-        self._abort(self.request_id)
+        # Many requests end in one step, and the engine's thread would be woken for each.
+        if not self._queue.has_end:
+            self._abort(self.request_id)
 
     def deliver(self, item: Increment | Exception) -> None:
         """From any thread."""

@@ -6,6 +6,7 @@ import enum
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -250,15 +251,15 @@ class DynamicInferenceRequestRecord:
 
     @property
     def generated_tokens(self) -> list[int]:
-        return [token for request in self.requests for token in request.generated_tokens]
+        return list(chain.from_iterable(request.generated_tokens for request in self.requests))
 
     @property
     def generated_log_probs(self) -> list[float]:
-        return [value for request in self.requests for value in request.generated_log_probs]
+        return list(chain.from_iterable(request.generated_log_probs for request in self.requests))
 
     @property
     def generated_top_n_logprobs(self) -> list[dict[int, float]]:
-        return [best for request in self.requests for best in request.generated_top_n_logprobs]
+        return list(chain.from_iterable(request.generated_top_n_logprobs for request in self.requests))
 
     @property
     def prompt_log_probs(self) -> list[float] | None:

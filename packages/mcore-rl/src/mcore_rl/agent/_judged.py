@@ -205,7 +205,8 @@ class JudgedAgent(TokenizedRolloutGenerator, GroupedRolloutGenerator, Evaluation
     async def _asked(self, call: Awaitable[T], part: str) -> T:
         """What the environment gives, in time."""
         try:
-            return await asyncio.wait_for(call, self.judge_timeout_s)
+            async with asyncio.timeout(self.judge_timeout_s):
+                return await call
         except Exception as error:
             raise LostError(f"its {part} failed within judge_timeout_s={self.judge_timeout_s}: {error!r}") from error
 

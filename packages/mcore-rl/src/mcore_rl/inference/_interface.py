@@ -36,6 +36,9 @@ async def answer_all(
 
     Where the caller gives up, or one answer fails, the others are cancelled and waited for: nothing goes on in the engine.
     """
+    if request.n == len(request.prompts) == 1:
+        # As agents ask; tasks for each of many hundreds take time.
+        return [[await answer(request.prompts[0])]]
     tasks = [asyncio.ensure_future(answer(prompt)) for prompt in request.prompts for _ in range(request.n)]
     try:
         flat = await asyncio.gather(*tasks)

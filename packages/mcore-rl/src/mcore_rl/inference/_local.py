@@ -4,8 +4,10 @@
 
 import asyncio
 import contextlib
+import functools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
@@ -16,7 +18,7 @@ from mcore_rl._types import GenericGenerationArgs, InferenceRequest, InferenceRe
 from mcore_rl.inference._interface import InferenceInterface, answer_all
 
 if TYPE_CHECKING:
-    from mcore_inference import DynamicInferenceEngine, DynamicInferenceRequestRecord, EngineRunner, SamplingParams
+    from mcore_inference import DynamicInferenceEngine, DynamicInferenceRequestRecord, EngineRunner, RequestStream, SamplingParams
 
 
 @experimental_api
@@ -110,17 +112,25 @@ class MegatronLocal(InferenceInterface):
                     stream = await runner.submit(prompt, params, stream=False)
                 except RequestError as error:
                     raise LostError(str(error), is_transient=error.is_transient) from error
-                record = asyncio.ensure_future(stream.record())
                 try:
-                    await asyncio.wait((record, stale), return_when=asyncio.FIRST_COMPLETED)
-                    if not stale.done():
-                        return _response(record.result())
+                    if (record := await self._record(stream, stale)) is not None:
+                        return _response(record)
                     self.num_redrawn += 1
                 finally:
-                    record.cancel()
                     stream.abort()
             finally:
                 del self._open[stale]
+
+    async def _record(self, stream: "RequestStream", stale: "asyncio.Future[None]") -> "DynamicInferenceRequestRecord | None":
+        """The end of an answer; None where it is given up for its age."""
+        if self.max_lag is None:
+            return await stream.record()
+        record = asyncio.ensure_future(stream.record())
+        try:
+            await asyncio.wait((record, stale), return_when=asyncio.FIRST_COMPLETED)
+            return None if stale.done() else record.result()
+        finally:
+            record.cancel()
 
     @contextlib.contextmanager
     def _running(self) -> "Iterator[EngineRunner]":
@@ -142,6 +152,7 @@ class MegatronLocal(InferenceInterface):
                     runner.close()
 
 
+@functools.lru_cache(maxsize=4)
 def _sampling_params(args: GenericGenerationArgs) -> "SamplingParams":
     # Whoever has an engine has imported it already; agents without one need not.
     from mcore_inference import SamplingParams
@@ -170,5 +181,5 @@ def _response(record: "DynamicInferenceRequestRecord") -> InferenceResponse:
         logprobs=record.generated_log_probs,
         finish_reason=record.finish_reason.value,
         routed_experts=record.routed_experts,
-        weight_versions=tuple(version for version, count in record.weight_versions for _ in range(count)),
+        weight_versions=tuple(chain.from_iterable((version,) * count for version, count in record.weight_versions)),
     )
