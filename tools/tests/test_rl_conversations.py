@@ -81,7 +81,8 @@ def test_several_turns_and_single_ones_share_a_run(published: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_engines_that_are_ahead_hold_conversations(published: Path, tmp_path: Path) -> None:
-    changes = (f"rl.environment={NODDING}", "rl.placement.num_engines=1", "rl.placement.timeout_s=30", f"output={tmp_path / 'run'}")
+    apart = ("rl.placement.num_engines=1", "rl.placement.timeout_s=30", "rl.rollout_timeout_s=27")
+    changes = (f"rl.environment={NODDING}", *apart, f"output={tmp_path / 'run'}")
     config = override(reinforce.base_config(None, str(published)), [*FAST, *changes])
     assert [done.num_iterations for done in launch(reinforce_rank, 2, config=config, kind="cpu")] == [2, 0]
     first, second = rows(tmp_path / "run")

@@ -18,7 +18,7 @@ from tests.support.countdown import PACE, QUIET, SIZES, countdown_words, rows
 
 pytestmark = pytest.mark.journey
 TINY = (*SIZES, *PACE, *QUIET, "train.steps=3", "rl.imitation_steps=2", "train.eval_interval=3", "rl.generation_args.max_tokens=6")
-APART = ("rl.placement.num_engines=1", "rl.placement.timeout_s=30")
+APART = ("rl.placement.num_engines=1", "rl.placement.timeout_s=30", "rl.rollout_timeout_s=27")
 
 
 def words(output: Path, *changes: str) -> list[str]:
@@ -113,6 +113,7 @@ def test_fully_sharded_trainers_learn_from_an_engine_elsewhere(kind: str, tmp_pa
         ("rl.placement.num_engines=1", "1 ranks of plan and rl.placement.num_engines=1 are 2, but the world has 1; start 2 with torchrun"),
         ("rl.placement.num_engines=0", "placement.num_engines=0 must be at least 1"),
         ("rl.placement.num_engines=3", "num_groups=2 must be at least placement.num_engines=3"),
+        ("rl.placement.num_engines=1 rl.placement.timeout_s=600", "placement.timeout_s=600 must be above rollout_timeout_s=600"),
         ("rl.placement.num_engines=1 rl.memory.suspend_engine=true", "memory needs no engines of their own ranks"),
         ("rl.placement.num_engines=1 rl.dpo.path=FILE rl.imitation_steps=0 rl.kl_beta=0", "dpo.path needs no engines of their own ranks"),
     ],

@@ -86,17 +86,19 @@ def server(rank: int, agent: CharacterShare | None = None) -> RolloutServer:
 
 def loop_of(plan: ParallelPlan, agent: CharacterShare | None = None, config: GRPOConfig = CONFIG, **options: Any) -> DisjointLoop:
     placement = Placement.split(plan)
+    if "timeout_s" in options:
+        config = dataclasses.replace(config, rollout_timeout_s=0.9 * options["timeout_s"])
     if placement.groups is not None:
         return DisjointLoop(config, placement, learner=learner(placement.groups), **options)
     return DisjointLoop(config, placement, server=server(placement.engine_rank, agent), **options)
 
 
 def draw_from_fewer_ids() -> str:
-    placement = Placement.split(ParallelPlan())
+    placement, config = Placement.split(ParallelPlan()), dataclasses.replace(CONFIG, rollout_timeout_s=9.0)
     if placement.groups is None:
-        loop = DisjointLoop(CONFIG, placement, server=server(placement.engine_rank), timeout_s=10.0)
+        loop = DisjointLoop(config, placement, server=server(placement.engine_rank), timeout_s=10.0)
     else:
-        loop = DisjointLoop(CONFIG, placement, learner=learner(placement.groups, SIZES.vocab_size), timeout_s=10.0)
+        loop = DisjointLoop(config, placement, learner=learner(placement.groups, SIZES.vocab_size), timeout_s=10.0)
     with loop:
         try:
             loop.iterate(1e-2)
@@ -321,7 +323,12 @@ class Counted(NumberedProblems):
 
 
 LONG = dataclasses.replace(
-    CONFIG, group_size=4, seq_len=32, micro_batch_size=4, generation_args=GenericGenerationArgs(temperature=1.0, max_tokens=24)
+    CONFIG,
+    group_size=4,
+    seq_len=32,
+    micro_batch_size=4,
+    generation_args=GenericGenerationArgs(temperature=1.0, max_tokens=24),
+    rollout_timeout_s=54.0,
 )
 
 
@@ -536,6 +543,10 @@ def test_what_cannot_work_is_refused_by_name() -> None:
         DisjointLoop(CONFIG, serving)
     with pytest.raises(ValueError, match="max_lag=-1 must not be negative"):
         DisjointLoop(CONFIG, serving, server=own, max_lag=-1)
+    with pytest.raises(
+        ValueError, match="timeout_s=7200 must be above rollout_timeout_s=7200 of the config: .*; raise timeout_s, or lower"
+    ):
+        DisjointLoop(CONFIG, serving, server=own, timeout_s=7200.0)
     with pytest.raises(ValueError, match="memory=.* has no effect where trainer and engines have ranks of their own"):
         DisjointLoop(dataclasses.replace(CONFIG, memory=MemorySwitch(suspend_engine=True)), serving, server=own)
     with pytest.raises(ValueError, match="partial=True hands over groups one by one, and pairs are made of many; pass partial=False"):

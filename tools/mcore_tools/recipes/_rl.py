@@ -114,7 +114,8 @@ class PlacementConfig:
     partial: bool = True
     """Answers in flight go on while weights come, where the engines are ahead; False: a refit waits for them. Pairs always do."""
     timeout_s: float = 3600.0
-    """Limit of waiting for the other half, in seconds; the rank that is waited for is named. It covers saves and evaluations."""
+    """Limit of waiting for the other half, in seconds, above ``rollout_timeout_s``; the rank that is waited for is named. It covers saves
+    and evaluations."""
 
     def __post_init__(self) -> None:
         if self.num_engines < 1 or self.max_lag < 0 or not self.timeout_s > 0:
@@ -352,6 +353,12 @@ class RLConfig:
             raise ValueError(f"{named[0]} needs no engines of their own ranks; leave it at its default, or set rl.placement=none")
         if self.num_groups < self.placement.num_engines:
             raise ValueError(f"num_groups={self.num_groups} must be at least placement.num_engines={self.placement.num_engines}; raise it")
+
+        if self.placement.timeout_s <= self.rollout_timeout_s:
+            raise ValueError(
+                f"placement.timeout_s={self.placement.timeout_s:g} must be above rollout_timeout_s={self.rollout_timeout_s:g}: trainers "
+                "wait for rollouts as long; raise placement.timeout_s, or lower rollout_timeout_s"
+            )
 
     def _check_served(self) -> None:
         """What servers cannot do."""

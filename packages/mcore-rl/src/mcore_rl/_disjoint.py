@@ -67,11 +67,11 @@ class DisjointLoop:
         partial: rollouts go on across refits; it has no effect with ``max_lag=0``. The same on both halves. False where the interface
             cannot take weights while it answers, and for pairs: a refit waits for all rollouts of its iteration then.
         timeout_s: limit of waiting for the other half, beyond the time that its work takes, and of each bucket of a refit, on both
-            halves; that of ``learner.transfer`` is not used.
+            halves; that of ``learner.transfer`` is not used. Longer than ``config.rollout_timeout_s``, for trainers wait for rollouts.
 
     Raises:
         ValueError: a rank without its part, or with the other half's; what cannot be trained on; memory to be switched; ``partial`` with
-            what cannot do it.
+            what cannot do it; a ``timeout_s`` that ends before rollouts have to.
     """
 
     def __init__(
@@ -83,13 +83,18 @@ class DisjointLoop:
         server: RolloutServer | None = None,
         max_lag: int = 1,
         partial: bool = True,
-        timeout_s: float = 3600.0,
+        timeout_s: float = 10800.0,
     ) -> None:
         if (learner is not None) != placement.trains or (server is not None) == placement.trains:
             half, part = ("trains", "learner") if placement.trains else ("serves", "server")
             raise ValueError(f"rank {placement.world.rank} {half}: pass {part}, and nothing else")
         if max_lag < 0 or not timeout_s > 0:
             raise ValueError(f"max_lag={max_lag} must not be negative, and timeout_s={timeout_s} must be positive")
+        if timeout_s <= config.rollout_timeout_s:
+            raise ValueError(
+                f"timeout_s={timeout_s:g} must be above rollout_timeout_s={config.rollout_timeout_s:g} of the config: trainers wait for "
+                "rollouts as long; raise timeout_s, or lower rollout_timeout_s"
+            )
         if config.memory != MemorySwitch():
             raise ValueError(f"memory={config.memory} has no effect where trainer and engines have ranks of their own; leave it out")
         self.config, self.placement, self.max_lag, self.timeout_s = config, placement, max_lag, timeout_s
