@@ -3,6 +3,7 @@
 """Fixtures shared by all test folders."""
 
 import functools
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Without bytecode on the disk each of them compiles torch anew: 10 s of a core instead of 2.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """What is loaded by then is no garbage: looking through it costs more than most tests, and commands of tests do so when they begin."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)
