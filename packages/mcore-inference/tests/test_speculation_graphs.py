@@ -3,6 +3,7 @@
 """Recorded steps with proposals, and recorded passes of heads: tokens, log-probabilities and proposals of those without a recording."""
 
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,12 +22,15 @@ from mcore_inference import (
     PagedAttention,
     SamplingParams,
 )
+from mcore_inference.decoder import FusedDecoder
 from mcore_inference.engine._mixed_graphs import doubled_rows, proposal_sizes
+from mcore_inference.engine._verification import Verification
 from mcore_parallel import ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.models.eagle import DraftVocabulary, EagleConfig, EagleHead
 from mcore_parallel.nn import LatentAttentionConfig
-from tests.support.decode_graphs import serve_as_on_a_gpu
+from tests.support.decode_graphs import record_eagerly, serve_as_on_a_gpu
+from tests.support.interpreter import patch_language_once, run_interpreted
 
 V = 32
 ONE = ProcessGroups.single()
@@ -44,6 +48,12 @@ SETTINGS = [
 ]
 
 
+FUSED = TransformerConfig(
+    num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=V, init_method_std=0.3, mtp_num_layers=2,
+    normalization="RMSNorm", activation="swiglu",
+)  # fmt: skip
+
+
 def speculation_of(kind: str, model: GPTModel, device: str) -> Any:
     if kind == "ngram":
         return NgramSpeculation(num_tokens=3, min_ngram=1)
@@ -56,8 +66,10 @@ def speculation_of(kind: str, model: GPTModel, device: str) -> Any:
     return EagleSpeculation(head=head, num_tokens=3)
 
 
-def build(kind: str | None, device: str, dtype: torch.dtype, use_graphs: bool | None = None, **sizes: Any) -> DynamicInferenceEngine:
-    model = GPTModel(CONFIG, ONE, attention_core=PagedAttention(), dtype=dtype, device=device).eval()
+def build(
+    kind: str | None, device: str, dtype: torch.dtype, use_graphs: bool | None = None, config: TransformerConfig = CONFIG, **sizes: Any
+) -> DynamicInferenceEngine:
+    model = GPTModel(config, ONE, attention_core=PagedAttention(), dtype=dtype, device=device).eval()
     sizes = {"max_sequence_length": 96, "num_blocks": 40, "block_size_tokens": 16, "max_requests": 5, "max_tokens": 48} | sizes
     context = DynamicInferenceContext.for_model(model, InferenceConfig(**sizes))
     speculation = None if kind is None else speculation_of(kind, model, device)
@@ -119,10 +131,42 @@ def test_recorded_steps_with_proposals_give_the_tokens_of_plain_ones_on_a_gpu(ki
     assert num_graph_steps > 0.8 * num_steps
 
 
+def check_fused(kind: str) -> None:
+    """By the fused decoder, whose states the heads propose from what they propose from the states of the model's own forward."""
+    results, take = [], Verification.take
+    for fits in (False, True):
+        proposed: list[list[int]] = []
+
+        def watched(self: Verification, sampled: Any, drafts: Any, *rest: Any, proposed: list[list[int]] = proposed) -> Any:
+            proposed += drafts
+            return take(self, sampled, drafts, *rest)
+
+        Verification.take = watched  # type: ignore[method-assign]
+        FusedDecoder.fits = staticmethod(lambda *_, fits=fits: fits)
+        engine = build(kind, "cpu", torch.float32, config=FUSED, max_requests=1, max_tokens=12)
+        assert (engine._executor._decoder is not None) == fits
+        [record] = engine.generate([[1, 2, 3] * 3], SamplingParams(temperature=0.5, num_tokens_to_generate=5))
+        assert engine._executor.proposal_graphs is not None and engine._executor.proposal_graphs.step_counts
+        results.append((record.generated_tokens, proposed, engine.step_count, engine.stats()["graph_steps"]))
+    assert results[0] == results[1] and results[0][1]
+
+
+def test_fused_decoders_verify_proposals_in_the_interpreter() -> None:
+    run_interpreted(__file__, "eagle")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ngram", "mtp, more"])
+def test_fused_decoders_verify_other_proposals_in_the_interpreter(kind: str) -> None:
+    run_interpreted(__file__, kind)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_steps_with_proposals_are_recorded(kind: str) -> None:
-    engine = build(kind, "cuda", torch.bfloat16)
+    # Heads and hidden states of sizes that the kernels of weights have.
+    engine = build(kind, "cuda", torch.bfloat16, config=replace(FUSED, hidden_size=128, num_layers=3))
+    assert engine._executor._decoder is not None
     engine.warm_up()
     prompts, params = [[1, 2, 3] * 4, [5, 6] * 5], SamplingParams(temperature=0.0, num_tokens_to_generate=40, logit_bias={11: 1e4})
     assert [record.generated_tokens for record in engine.generate(prompts, params)] == [[11] * 40] * 2
@@ -158,3 +202,16 @@ def test_rows_of_several_tokens_double() -> None:
     assert doubled_rows(1) == [1] and doubled_rows(64) == [1, 2, 4, 8, 16, 32, 64] and doubled_rows(65, 3) == [32, 64, 65]
     sizes = proposal_sizes(doubled_rows(1024), 5, 1 << 20)
     assert max(size.token_count for size in sizes) == 2048 and all(size.is_valid(1024, 5) or size.token_count == 2048 for size in sizes)
+
+
+if __name__ == "__main__":
+    from mcore_inference.attention import _backends, _core
+    from mcore_inference.decoder import _decoder
+
+    patch_language_once()
+    _backends.has_kernels = _core.has_kernels = lambda *_: True
+    _decoder._STREAM_DTYPES = (torch.float32,)
+    record_eagerly()
+    for each in sys.argv[1:]:
+        check_fused(each)
+    print("same")

@@ -3,6 +3,7 @@
 """A model's forward over a paged cache in few kernels."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mcore_inference._stability import experimental_api
-from mcore_inference.attention import PagedAttention, PagedStep, TableRows, fits_packed
+from mcore_inference.attention import PagedAttention, fits_packed
 from mcore_inference.decoder._fp8 import FEW_ROWS, Fp8Weight, has_stream_kernel
 from mcore_inference.decoder._partial_sums import PartialSums
 from mcore_parallel.backends import Scaled, quantize_rows
@@ -22,6 +23,7 @@ from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLine
 _DTYPES = (torch.bfloat16, torch.float16)
 # Sums before the norm's root need the range of bfloat16.
 _STREAM_DTYPES = (torch.bfloat16,)
+_FINAL_NORM = "final_norm"
 _FEW_TOKENS = 16
 """Of ``StreamedFeedForward.stream_few``."""
 
@@ -31,10 +33,10 @@ _FEW_TOKENS = 16
 class FusedDecoder:
     """Computes what the model's forward does for the tokens of a step, from the weights where the model has them.
 
-    A decode step of few requests takes five kernels a layer, which stream the weights: the residual sum, the norm, the gate and the
-    cache's write are parts of them. Other steps take torch's matmuls, and nine; where these multiply in fp8, norm and gate leave their
-    result so. A feed-forward that is no ``MLP``, such as a mixture, brings kernels of its own (``StreamsFeedForward``), or is called as
-    it is.
+    A step of few tokens, all of which are read, takes five kernels a layer, which stream the weights: the residual sum, the norm, the gate
+    and, where each row is one token, the cache's write are parts of them. Other steps take torch's matmuls, and nine; where these multiply
+    in fp8, norm and gate leave their result so. A feed-forward that is no ``MLP``, such as a mixture, brings kernels of its own
+    (``StreamsFeedForward``), or is called as it is.
 
     Over tensor-parallel ranks the sums of partial results are kernels of their own, and logits are gathered. All ranks make it, and call
     it, at the same points.
@@ -44,10 +46,13 @@ class FusedDecoder:
         max_requests: rows of a decode step.
         records_routing: routers report their choice to the step (``Step.routing_recorder``), which kernels of a feed-forward do not, so
             none of these are used.
+        modules: of the model, whose outputs ``take_states`` gives behind each step.
     """
 
-    def __init__(self, model: GPTModel, max_requests: int, *, records_routing: bool = False) -> None:
-        self._model = model
+    def __init__(self, model: GPTModel, max_requests: int, *, records_routing: bool = False, modules: Sequence[str] = ()) -> None:
+        self._model, self._modules = model, frozenset(modules)
+        self._names = _layer_names(model)
+        self._states: dict[str, Tensor] = {}
         self._layers = [cast(TransformerLayer, layer) for layer in model.layers.values()]
         self._norms = [*(_norm(layer.input_norm) for layer in self._layers), _norm(model.final_norm)]
         self._feed_forwards = [None if records_routing else _own_kernels(layer.mlp) for layer in self._layers]
@@ -66,8 +71,15 @@ class FusedDecoder:
         self._max_streamed = self._streamed_rows()
 
     @staticmethod
-    def fits(model: GPTModel) -> bool:
-        """Whether every part of the model is one that the kernels compute; the model's own forward serves the others."""
+    def fits(model: GPTModel, modules: Sequence[str] = ()) -> bool:
+        """Whether every part of the model is one that the kernels compute; the model's own forward serves the others.
+
+        Args:
+            model: any.
+            modules: whose outputs are read: layers, and the final norm.
+        """
+        if not {*modules} <= {*_layer_names(model), _FINAL_NORM}:
+            return False
         config = model.config
         parameter = next(model.parameters())
         sound = parameter.is_cuda and parameter.dtype in _DTYPES and model.is_first and model.is_last
@@ -83,16 +95,14 @@ class FusedDecoder:
         """[T, V] of a step, or [R, V] of those of its tokens."""
         model = self._model
         step = dataclasses.replace(step, rotary=model.rotary(step.positions), rotary_window=model.rotary(step.positions, window=True))
-        rows = cast(PagedStep, step.attention).rows
-        decodes = isinstance(rows, TableRows) and rows.tiles is None and rows_R is None
         plain = model.config.embedding_multiplier == 1.0 and model.position_embedding is None
-        if decodes and plain and len(tokens_T) <= self._max_streamed:
+        if rows_R is None and plain and len(tokens_T) <= self._max_streamed:
             return self._streamed(tokens_T, step)
         x = model.embed(tokens_T, step)
         if self._narrows and len(tokens_T) > FEW_ROWS:
             return self._logits(self._narrowed(x, step), rows_R)
         y = self._norms[0](x)
-        for layer, feed_forward, norm in zip(self._layers, self._feed_forwards, self._norms[1:], strict=True):
+        for name, layer, feed_forward, norm in zip(self._names, self._layers, self._feed_forwards, self._norms[1:], strict=True):
             attention = cast(SelfAttention, layer.mixer)
             y = self._attend(_product(y, attention.qkv), attention, step)
             # In place: nobody reads the residual stream as it was.
@@ -100,15 +110,28 @@ class FusedDecoder:
             y = _norm(layer.ffn_norm)(x)
             if feed_forward is not None:
                 y = feed_forward.stream_many(x, y, _parts(norm))
-                continue
-            if type(layer.mlp) is MLP:
-                x = self._add_product(x, layer.mlp.activation(_product(y, layer.mlp.up)), layer.mlp.down)
             else:
-                x = x.add_(cast(nn.Module, layer.mlp)(y, step)[0])
-            y = norm(x)
+                if type(layer.mlp) is MLP:
+                    x = self._add_product(x, layer.mlp.activation(_product(y, layer.mlp.up)), layer.mlp.down)
+                else:
+                    x = x.add_(cast(nn.Module, layer.mlp)(y, step)[0])
+                y = norm(x)
+            self._keep(name, x)
         return self._logits(y, rows_R)
 
+    def take_states(self) -> dict[str, Tensor]:
+        """Outputs [T, D] of the modules in the last step; they are kept no longer."""
+        states, self._states = self._states, {}
+        return states
+
+    def _keep(self, name: str, x: Tensor) -> None:
+        """The output of a layer, which the next one overwrites."""
+        if name in self._modules:
+            self._states[name] = x.clone()
+
     def _logits(self, y: Tensor, rows_R: Tensor | None) -> Tensor:
+        if _FINAL_NORM in self._modules:
+            self._states[_FINAL_NORM] = y
         return all_gather(F.linear(y if rows_R is None else y[rows_R], self._weight), self._model.groups.tp, dim=1)
 
     def _narrowed(self, x: Tensor, step: Step) -> Tensor:
@@ -117,13 +140,15 @@ class FusedDecoder:
 
         *norms, final = self._norms
         update: Tensor | None = None
-        for layer, norm in zip(self._layers, norms, strict=True):
+        for name, layer, norm in zip(self._names, self._layers, norms, strict=True):
             attention, mlp = cast(SelfAttention, layer.mixer), cast(MLP, layer.mlp)
             qkv = _narrow_product(kernels.add_and_norm(x, update, _parts(norm)), attention.qkv, x.dtype)
             y = quantize_rows(self._attend(qkv, attention, step).flatten(1), torch.float8_e4m3fn)
             update = self._summed(_narrow_product(y, attention.out, x.dtype))
             up = _narrow_product(kernels.add_and_norm(x, update, _parts(_norm(layer.ffn_norm))), mlp.up, x.dtype)
             update = self._summed(_narrow_product(kernels.swiglu(up), mlp.down, x.dtype))
+            if name in self._modules:
+                self._states[name] = x + update
         return final(x if update is None else x.add_(update))
 
     def _streamed(self, tokens_T: Tensor, step: Step) -> Tensor:
@@ -134,7 +159,7 @@ class FusedDecoder:
             x = kernels.embed(tokens_T, cast(Any, self._model.embedding).weight, first)
         else:
             x = kernels.enter_stream(self._model.embed(tokens_T, step).contiguous(), first)
-        for layer, feed_forward, norm in zip(self._layers, self._feed_forwards, self._norms[1:], strict=True):
+        for name, layer, feed_forward, norm in zip(self._names, self._layers, self._feed_forwards, self._norms[1:], strict=True):
             attention = cast(SelfAttention, layer.mixer)
             qkv = kernels.streamed_linear(x, _matrix(attention.qkv), finished=self._finished)
             y = self._attend(qkv, attention, step)
@@ -144,6 +169,9 @@ class FusedDecoder:
             else:
                 mlp = cast(MLP, layer.mlp)
                 x = self._add_few(kernels.streamed_swiglu(x, _matrix(mlp.up)), mlp.down, x.x, _parts(norm))
+            self._keep(name, x.x)
+        if _FINAL_NORM in self._modules:
+            self._states[_FINAL_NORM] = self._norms[-1](x.x)
         return all_gather(kernels.streamed_linear(x, self._weight), self._model.groups.tp, dim=1)
 
     def _add_few(self, y: Tensor, linear: nn.Module, residual: Tensor, norm: StreamNorm) -> NormedStream:
@@ -191,6 +219,10 @@ class FusedDecoder:
         heads = attention.packed_heads(qkv.view(len(qkv), attention.local_kv_heads, -1, attention.head_dim), step)
         assert heads is not None, "layers that fit have RMS norms of heads"
         return cast(PagedAttention, attention.core).attend_packed(heads, attention.layer, step, sink=attention.softmax_offset)
+
+
+def _layer_names(model: GPTModel) -> list[str]:
+    return [f"layers.{number}" for number in model.layers]
 
 
 def _matrix(linear: nn.Module) -> Tensor | Scaled:

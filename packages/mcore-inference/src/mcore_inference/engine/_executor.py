@@ -2,7 +2,6 @@
 # Copyright (c) 2026 the mcore authors
 """Runs the steps of an engine on the device; it never waits for results."""
 
-import contextlib
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
@@ -35,6 +34,7 @@ from mcore_parallel.backends import TorchBackend
 from mcore_parallel.comm import all_gather
 from mcore_parallel.models import GPTModel, ModelOutput
 from mcore_parallel.nn import Step
+from mcore_parallel.training.distill import HiddenCapture
 
 _LOG = logging.getLogger("mcore_inference.engine")
 
@@ -194,40 +194,43 @@ class Executor:
         self.proposal_graphs: MixedGraphs | None = None
         self._recordings = RecordingPool()
         speculation = execution.speculation
-        by_heads = isinstance(speculation, (MtpSpeculation, EagleSpeculation))
-        # Its kernels choose their way by the rows of a step, and heads read states of the model's own forward.
-        fits = not by_heads and context.builder.has_kernel and not self._batch_invariant and FusedDecoder.fits(model)
-        if context.config.use_flashinfer_fused_rope and not fits:
+        rows, num_tokens = doubled_rows(context.max_requests, execution.num_cuda_graphs), None
+        records = obstacle is None and execution.use_graphs is not False
+        mixed_obstacle = obstacle or self._mixed_obstacle()
+        records_mixed = records and mixed_obstacle is None
+        self.drafts: ModelDrafts | None = None
+        """Heads that propose tokens."""
+        if isinstance(speculation, NgramSpeculation):
+            num_tokens = speculation.num_tokens
+        elif speculation is not None:
+            self.drafts = ModelDrafts(model, context, speculation, vocab_size, (rows, self._recordings) if records_mixed else None)
+            num_tokens = self.drafts.num_tokens
+        modules = () if self.drafts is None else self.drafts.modules
+        self._capture = HiddenCapture(model, modules)
+        # Its kernels choose their way by the rows of a step.
+        fits = context.builder.has_kernel and not self._batch_invariant and FusedDecoder.fits(model, modules)
+        if context.config.use_flashinfer_fused_rope and (self.drafts is not None or not fits):
             raise ValueError(
                 "use_flashinfer_fused_rope=True turns heads behind the projection, and a forward of the model or of draft heads turns them "
                 "itself; leave it at None"
             )
         self._recorder = RoutingRecorder(model, context.max_tokens, context.device) if execution.record_routing else None
         self._pipeline = Pipeline(model) if model.groups.pp.size > 1 else None
-        self._decoder = FusedDecoder(model, context.max_requests, records_routing=execution.record_routing) if fits else None
-        records = obstacle is None and execution.use_graphs is not False
+        self._decoder = (
+            FusedDecoder(model, context.max_requests, records_routing=execution.record_routing, modules=modules) if fits else None
+        )
         if records:
             sizes = graph_sizes(context.max_requests, execution.num_cuda_graphs)
             self.graphs = DecodeGraphs(self._decode_logits, context.builder, sizes, self._recordings)
         records_prompts = execution.use_cuda_graphs_for_non_decode_steps
-        obstacle = obstacle or self._mixed_obstacle()
-        if records_prompts and obstacle is not None:
-            raise ValueError(f"use_cuda_graphs_for_non_decode_steps=True: {obstacle}; or leave it at None")
-        records = records and obstacle is None
-        if records and records_prompts is not False:
+        if records_prompts and mixed_obstacle is not None:
+            raise ValueError(f"use_cuda_graphs_for_non_decode_steps=True: {mixed_obstacle}; or leave it at None")
+        if records_mixed and records_prompts is not False:
             sizes = mixed_sizes(context.max_requests, context.max_tokens, context.max_sequence_length)
-            self.mixed_graphs = MixedGraphs(self._mixed_logits, context.builder, sizes, self._recordings)
-        self.drafts: ModelDrafts | None = None
-        """Heads that propose tokens."""
-        rows, num_tokens = doubled_rows(context.max_requests, execution.num_cuda_graphs), None
-        if isinstance(speculation, NgramSpeculation):
-            num_tokens = speculation.num_tokens
-        elif speculation is not None:
-            self.drafts = ModelDrafts(model, context, speculation, vocab_size, (rows, self._recordings) if records else None)
-            num_tokens = self.drafts.num_tokens
-        if records and num_tokens is not None:
+            self.mixed_graphs = MixedGraphs(self._model_logits, context.builder, sizes, self._recordings)
+        if records_mixed and num_tokens is not None:
             sizes = proposal_sizes(rows, 1 + num_tokens, context.max_tokens)
-            self.proposal_graphs = MixedGraphs(self._mixed_logits, context.builder, sizes, self._recordings, reads_all=True)
+            self.proposal_graphs = MixedGraphs(self._model_logits, context.builder, sizes, self._recordings, reads_all=True)
 
     def run(self, work: Sequence[tuple[ActiveRequest, Work]]) -> InFlight:
         """Run the model over planned tokens and draw where all known tokens are computed."""
@@ -334,7 +337,7 @@ class Executor:
         inputs, rows_N = self._context.builder.build(host), self._context.builder.send(rows)
         if self._pipeline is not None:
             return self._pipeline.logits(inputs, rows_N)
-        return self._mixed_logits(inputs, rows_N)
+        return self._model_logits(inputs, rows_N)
 
     def run_padding(self) -> None:
         """The exchanges of a step of ``agreed_rows`` on a rank without work. Cache, counters and random numbers stay as they are."""
@@ -359,9 +362,7 @@ class Executor:
         """Logits [R, V] of a step of one token a row."""
         if self._shares_experts:
             inputs = dataclasses.replace(inputs, step=_of_equal_lengths(inputs.step))
-        if self._decoder is not None:
-            return self._decoder.logits(inputs.tokens_T, self._recorded(inputs.step))
-        return all_gather(self._output(inputs).logits(), self._model.groups.tp, dim=1)
+        return self._model_logits(inputs, None)
 
     def _mixed_obstacle(self) -> str | None:
         """Why steps with rows of several tokens are not recorded though others are, and the remedy; None where they can be."""
@@ -374,11 +375,20 @@ class Executor:
             return f'PagedAttention(backend="{cache.attention_backend}") takes no rows of padding between prompts; leave backend at None'
         return None
 
-    def _mixed_logits(self, inputs: StepInputs, rows_N: Tensor | None) -> Tensor:
-        """Logits [N, V] of tokens of a step with rows of several, or [T, V] of all for None."""
+    def _model_logits(self, inputs: StepInputs, rows_N: Tensor | None) -> Tensor:
+        """Logits [N, V] of these tokens of a step, or [T, V] of all; heads have their states then."""
+        step = inputs.step if self._recorder is None else dataclasses.replace(inputs.step, routing_recorder=self._recorder)
         if self._decoder is not None:
-            return self._decoder.logits(inputs.tokens_T, self._recorded(inputs.step), rows_N)
-        return all_gather(self._output(inputs).logits(rows_N), self._model.groups.tp, dim=1)
+            logits_NV, states = self._decoder.logits(inputs.tokens_T, step, rows_N), self._decoder.take_states()
+        else:
+            with self._capture:
+                output, _ = self._model(inputs.tokens_T, step)
+                states = self._capture.take()
+            assert isinstance(output, ModelOutput)
+            logits_NV = all_gather(output.logits(rows_N), self._model.groups.tp, dim=1)
+        if self.drafts is not None:
+            self.drafts.take_states(states)
+        return logits_NV
 
     @property
     def num_graph_steps(self) -> int:
@@ -432,19 +442,6 @@ class Executor:
         """Those with the largest steps first."""
         drafts = None if self.drafts is None else self.drafts.graphs
         return [graphs for graphs in (self.mixed_graphs, self.proposal_graphs, self.graphs, drafts) if graphs is not None]
-
-    def _output(self, inputs: StepInputs) -> ModelOutput:
-        """Of the model's own forward, whose states heads read afterwards."""
-        with contextlib.nullcontext() if self.drafts is None else self.drafts.capture:
-            output, _ = self._model(inputs.tokens_T, self._recorded(inputs.step))
-            if self.drafts is not None:
-                self.drafts.take_states()
-        assert isinstance(output, ModelOutput)
-        return output
-
-    def _recorded(self, step: Step) -> Step:
-        """The step, whose routers report to the recorder, if there is one."""
-        return step if self._recorder is None else dataclasses.replace(step, routing_recorder=self._recorder)
 
     def _draw(self, logits_RV: Tensor, sampled: list[ActiveRequest]) -> Draws:
         """A token for each request, and one after each of its proposals."""

@@ -24,7 +24,6 @@ from mcore_inference.speculation import DraftHeads, EagleHeads, EagleSpeculation
 from mcore_parallel.backends import TorchBackend
 from mcore_parallel.models import GPTModel
 from mcore_parallel.nn import LatentSelfAttention
-from mcore_parallel.training.distill import HiddenCapture
 
 
 @dataclass(kw_only=True)
@@ -83,7 +82,8 @@ class ModelDrafts:
         _check(model, type(speculation).__name__)
         heads: DraftHeads = EagleHeads(speculation.head, model) if isinstance(speculation, EagleSpeculation) else MtpHeads(model)
         self.num_tokens = speculation.num_tokens or heads.num_heads
-        self.capture = HiddenCapture(model, heads.modules)
+        self.modules = heads.modules
+        """Of the model, whose outputs the heads read."""
         self._heads, self._context, self._vocab_size = heads, context, vocab_size
         self._builder = builder = _builder(heads, context, model.dtype, self.num_tokens)
         self._runner = DraftRunner(
@@ -106,10 +106,9 @@ class ModelDrafts:
         """Tokens that can be proposed for a request that decodes, at most ``limit``."""
         return min(self.num_tokens, limit) if entry.grammar is None else 0
 
-    def take_states(self) -> None:
-        """Take what was captured of a step, while ``capture`` is open."""
-        states = self.capture.take()
-        self._runner.take_states([states[name] for name in self._heads.modules])
+    def take_states(self, states: Mapping[str, Tensor]) -> None:
+        """Take the outputs [T, D] of ``modules`` of a step."""
+        self._runner.take_states([states[name] for name in self.modules])
 
     def observe(self, rows: Sequence[tuple[ActiveRequest, int]]) -> None:
         """The requests of that step in order, each with its tokens there, before they count as cached."""
