@@ -3,6 +3,7 @@
 """A coordinator without sockets, and the messages of its engines and clients."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from mcore_inference.coordinator import CoordinatorConfig
@@ -50,9 +51,10 @@ def reply(number: int) -> EngineReply:
     return EngineReply(request_id=number, record={})
 
 
-def partials(*numbers: int) -> Partials:
-    """A token each."""
-    return Partials(items=[Partial(request_id=number, tokens=[number], log_probs=[], top_n_logprobs=[], text="") for number in numbers])
+def partials(*numbers: int, ended: Sequence[int] = ()) -> Partials:
+    """A token each, and the ends of others."""
+    items = [Partial(request_id=number, tokens=[number], log_probs=[], top_n_logprobs=[], text="") for number in numbers]
+    return Partials(items=items, replies=[reply(number) for number in ended])
 
 
 class Group:

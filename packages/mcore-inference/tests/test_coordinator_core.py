@@ -489,6 +489,35 @@ def test_what_cannot_be_sent_ends_its_request_alone() -> None:
     group._take(group.core.unsendable(b"c0", Heartbeat()))
 
 
+def test_ends_of_a_step_reach_each_client_with_its_tokens_and_once() -> None:
+    group = Group(engines=1, clients=2)
+    for client, number in ((b"c0", 1), (b"c0", 2), (b"c1", 1)):
+        group.send(client, submit(number, stream=True))
+    a, b, c = (message.request_id for message in group.got(b"e0", SubmitRequest))
+    group.send(b"e0", partials(a, ended=[b, c, 99]))
+    ((first,), (second,)) = (group.got(client, Partials) for client in (b"c0", b"c1"))
+    assert [part.request_id for part in first.items] == [1] and [end.request_id for end in first.replies] == [2]
+    assert not second.items and [end.request_id for end in second.replies] == [1]
+    # An end may come with the tokens before it, and comes once.
+    group.send(b"e0", partials(a, ended=[a, a, b]))
+    last = group.got(b"c0", Partials)[-1]
+    assert [part.request_id for part in last.items] == [end.request_id for end in last.replies] == [1]
+    assert group.core.num_open_requests == 0
+    (engine,) = group.core._status(0, 0.0).engines
+    assert engine.finished_requests == 3 and engine.open_tokens == 0
+
+
+def test_of_a_step_that_cannot_be_sent_only_what_is_the_matter_fails() -> None:
+    group = Group(engines=1, clients=1)
+    whole = partials(1, ended=[2, 3])
+    group._take(group.core.unsendable(b"c0", whole))
+    tokens, *ends = group.inbox[b"c0"]
+    assert isinstance(tokens, Partials) and tokens.items == whole.items and not tokens.replies
+    assert [(type(end), end.request_id) for end in ends] == [(EngineReply, 2), (EngineReply, 3)]  # type: ignore[attr-defined]
+    group._take(group.core.unsendable(b"c0", ends[0]))
+    assert group.got(b"c0", Failure)[-1].request_id == 2
+
+
 def test_peers_that_are_refused_are_counted() -> None:
     group = Group(CoordinatorConfig(security=CoordinatorSecurity(secret="s")))
     group.send(b"c0", connect())

@@ -121,6 +121,24 @@ def test_a_slow_reader_gets_what_came_meanwhile_in_one_increment(engine: Dynamic
     asyncio.run(main())
 
 
+def test_a_stream_may_be_forwarded_what_came_before_included(engine: DynamicInferenceEngine) -> None:
+    async def run(runner: EngineRunner, pause_s: float) -> list[Increment | Exception]:
+        got: list[Increment | Exception] = []
+        stream = await runner.submit("abc", TEN)
+        await asyncio.sleep(pause_s)
+        stream.forward(got.append)
+        while not got or getattr(got[-1], "record", None) is None:
+            await asyncio.sleep(0.01)
+        return got
+
+    with EngineRunner(engine) as runner:
+        for pause_s in (0.0, 0.3):
+            got = asyncio.run(asyncio.wait_for(run(runner, pause_s), 30))
+            increments = [item for item in got if isinstance(item, Increment)]
+            assert len(increments) == len(got) and increments[-1].record is not None
+            assert [token for item in increments for token in item.tokens] == increments[-1].record.generated_tokens
+
+
 def test_what_is_not_streamed_comes_in_one_increment(engine: DynamicInferenceEngine) -> None:
     [wanted] = engine.generate(["abc"], TEN)
 

@@ -72,8 +72,9 @@ _TURN_S = 0.005
 class RemoteStream:
     """Increments of one request: as ``RequestStream``, from wherever its engine is."""
 
-    def __init__(self, client: "InferenceClient", number: int, *, whole: bool = False) -> None:
+    def __init__(self, client: "InferenceClient", number: int, sampling_params: SamplingParams, *, whole: bool = False) -> None:
         self._client = client
+        self.sampling_params = sampling_params
         self.whole = whole
         """One increment at the end, with everything."""
         self.request_id = number
@@ -321,8 +322,9 @@ class InferenceClient:
     def _submit(self, prompt: str | Sequence[int], params: SamplingParams | None, priority: int, *, stream: bool) -> RemoteStream:
         self._check_open()
         priority = as_integer("priority", priority, -(2**31), 2**31 - 1)
-        settings = (SamplingParams() if params is None else params).serialize()
-        remote = RemoteStream(self, next(self._numbers), whole=not stream)
+        params = SamplingParams() if params is None else params
+        settings = params.serialize()
+        remote = RemoteStream(self, next(self._numbers), params, whole=not stream)
         body: str | list[int] = prompt if isinstance(prompt, str) else [int(token) for token in prompt]
         number, most = remote.request_id, MAX_TEXT if isinstance(body, str) else MAX_TOKENS
         if len(body) > most:
@@ -402,11 +404,10 @@ class InferenceClient:
         if isinstance(message, Partials):
             for part in message.items:
                 self._deliver(part.request_id, _increment(part, None))
+            for reply in message.replies:
+                self._end(reply)
         elif isinstance(message, EngineReply):
-            record = DynamicInferenceRequestRecord.deserialize(message.record)
-            stream = self._streams.pop(message.request_id, None)
-            if stream is not None:
-                stream.take(_whole(record) if stream.whole else _increment(message, record))
+            self._end(message)
         elif isinstance(message, Failure):
             self._deliver(message.request_id, _error(message))
             self._streams.pop(message.request_id, None)
@@ -433,6 +434,12 @@ class InferenceClient:
         stream = self._streams.get(number)
         if stream is not None:
             stream.take(item)
+
+    def _end(self, reply: EngineReply) -> None:
+        stream = self._streams.pop(reply.request_id, None)
+        if stream is not None:
+            record = DynamicInferenceRequestRecord.deserialize(reply.record, stream.sampling_params)
+            stream.take(_whole(record) if stream.whole else _increment(reply, record))
 
     def _settle(self, number: int, value: Any) -> None:
         call = self._calls.get(number)

@@ -125,6 +125,11 @@ class CoordinatorCore:
             self._requests.refuse(peer, message.request_id, text)
         elif isinstance(message, EngineReply):
             self._send(peer, Failure(request_id=message.request_id, kind="RequestError", message=text, is_transient=False))
+        elif isinstance(message, Partials) and message.replies:
+            # It is one of them.
+            self._send(peer, Partials(items=message.items))
+            for reply in message.replies:
+                self._send(peer, reply)
         return self._group.flush()
 
     def lose(self, name: str, reason: str, now: float) -> Outbox:
@@ -249,7 +254,7 @@ class CoordinatorCore:
         engine = self._group.engines[peer]
         engine.heard = now
         if isinstance(message, Partials):
-            self._requests.forward(engine, message)
+            self._requests.forward(peer, engine, message)
         elif isinstance(message, EngineReply | Failure):
             self._requests.finish(peer, engine, message)
         elif isinstance(message, SignalAck):

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from mcore_inference._stability import experimental_api
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version that both sides name when they meet."""
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Default of the longest message."""
@@ -289,6 +289,8 @@ class Partials(Message, tag=14):
     """What one step brought to several requests: a message for each would cost more than its tokens."""
 
     items: list[Partial]
+    replies: list[EngineReply] = []
+    """Of requests that it ended; ``items`` may have tokens before those."""
 
 
 Incoming = (

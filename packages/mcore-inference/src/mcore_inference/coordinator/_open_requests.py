@@ -73,15 +73,12 @@ class OpenRequests:
 
     def finish(self, peer: bytes, engine: Engine, message: EngineReply | Failure) -> None:
         """An engine's last word on a request."""
-        request = self._take(peer, message.request_id)
-        if request is not None:
-            engine.finished += 1
-            del self._group.clients[request.client].requests[request.message.request_id]
-            message.request_id = request.message.request_id
-            self._group.send(request.client, message)
+        client = self._end(peer, engine, message)
+        if client is not None:
+            self._group.send(client, message)
 
-    def forward(self, engine: Engine, message: Partials) -> None:
-        """Tokens of a step to the clients of its streams, each under the client's number."""
+    def forward(self, peer: bytes, engine: Engine, message: Partials) -> None:
+        """Tokens and ends of a step to the clients of its requests, each under the client's number."""
         by_client: dict[bytes, Partials] = {}
         for part in message.items:
             request = self._attempts.get(part.request_id) if part.request_id in engine.requests else None
@@ -89,6 +86,10 @@ class OpenRequests:
                 request.started = True
                 part.request_id = request.message.request_id
                 by_client.setdefault(request.client, Partials(items=[])).items.append(part)
+        for reply in message.replies:
+            client = self._end(peer, engine, reply)
+            if client is not None:
+                by_client.setdefault(client, Partials(items=[])).replies.append(reply)
         for client, parts in by_client.items():
             self._group.send(client, parts)
 
@@ -155,6 +156,16 @@ class OpenRequests:
         engine.open_tokens += request.tokens
         self._attempts[request.attempt] = request
         group.send(peer, msgspec.structs.replace(request.message, request_id=request.attempt))
+
+    def _end(self, peer: bytes, engine: Engine, message: EngineReply | Failure) -> bytes | None:
+        """Take down the end of a request, which gets its client's number; None when nobody waits for it."""
+        request = self._take(peer, message.request_id)
+        if request is None:
+            return None
+        engine.finished += 1
+        message.request_id = request.message.request_id
+        del self._group.clients[request.client].requests[message.request_id]
+        return request.client
 
     def _take(self, peer: bytes, attempt: int) -> Request | None:
         """The request of an attempt, which is over; None when it is not this engine's."""

@@ -100,7 +100,8 @@ class CoordinatedRunner:
             self._end()
 
     def health(self) -> EngineHealth:
-        """Alive while the coordinator answers and has engines; the age is that of the engine which is slowest, as it reported it last."""
+        """Alive while the coordinator answers and has engines; the age is that of the engine which is slowest, as it reported it last, and
+        the requests are those of all clients, those of others as of the last status."""
         status, reason = self._status, None
         if self._failure is not None:
             reason = f"{type(self._failure).__name__}: {self._failure}"
@@ -114,7 +115,8 @@ class CoordinatedRunner:
             reason = "the engines are stopped"
         engines = [] if status is None else status.engines
         age = max((engine.last_step_age_s for engine in engines if engine.last_step_age_s is not None), default=None)
-        return EngineHealth(alive=reason is None, last_step_age_s=age, unfinished_requests=len(self._open), failure=reason)
+        unfinished = 0 if status is None else status.waiting_requests + sum(engine.open_requests for engine in engines)
+        return EngineHealth(alive=reason is None, last_step_age_s=age, unfinished_requests=max(unfinished, len(self._open)), failure=reason)
 
     def stats(self) -> dict[str, float]:
         """Figures of all engines together, and how many there are and were lost.

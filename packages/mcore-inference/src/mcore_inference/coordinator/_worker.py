@@ -4,10 +4,12 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import secrets
 import threading
+import time
 from typing import Any
 
 import zmq.asyncio
@@ -51,6 +53,10 @@ _LOG = logging.getLogger("mcore_inference.coordinator")
 _SILENT_BEATS = 30
 """Signs of life without an answer, after which the connection is made anew."""
 _GOODBYE_S = 0.2
+_TURN_S = 0.005
+"""That messages are taken for, before the loop does something else."""
+_UNWRITABLE = (OverflowError, RecursionError)
+"""What a message raises that cannot be written, such as one that is nested just as deep as could be read."""
 
 
 @experimental_api
@@ -95,8 +101,11 @@ class EngineWorker:
         """How often it had to register."""
         self._unanswered = 0
         """Signs of life since the coordinator, which answers each, was heard."""
-        self._requests: dict[int, asyncio.Task[None]] = {}
-        self._parts: list[Partial] = []
+        self._submitted: dict[int, asyncio.Task[None]] = {}
+        """On their way to the engine."""
+        self._open: dict[int, RequestStream] = {}
+        """That the engine has."""
+        self._turn = Partials(items=[])
         """Of this turn of the loop, in which all streams get what a step brought."""
         self._load: WeightReceiver | None = None
         """Of the load in progress."""
@@ -206,34 +215,48 @@ class EngineWorker:
         return {name: float(value) for name, value in self.runner.stats().items() if name in FIGURES and math.isfinite(value)}
 
     async def _receive(self) -> None:
+        # As in the coordinator: a future for each message costs more than the message.
+        socket = zmq.Socket.shadow(self._socket)
         while True:
-            message = decode_for_engine(await self._socket.recv())
-            self._unanswered = 0
-            if isinstance(message, SubmitRequest):
-                self._start(message)
-            elif isinstance(message, Abort):
-                task = self._requests.pop(message.request_id, None)
-                if task is not None:
-                    task.cancel()
-            elif isinstance(message, RegisterAck):
-                self._registered, self._refusal = True, None
-            elif isinstance(message, Refusal):
-                if message.message != self._refusal:
-                    # Not at each heartbeat.
-                    _LOG.warning("the coordinator at %s refuses %s: %s", self._address, self.name, message.message)
-                self._refusal = message.message
-                if self._registered:
-                    self._registered = False
-                    self._registration += 1
-                    await self._abort_all()
-            elif isinstance(message, LoadWeights):
-                await self._begin_load(message)
-            elif isinstance(message, WeightBucket):
-                await self._take_bucket(message)
-            elif isinstance(message, Signal):
-                await self._obey(message)
-                if isinstance(message, Stop):
-                    return
+            is_over = await self._follow(await self._socket.recv())
+            end = time.monotonic() + _TURN_S
+            with contextlib.suppress(zmq.Again):
+                while not is_over and time.monotonic() < end:
+                    is_over = await self._follow(socket.recv(zmq.DONTWAIT))
+            if is_over:
+                return
+            await asyncio.sleep(0)
+
+    async def _follow(self, frame: bytes) -> bool:
+        """Do what a message of the coordinator asks for.
+
+        Returns:
+            Whether it is the end.
+        """
+        message = decode_for_engine(frame)
+        self._unanswered = 0
+        if isinstance(message, SubmitRequest):
+            self._start(message)
+        elif isinstance(message, Abort):
+            self._abort(message.request_id)
+        elif isinstance(message, RegisterAck):
+            self._registered, self._refusal = True, None
+        elif isinstance(message, Refusal):
+            if message.message != self._refusal:
+                # Not at each heartbeat.
+                _LOG.warning("the coordinator at %s refuses %s: %s", self._address, self.name, message.message)
+            self._refusal = message.message
+            if self._registered:
+                self._registered = False
+                self._registration += 1
+                await self._abort_all()
+        elif isinstance(message, LoadWeights):
+            await self._begin_load(message)
+        elif isinstance(message, WeightBucket):
+            await self._take_bucket(message)
+        elif isinstance(message, Signal):
+            await self._obey(message)
+        return isinstance(message, Stop)
 
     async def _obey(self, signal: Signal) -> None:
         state = state_after(type(signal), self._state)
@@ -254,9 +277,9 @@ class EngineWorker:
     async def _abort_all(self) -> None:
         if self._load is not None:
             self._load.give_up()
-        tasks, self._requests = list(self._requests.values()), {}
-        for task in tasks:
-            task.cancel()
+        tasks = list(self._submitted.values())
+        for number in [*self._submitted, *self._open]:
+            self._abort(number)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # -- weights -----------------------------------------------------------------------------------------------------
@@ -302,56 +325,88 @@ class EngineWorker:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def _start(self, message: SubmitRequest) -> None:
-        task = asyncio.ensure_future(self._answer(message))
-        self._requests[message.request_id] = task
-        task.add_done_callback(lambda _: self._requests.pop(message.request_id, None))
+        number, task = message.request_id, asyncio.ensure_future(self._submit(message))
+        self._submitted[number] = task
+        task.add_done_callback(lambda _: self._submitted.pop(number, None))
 
-    async def _answer(self, message: SubmitRequest) -> None:
+    async def _submit(self, message: SubmitRequest) -> None:
+        number = message.request_id
         try:
-            await self._generate(message)
-        except EngineDeadError:
+            params = SamplingParams.deserialize(message.sampling_params)
+            stream = await self.runner.submit(message.prompt, params, priority=message.priority, stream=message.stream)
+        except Exception as error:
+            self._fail(number, error)
+        else:
+            self._open[number] = stream
+            stream.forward(functools.partial(self._take, number, message.stream))
+
+    def _abort(self, number: int) -> None:
+        if (task := self._submitted.pop(number, None)) is not None:
+            task.cancel()
+        if (stream := self._open.pop(number, None)) is not None:
+            stream.abort()
+
+    def _take(self, number: int, is_stream: bool, item: Increment | Exception) -> None:
+        """What came of a request."""
+        if number not in self._open:
+            return
+        if isinstance(item, Exception):
+            del self._open[number]
+            self._fail(number, item)
+            return
+        pieces = _pieces(item) if is_stream else {}
+        if item.record is not None:
+            del self._open[number]
+            self._bundle().replies.append(EngineReply(request_id=number, record=item.record.serialize(), **pieces))
+        elif is_stream:
+            self._bundle().items.append(Partial(request_id=number, **pieces))
+
+    def _fail(self, number: int, error: Exception) -> None:
+        if isinstance(error, EngineDeadError):
             # The worker ends with an engine that failed, and reports one that was closed: by either the coordinator gives the request to
             # another engine, or fails it by this one's name.
-            _LOG.warning("request %d is left to the coordinator: the engine of %s is gone", message.request_id, self.name)
-        except Exception as error:
-            transient = isinstance(error, RequestError) and error.is_transient
-            text = error.message if isinstance(error, RequestError) else str(error)
-            await self._reply(Failure(request_id=message.request_id, kind=type(error).__name__, message=text, is_transient=transient))
+            _LOG.warning("request %d is left to the coordinator: the engine of %s is gone", number, self.name)
+            return
+        transient = isinstance(error, RequestError) and error.is_transient
+        text = error.message if isinstance(error, RequestError) else str(error)
+        # Behind the tokens that it had before.
+        self._send_bundle()
+        self._socket.send(encode(Failure(request_id=number, kind=type(error).__name__, message=text, is_transient=transient)))
 
-    async def _reply(self, message: EngineReply | Failure) -> None:
-        """The end of a request, behind the tokens that it had before."""
-        self._send_parts()
-        frame = encode(message)
-        if len(frame) > self._max_bytes:
-            # The connection would be cut, and with it every other request.
-            text = f"the answer has {len(frame)} bytes and max_message_bytes={self._max_bytes}; ask for fewer tokens or log-probabilities"
-            frame = encode(Failure(request_id=message.request_id, kind="RequestError", message=text, is_transient=False))
-        await self._socket.send(frame)
+    def _bundle(self) -> Partials:
+        """Of this turn of the loop."""
+        if not (self._turn.items or self._turn.replies):
+            # Behind the other streams that the step has news of.
+            asyncio.get_running_loop().call_soon(self._send_bundle)
+        return self._turn
 
-    def _add_part(self, part: Partial) -> None:
-        if not self._parts:
-            # Behind the other streams that the step has woken.
-            asyncio.get_running_loop().call_soon(self._send_parts)
-        self._parts.append(part)
+    def _send_bundle(self) -> None:
+        """Queued at once, before all that is sent later; nobody waits for the rest."""
+        bundle, self._turn = self._turn, Partials(items=[])
+        if not (bundle.items or bundle.replies):
+            return
+        with contextlib.suppress(*_UNWRITABLE):
+            frame = encode(bundle)
+            # The connection would be cut by a longer message, and with it every other request.
+            if len(frame) <= self._max_bytes:
+                self._socket.send(frame)
+                return
+        for part in bundle.items:
+            self._socket.send(encode(Partials(items=[part])))
+        for reply in bundle.replies:
+            self._socket.send(self._reply_frame(reply))
 
-    def _send_parts(self) -> None:
-        parts, self._parts = self._parts, []
-        if parts:
-            # Queued at once, before all that is sent later; nobody waits for the rest.
-            self._socket.send(encode(Partials(items=parts)))
-
-    async def _generate(self, message: SubmitRequest) -> None:
-        params = SamplingParams.deserialize(message.sampling_params)
-        stream: RequestStream = await self.runner.submit(message.prompt, params, priority=message.priority, stream=message.stream)
+    def _reply_frame(self, reply: EngineReply) -> bytes:
+        """Of one request, or why there is none."""
         try:
-            async for increment in stream:
-                pieces = _pieces(increment) if message.stream else {}
-                if increment.record is not None:
-                    await self._reply(EngineReply(request_id=message.request_id, record=increment.record.serialize(), **pieces))
-                elif message.stream:
-                    self._add_part(Partial(request_id=message.request_id, **pieces))
-        finally:
-            stream.abort()
+            frame = encode(reply)
+        except _UNWRITABLE as error:
+            text = f"the answer cannot be sent: {error}"
+        else:
+            if len(frame) <= self._max_bytes:
+                return frame
+            text = f"the answer has {len(frame)} bytes and max_message_bytes={self._max_bytes}; ask for fewer tokens or log-probabilities"
+        return encode(Failure(request_id=reply.request_id, kind="RequestError", message=text, is_transient=False))
 
 
 def _pieces(increment: Increment) -> dict[str, Any]:

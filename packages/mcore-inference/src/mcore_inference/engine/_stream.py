@@ -44,6 +44,10 @@ class EndingQueue:
             self.has_end = True
             self._items.shutdown()
 
+    def drained(self) -> list[Increment | Exception]:
+        """What is there, which is taken out."""
+        return [self._items.get_nowait() for _ in range(self._items.qsize())]
+
     async def increments(self) -> AsyncIterator[Increment]:
         """What has not been read; a reader that is slower than the engine gets fewer, longer ones."""
         while True:
@@ -87,6 +91,7 @@ class RequestStream:
         self.whole = whole
         """One increment at the end, with everything."""
         self._queue = EndingQueue()
+        self._take: Callable[[Increment | Exception], None] = self._queue.add
         self.request_id = -1
         # Owned by the engine's thread:
         self.num_tokens = 0
@@ -116,7 +121,17 @@ class RequestStream:
 
     def put(self, item: Increment | Exception) -> None:
         """In the thread of the event loop."""
-        self._queue.add(item)
+        self._take(item)
+
+    def forward(self, take: Callable[[Increment | Exception], None]) -> None:
+        """Call a function with all that comes, and has come, in place of the iteration, whose task and queue cost more than a token.
+
+        Args:
+            take: called in the event loop's thread; the last call has the record, or an error.
+        """
+        self._take = take
+        for item in self._queue.drained():
+            take(item)
 
 
 News = tuple[RequestStream, Increment | Exception]

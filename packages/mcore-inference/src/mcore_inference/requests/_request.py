@@ -174,10 +174,15 @@ class DynamicInferenceRequest:
         return data
 
     @classmethod
-    def deserialize(cls, data: Mapping[str, Any]) -> "DynamicInferenceRequest":
-        """A request from ``serialize``'s data; an error of a request comes back as one, others as a RuntimeError with their text."""
+    def deserialize(cls, data: Mapping[str, Any], sampling_params: SamplingParams | None = None) -> "DynamicInferenceRequest":
+        """A request from ``serialize``'s data; an error of a request comes back as one, others as a RuntimeError with their text.
+
+        Args:
+            data: of ``serialize``.
+            sampling_params: its settings, for one who has them; None to read them from the data.
+        """
         fields = dict(data)
-        fields["sampling_params"] = SamplingParams.deserialize(fields["sampling_params"])
+        fields["sampling_params"] = sampling_params or SamplingParams.deserialize(fields["sampling_params"])
         fields["status"] = Status[fields["status"]]
         fields["finish_reason"] = None if fields["finish_reason"] is None else FinishReason(fields["finish_reason"])
         fields["error"] = None if fields["error"] is None else recalled(fields["error"])
@@ -291,6 +296,9 @@ class DynamicInferenceRequestRecord:
 
     def since(self, num_tokens: int) -> tuple[list[int], list[float], list[dict[int, float]]]:
         """Generated tokens, their log-probabilities and best tokens, without the first ``num_tokens``."""
+        first = self.requests[0]
+        if len(self.requests) == 1:
+            return first.generated_tokens[num_tokens:], first.generated_log_probs[num_tokens:], first.generated_top_n_logprobs[num_tokens:]
         tokens: list[int] = []
         values: list[float] = []
         best: list[dict[int, float]] = []
@@ -355,9 +363,9 @@ class DynamicInferenceRequestRecord:
         }
 
     @classmethod
-    def deserialize(cls, data: Mapping[str, Any]) -> "DynamicInferenceRequestRecord":
-        """A record from ``serialize``'s data."""
-        requests = [DynamicInferenceRequest.deserialize(request) for request in data["requests"]]
+    def deserialize(cls, data: Mapping[str, Any], sampling_params: SamplingParams | None = None) -> "DynamicInferenceRequestRecord":
+        """A record from ``serialize``'s data; arguments as of ``DynamicInferenceRequest.deserialize``."""
+        requests = [DynamicInferenceRequest.deserialize(request, sampling_params) for request in data["requests"]]
         return cls(
             requests=requests,
             generated_text=data["generated_text"],

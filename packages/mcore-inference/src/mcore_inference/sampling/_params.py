@@ -198,7 +198,7 @@ class SamplingParams:
         Raises:
             ValueError: a field is of another type or out of its range, as when they are made.
         """
-        fields = known_fields("SamplingParams", data, [field.name for field in dataclasses.fields(cls)])
+        fields = known_fields("SamplingParams", data, cls.__dataclass_fields__)
         if fields.get("logit_bias") is not None:
             fields["logit_bias"] = _bias_of_pairs(fields["logit_bias"])
         if fields.get("structured_output") is not None:
