@@ -208,9 +208,10 @@ class StepBuilder:
             size: of the recording.
         """
         self._clear_fresh(host)
-        self.fill(words, self._mixed_words(host, rows, size))
+        self.fill(words, self.mixed_words(host, rows, size))
 
-    def _mixed_words(self, host: HostStep, rows: Sequence[int], size: InferenceBatchDimensions) -> np.ndarray:
+    def mixed_words(self, host: HostStep, rows: Sequence[int], size: InferenceBatchDimensions) -> np.ndarray:
+        """What ``send_mixed`` fills in."""
         layout = _MixedLayout.of(size, self._group, self.max_blocks)
         total, T, D = len(host.tokens_T), size.token_count, size.decode_req_count
         lengths_R, num_rows = host.lengths_R, len(host.lengths_R)
