@@ -17,7 +17,7 @@ import torch
 import uvicorn
 
 from mcore_inference import EngineRunner
-from mcore_inference.server import ConnectionLimits, InferenceServer, ServerLimits, serve
+from mcore_inference.server import ConnectionLimits, InferenceServer, ServerGroup, ServerLimits, serve
 from mcore_inference.server._addresses import RefusalLimiter
 from mcore_inference.server._connection import ConnectionGuard
 from mcore_parallel.data import ByteTokenizer
@@ -130,8 +130,10 @@ def test_an_answer_that_nobody_reads_ends_the_connection() -> None:
             await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
 
     async def main() -> None:
-        listener = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(endless, http=ConnectionGuard(LIMITS, lambda _: None), log_config=None, lifespan="off")
+        group = ServerGroup("127.0.0.1", 0, 1)
+        group.listen()
+        listener = group.listener()
+        config = uvicorn.Config(endless, http=ConnectionGuard(LIMITS, group.counts()), log_config=None, lifespan="off")
         running = uvicorn.Server(config)
         serving = asyncio.ensure_future(running.serve(sockets=[listener]))
         _, writer = await asyncio.open_connection(*listener.getsockname(), limit=1024)

@@ -24,6 +24,7 @@ from mcore_inference.server._bodies import BodyReader
 from mcore_inference.server._combinations import check_budget, check_chat, check_completion
 from mcore_inference.server._errors import ApiError
 from mcore_inference.server._format import chat_log_probs, completion_log_probs, usage
+from mcore_inference.server._group import ServerCounts
 from mcore_inference.server._metrics import ServerMetrics
 from mcore_inference.server._openapi import openapi_document
 from mcore_inference.server._playground import Playground
@@ -75,6 +76,8 @@ class Routes:
         encoder: text to tokens and back.
         token: clients must bring it as bearer token; None for open access.
         metrics: what ``/metrics`` answers.
+        counts: told of each answer.
+        created: when the model was, in seconds since the epoch: the same for all servers of an address.
         tool_format: how the model writes calls of tools; None to refuse tools.
         weights: takes new weights from folders; None for no such route.
     """
@@ -87,6 +90,8 @@ class Routes:
         encoder: PromptEncoder,
         token: str | None,
         metrics: ServerMetrics,
+        counts: ServerCounts,
+        created: int,
         tool_format: ToolFormat | None = None,
         weights: WeightRoute | None = None,
     ) -> None:
@@ -100,7 +105,7 @@ class Routes:
         self._needs_token = token is not None
         self._metrics = metrics
         self._tool_format = tool_format
-        self._created = int(time.time())
+        self._counts, self._created = counts, created
 
     def app(self, allowed_hosts: Sequence[str]) -> ASGIApp:
         """The ASGI application; ``allowed_hosts`` are the values of the Host header it answers to."""
@@ -126,7 +131,7 @@ class Routes:
         if self._weights is not None:
             own_guard = self._weights.guard or guard
             app.add_api_route("/update_weights_from_disk", self._weights.update, methods=["POST"], dependencies=own_guard)
-        return RequestIds(app, self._metrics.count_response)
+        return RequestIds(app, self._counts.count_response)
 
     # -- small routes ------------------------------------------------------------------------------------------------
 

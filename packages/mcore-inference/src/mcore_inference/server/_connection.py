@@ -21,6 +21,7 @@ from mcore_inference._fields import as_integer, as_number
 from mcore_inference._stability import experimental_api
 from mcore_inference.server._addresses import RefusalLimiter
 from mcore_inference.server._errors import ApiError
+from mcore_inference.server._group import ServerCounts
 from mcore_inference.server._request_ids import HEADER, request_id_of
 
 _MAX_SECONDS = 86_400.0
@@ -38,7 +39,7 @@ class ConnectionLimits:
     """
 
     max_connections: int = 1024
-    """At once; a further one is answered 503 and closed."""
+    """At once, of all servers of an address together; a further one is answered 503 and closed."""
     header_timeout_s: float = 10.0
     """From the first byte of a request (of a new connection: from its start) to the end of its header; then 408."""
     body_timeout_s: float = 30.0
@@ -86,15 +87,13 @@ class LimitedConnection(asyncio.Protocol):
     Args:
         inner: uvicorn's protocol.
         limits: of time and number.
-        refused: called with the status of an answer that the application did not give.
+        counts: told of the connection, and of an answer that the application did not give.
         limiter: told of a request that did not come whole; None for no limit of such.
     """
 
-    def __init__(
-        self, inner: _Http11, limits: ConnectionLimits, refused: Callable[[int], None], limiter: RefusalLimiter | None = None
-    ) -> None:
+    def __init__(self, inner: _Http11, limits: ConnectionLimits, counts: ServerCounts, limiter: RefusalLimiter | None = None) -> None:
         inner.on_invalid = lambda message: self._refuse(ApiError(400, message, code="invalid_http"))
-        self._inner, self._limits, self._refused, self._limiter = inner, limits, refused, limiter
+        self._inner, self._limits, self._counts, self._limiter = inner, limits, counts, limiter
         self._is_refused = self._has_data = False
         self._transport: asyncio.Transport | None = None
         self._phase: tuple[str, object] | None = None
@@ -107,8 +106,9 @@ class LimitedConnection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._inner.connection_made(transport)
+        self._counts.change_connections(1)
         most = self._limits.max_connections
-        if len(self._inner.connections) > most:
+        if self._counts.connections > most:
             self._refuse(ApiError(503, f"max_connections={most} are open; try again later", code="too_many_connections"))
         else:
             self._check()
@@ -128,6 +128,7 @@ class LimitedConnection(asyncio.Protocol):
         is_cut = self._phase is not None and (self._phase[0] == "body" or (self._has_data and self._inner.cycle is None))
         if (is_cut or self._is_refused) and self._limiter is not None:
             self._limiter.count(_address(self._transport), self._inner.loop.time())
+        self._counts.change_connections(-1)
         self._inner.connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -176,7 +177,7 @@ class LimitedConnection(asyncio.Protocol):
         self._is_refused = True
         if self._inner.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._transport.write(_response(error, request_id_of(self._inner.headers or [])))
-            self._refused(error.status)
+            self._counts.count_response(error.status)
             self._transport.close()
         else:
             self._transport.abort()
@@ -275,27 +276,28 @@ class ConnectionGuard:
     """What uvicorn calls for every connection (``Config(http=...)``).
 
     Args:
-        limits: of the server's connections.
-        refused: called with the status of an answer that the application did not give.
+        limits: of the connections of all servers of the address. Of refusals each server allows its share.
+        counts: of the server.
     """
 
-    def __init__(self, limits: ConnectionLimits, refused: Callable[[int], None]) -> None:
-        self._limits, self._refused = limits, refused
-        self._limiter = None if limits.max_refused_per_s is None else RefusalLimiter(limits.max_refused_per_s)
+    def __init__(self, limits: ConnectionLimits, counts: ServerCounts) -> None:
+        self._limits, self._counts = limits, counts
+        share = limits.max_refused_per_s and limits.max_refused_per_s / counts.num_servers
+        self._limiter = None if share is None else RefusalLimiter(share)
         self._held: set[_Penalty] = set()
         self._log = _ServerLog(logging.getLogger("uvicorn.error"))
 
     def __call__(self, config: Config, server_state: Any, app_state: dict[str, Any], _loop: Any = None) -> asyncio.Protocol:
         limiter, limits = self._limiter, self._limits
         if limiter is None:
-            return LimitedConnection(self._http11(config, server_state, app_state, _loop), limits, self._refused)
+            return LimitedConnection(self._http11(config, server_state, app_state, _loop), limits, self._counts)
 
         def choose(address: str) -> asyncio.Protocol:
             if limiter.is_over(address, asyncio.get_running_loop().time()):
-                return _Penalty(limits.penalty_s, self._held, max(1, limits.max_connections // 4))
+                return _Penalty(limits.penalty_s, self._held, max(1, limits.max_connections // 4 // self._counts.num_servers))
             inner = self._http11(config, server_state, app_state, _loop)
             inner.app = _counted(inner.app, limiter, address)
-            return LimitedConnection(inner, limits, self._refused, limiter)
+            return LimitedConnection(inner, limits, self._counts, limiter)
 
         return _Arrival(choose)
 

@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
-from prometheus_client import CollectorRegistry, Counter, Metric
+from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from mcore_inference._figures import FIGURES, HISTOGRAMS
 from mcore_inference.requests import FinishReason
+from mcore_inference.server._group import ServerCounts
 from mcore_inference.server._runner import Runner
 
 _PREFIX = "mcore_inference_"
@@ -75,15 +76,24 @@ class EngineCollector(Collector):
                 yield family
 
 
+class ResponseCollector(Collector):
+    """Answers of a server, or of all that share its address."""
+
+    def __init__(self, counts: ServerCounts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        text = "HTTP responses, by status; 499 stands for a client that left."
+        family = CounterMetricFamily(_PREFIX + "http_responses", text, labels=["status"])
+        for status, count in self._counts.responses().items():
+            family.add_metric([str(status)], count)
+        yield family
+
+
 class ServerMetrics:
     """The registry of one server; two servers of a process share nothing."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, counts: ServerCounts) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(runner))
-        self._responses = Counter(
-            _PREFIX + "http_responses", "HTTP responses, by status; 499 stands for a client that left.", ["status"], registry=self.registry
-        )
-
-    def count_response(self, status: int) -> None:
-        self._responses.labels(status=str(status)).inc()
+        self.registry.register(ResponseCollector(counts))

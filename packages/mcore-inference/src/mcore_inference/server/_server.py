@@ -4,8 +4,6 @@
 
 import asyncio
 import contextlib
-import errno
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -15,10 +13,11 @@ import uvicorn
 from mcore_inference._fields import is_loopback
 from mcore_inference._stability import experimental_api
 from mcore_inference.engine import DynamicInferenceEngine, EngineRunner
-from mcore_inference.requests import EngineDeadError, PortInUseError
+from mcore_inference.requests import EngineDeadError
 from mcore_inference.server._app import Routes
 from mcore_inference.server._bodies import BodyReader
 from mcore_inference.server._connection import ConnectionGuard
+from mcore_inference.server._group import GroupMember, ServerCounts, ServerGroup
 from mcore_inference.server._limits import ServerLimits
 from mcore_inference.server._metrics import ServerMetrics
 from mcore_inference.server._prompts import PromptEncoder, check_tool_template
@@ -29,6 +28,7 @@ from mcore_inference.text import Tokenizer
 from mcore_inference.tool_calls import tool_format
 
 _POLL_S = 0.1
+_BEAT_S = 0.5
 _LAST_ANSWERS_S = 2.0
 """That clients get to take the errors of requests that were cut off."""
 
@@ -41,14 +41,21 @@ class InferenceServer:
     """
 
     def __init__(
-        self, runner: Runner, server: uvicorn.Server, listener: socket.socket, host: str, *, on_end: Callable[[], None] = lambda: None
+        self,
+        runner: Runner,
+        server: uvicorn.Server,
+        group: ServerGroup,
+        counts: ServerCounts,
+        *,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.runner = runner
-        self._on_end = on_end
-        self.host = host
-        self.port: int = listener.getsockname()[1]
+        self._counts, self._on_end = counts, on_end
+        self.host, self.port = group.host, group.port
+        self.url = group.url
+        """Base address, for instance ``http://127.0.0.1:8000``; OpenAI clients want ``/v1`` behind it."""
         self._server = server
-        self._listener = listener
+        self._listener = group.listener()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="mcore-http", daemon=True)
         self._thread.start()
@@ -56,17 +63,20 @@ class InferenceServer:
     def _run(self) -> None:
         async def main() -> None:
             self._loop = asyncio.get_running_loop()
+            beating = asyncio.ensure_future(self._beat())
             await self._server.serve(sockets=[self._listener])
+            beating.cancel()
             self._on_end()
             # What was aborted is closed in the next turn.
             await asyncio.sleep(0)
 
         asyncio.run(main())
 
-    @property
-    def url(self) -> str:
-        """Base address, for instance ``http://127.0.0.1:8000``; OpenAI clients want ``/v1`` behind it."""
-        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+    async def _beat(self) -> None:
+        """For whoever started this process, to see that its loop runs."""
+        while True:
+            self._counts.beat()
+            await asyncio.sleep(_BEAT_S)
 
     def wait_until_ready(self, timeout_s: float = 30.0) -> None:
         """Return when requests are accepted.
@@ -207,6 +217,7 @@ def serve_runner(
     limits: ServerLimits | None = None,
     tool_call_parser: str | None = None,
     weights: WeightFolders | None = None,
+    member: GroupMember | None = None,
 ) -> InferenceServer:
     """``serve`` over what generates elsewhere, such as ``mcore_inference.coordinator.CoordinatedRunner``.
 
@@ -220,6 +231,8 @@ def serve_runner(
         limits: those on bodies and connections count here; those on the queue and the engine are the engines' own.
         tool_call_parser: as of ``serve``.
         weights: as of ``serve``; the runner needs ``load_weights``.
+        member: one of several servers at one address, which takes the place of ``host`` and ``port``; None for a server alone. The limit on
+            connections and the answers that ``/metrics`` counts are those of all of them.
 
     Returns:
         The server, accepting requests.
@@ -229,35 +242,38 @@ def serve_runner(
         PortInUseError: names the port.
         OSError: the address is not one of this machine; names it.
     """
+    host = host if member is None else member.group.host
     if token is not None and not token:
         raise ValueError("token='' is empty; give a secret, or None on a loopback address")
     if token is None and not is_loopback(host):
         raise ValueError(f"host={host!r} is reachable from other machines; give a token, or bind to 127.0.0.1")
     if token is None and weights is not None and weights.token is None:
         raise ValueError(f"weights={weights.root} lets clients replace the model; give a token, to it or to the server")
-    if not 0 <= port < 2**16:
-        raise ValueError(f"port={port} must lie in 0..65535; 0 takes a free one")
     limits = ServerLimits() if limits is None else limits
     form = None if tool_call_parser is None else tool_format(tool_call_parser)
     if form is not None:
         check_tool_template(tokenizer)
-    listener = _bind(host, port)
+    group, index = (ServerGroup(host, port, 1), 0) if member is None else (member.group, member.index)
     try:
+        group.listen()
         runner = run()
     except BaseException:
-        listener.close()
+        group.close()
         raise
     hosts = ["127.0.0.1", "localhost", "[::1]", host] if token is None else ["*"]
     if weights is not None and not isinstance(runner, WeightLoader):
         runner.close()
-        listener.close()
+        group.close()
         raise ValueError(f"weights={weights.root}: a {type(runner).__name__} has no load_weights; leave it out")
-    metrics = ServerMetrics(runner)
+    counts = group.counts(index)
     reader = BodyReader(model_name, limits.max_body_bytes, lambda: runner.max_sequence_length)
     encoder = PromptEncoder(tokenizer, lambda: runner.max_sequence_length, limits.max_characters_per_token)
     route = WeightRoute(reader, runner, weights) if weights is not None and isinstance(runner, WeightLoader) else None
-    routes = Routes(runner, reader=reader, encoder=encoder, token=token, metrics=metrics, tool_format=form, weights=route)
-    protocol = ConnectionGuard(limits.connections, metrics.count_response)
+    routes = Routes(
+        runner, reader=reader, encoder=encoder, token=token, metrics=ServerMetrics(runner, counts), counts=counts, created=group.created,
+        tool_format=form, weights=route,
+    )  # fmt: skip
+    protocol = ConnectionGuard(limits.connections, counts)
     config = uvicorn.Config(
         routes.app(hosts),
         log_config=None,
@@ -266,21 +282,13 @@ def serve_runner(
         ws="none",
         http=protocol,  # type: ignore[arg-type]
         loop="asyncio",
+        backlog=group.accepts,
         timeout_keep_alive=limits.connections.idle_timeout_s,  # type: ignore[arg-type]
     )
-    server = InferenceServer(runner, uvicorn.Server(config), listener, host, on_end=protocol.abort_held)
+    server = InferenceServer(runner, uvicorn.Server(config), group, counts, on_end=protocol.abort_held)
     try:
         server.wait_until_ready()
     except BaseException:
         server.close()
         raise
     return server
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=512)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUseError(host, port) from error
-        raise
