@@ -6,7 +6,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,8 +63,8 @@ class _GenerationCall:
     parsers: list[ToolCallParser] = field(default_factory=list)
     """One for each choice, where there are tools."""
 
-    def envelope(self, kind: str, model: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": int(time.time()), "model": model, "choices": choices}
+    def envelope(self, kind: str, model: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
 
 
 class Routes:
@@ -123,8 +123,9 @@ class Routes:
         app.add_api_route("/metrics", self.metrics, methods=["GET"], dependencies=guard)
         app.add_api_route("/v1/models", self.models, methods=["GET"], dependencies=guard)
         app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"], dependencies=guard)
-        app.add_api_route("/v1/completions", self.completions, methods=["POST"], dependencies=guard, response_model=None)
-        app.add_api_route("/v1/chat/completions", self.chat_completions, methods=["POST"], dependencies=guard, response_model=None)
+        # Without the framework's dependencies, which cost more than a few tokens.
+        app.add_route("/v1/completions", self._guarded(self.completions), methods=["POST"])
+        app.add_route("/v1/chat/completions", self._guarded(self.chat_completions), methods=["POST"])
         texts = TokenizeRoutes(self._reader, self._encoder, self._runner)
         app.add_api_route("/tokenize", texts.tokenize, methods=["POST"], dependencies=guard)
         app.add_api_route("/detokenize", texts.detokenize, methods=["POST"], dependencies=guard)
@@ -132,6 +133,13 @@ class Routes:
             own_guard = self._weights.guard or guard
             app.add_api_route("/update_weights_from_disk", self._weights.update, methods=["POST"], dependencies=own_guard)
         return RequestIds(app, self._counts.count_response)
+
+    def _guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def guarded(request: Request) -> Response:
+            await self._token(request)
+            return await handler(request)
+
+        return guarded
 
     # -- small routes ------------------------------------------------------------------------------------------------
 
@@ -234,8 +242,8 @@ class Routes:
             if record.status is Status.FAILED:
                 raise ApiError.of_failure(record.error)
         choices = [call.choice(call, index, record) for index, record in enumerate(records)]
-        answer = call.envelope(call.kind, self._model_name, choices)
-        return JSONResponse({**answer, "usage": usage(records, call.body.num_choices)})
+        answer = call.envelope(call.kind, self._model_name)
+        return JSONResponse({**answer, "choices": choices, "usage": usage(records, call.body.num_choices)})
 
     async def _submit(self, call: _GenerationCall) -> list[RequestStream]:
         streams: list[RequestStream] = []
@@ -260,12 +268,14 @@ class Routes:
         records: dict[int, DynamicInferenceRequestRecord] = {}
         sent = [0] * len(streams)
 
-        def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
-            return json.dumps({**call.envelope(call.chunk_kind, self._model_name, choices), **more})
-
         with_usage = call.body.stream_options is not None and call.body.stream_options.include_usage
-        # While usage is asked for, OpenAI sends it as null with every other chunk.
-        null_usage: dict[str, Any] = {"usage": None} if with_usage else {}
+        # All but the choices is the same in each. While usage is asked for, OpenAI sends it as null with every chunk but the last.
+        begin = json.dumps(call.envelope(call.chunk_kind, self._model_name))[:-1] + ', "choices": ['
+        end = '], "usage": null}' if with_usage else "]}"
+
+        def chunk(choice: dict[str, Any]) -> str:
+            return begin + json.dumps(choice) + end
+
         has_begun = False
         try:
             async for index, increment in merged(streams):
@@ -276,13 +286,13 @@ class Routes:
                 if not has_begun and isinstance(call.body, ChatBody):
                     for choice in range(len(streams)):
                         first = {"index": choice, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-                        yield chunk([first], **null_usage)
+                        yield chunk(first)
                 has_begun = True
-                yield chunk([call.delta(call, index, increment, sent[index])], **null_usage)
+                yield chunk(call.delta(call, index, increment, sent[index]))
                 sent[index] += len(increment.text)
             if with_usage:
                 ordered = [records[index] for index in range(len(streams))]
-                yield chunk([], usage=usage(ordered, call.body.num_choices))
+                yield f'{begin}], "usage": {json.dumps(usage(ordered, call.body.num_choices))}}}'
             yield "[DONE]"
         except Exception as error:
             if not has_begun:
