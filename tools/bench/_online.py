@@ -5,6 +5,7 @@
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import shlex
 import signal
@@ -13,12 +14,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mcore_inference import DynamicInferenceEngine, SamplingParams
 from tools.bench._load import PoissonLoad, run_load, served_model
+
+if TYPE_CHECKING:
+    from mcore_inference.coordinator import CoordinatedRunner
+    from mcore_inference.server import GroupMember, InferenceServer, ServerLimits
 
 OURS = f"{shlex.quote(sys.executable)} -m tools.bench._online --model {{model}} --port {{port}}"
 BEHIND = "mcore, coordinator"
@@ -196,10 +201,24 @@ def _warm_up(engine: DynamicInferenceEngine) -> None:
         engine.warm_up()
 
 
+def _limits() -> "ServerLimits":
+    """None that the load meets."""
+    from mcore_inference.server import ConnectionLimits, ServerLimits
+
+    return ServerLimits(max_waiting_requests=None, connections=ConnectionLimits(max_connections=2**16))
+
+
+def _serve_member(run: "Callable[[], CoordinatedRunner]", member: "GroupMember", *, model: str) -> "InferenceServer":
+    from mcore_inference.server import serve_runner
+    from tools.bench.serve import MODELS
+
+    return serve_runner(run, Numerals(MODELS[model].vocab_size), model_name=model, limits=_limits(), member=member)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve random weights until a signal, or work for a coordinator."""
-    from mcore_inference.server import ConnectionLimits, ServerLimits, StopSignals, serve, serve_runner
-    from mcore_tools.serving import EngineLayout, Job, coordinated, frozen_heap, short_turns, work_for
+    from mcore_inference.server import ServerGroup, StopSignals, serve
+    from mcore_tools.serving import ApiServers, EngineLayout, Job, coordinated, frozen_heap, short_turns, work_for
     from tools.bench.serve import MODELS, build
 
     parser = argparse.ArgumentParser(description=main.__doc__)
@@ -208,14 +227,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default=None)
     parser.add_argument("--memory-gb", type=float, default=30.0)
     parser.add_argument("--data-parallel", type=int, help="engines in processes of their own, as of `mcore serve`")
+    parser.add_argument("--api-server-count", type=int, default=1, help="processes that answer HTTP, with --data-parallel")
     parser.add_argument("--join", metavar="ADDRESS", type=Job.named, help="work for the coordinator there instead of serving HTTP")
     parser.add_argument("--name", default="engine")
     parser.add_argument("--load", help="of a PoissonLoad as JSON: serve nobody, generate its requests at once and print how long it took")
     words = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(words)
     tokenizer = Numerals(MODELS[options.model].vocab_size)
-    # The load is to meet no limit.
-    limits = ServerLimits(max_waiting_requests=None, connections=ConnectionLimits(max_connections=2**16))
+    limits = _limits()
     if options.join is not None:
         engine, _ = build(options.model, options.device, options.memory_gb, tokenizer=tokenizer)
         _warm_up(engine)
@@ -229,17 +248,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # As `mcore serve` does.
         stack.enter_context(short_turns())
         signals = stack.enter_context(StopSignals())
-        shown: dict[str, Any] = {"port": options.port, "model_name": options.model, "limits": limits}
         if options.data_parallel is None:
             engine, _ = build(options.model, options.device, options.memory_gb, tokenizer=tokenizer)
             _warm_up(engine)
-            server = serve(engine, **shown)
+            server = serve(engine, port=options.port, model_name=options.model, limits=limits)
         else:
             command = [sys.executable, "-m", "tools.bench._online", *words]
+            count = options.api_server_count
+            group = stack.enter_context(contextlib.closing(ServerGroup("127.0.0.1", options.port, count)))
+            serve_member = functools.partial(_serve_member, model=options.model)
+            servers = stack.enter_context(ApiServers(serve_member, group, drain_s=0.0)) if count > 1 else None
             replicas = coordinated(command, count=options.data_parallel, layout=EngineLayout(), is_stopped=lambda: signals.count > 0)
-            if (connect := stack.enter_context(replicas)) is None:
+            if (engines := stack.enter_context(replicas)) is None:
                 return
-            server = serve_runner(connect, tokenizer, **shown)
+            if servers is not None:
+                stack.enter_context(frozen_heap())
+                servers.wait(engines, signals)
+                return
+            server = serve_member(engines, group.member(0))
         stack.enter_context(frozen_heap())
         stack.enter_context(server).wait(signals, drain_s=0.0)
 

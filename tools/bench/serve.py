@@ -211,9 +211,9 @@ def measure_online(options: argparse.Namespace) -> None:
     # A connection a request, of servers and clients, which inherit the limit.
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    ours = f"{OURS} --device {options.device} --memory-gb {options.memory_gb}"
+    ours = f"{OURS} --device {options.device} --memory-gb {options.memory_gb} --api-server-count {options.api_server_count}"
     # As `mcore serve` does, where there is a GPU.
-    behind = " --data-parallel 1" if options.device == "cuda" else ""
+    behind = " --data-parallel 1" if options.device == "cuda" or options.api_server_count > 1 else ""
     servers = [("mcore", ours + behind), *((name, command) for name, _, command in (text.partition("=") for text in options.server))]
     rows: list[dict[str, Any]] = []
     for model in options.model:
@@ -243,6 +243,7 @@ def main() -> None:
     parser.add_argument("--batch-invariant", action="store_true", help="measure a batch-invariant engine too, after the plain one")
     parser.add_argument("--rate", type=float, nargs="+", help="measure servers under so many requests/s instead; inf for all at once")
     parser.add_argument("--data-parallel", type=int, metavar="N", help="of --rate: measure one engine, and one and N behind a coordinator")
+    parser.add_argument("--api-server-count", type=int, default=1, metavar="N", help="of --rate: processes of our server that answer HTTP")
     parser.add_argument("--requests", type=int, default=256, help="of each rate")
     parser.add_argument(
         "--lengths", type=int, nargs=2, default=(512, 256), metavar=("IN", "OUT"), help="mean tokens of prompts and outputs"

@@ -10,27 +10,40 @@ The folder of a run, of its steps (the newest is taken), one checkpoint that kee
 On SIGTERM or SIGINT (Ctrl-C) the server refuses new requests, ends the open ones within --drain-seconds and exits; a second signal cuts
 them off. With --data-parallel N engines of N processes, one a GPU, stand behind one address; one that ends or hangs is started again, and
 its requests go to the others. On GPUs one engine is a process of its own as well (USE_COORDINATOR=0 in the environment keeps it in this
-one, 1 does so on CPUs too). With --expert-parallel engines share the experts of a mixture, and end and start together. With --tp N and
---pp M each engine is split over N x M processes, one a GPU, which are started here or by torchrun; when one is lost, all of them end.
+one, 1 does so on CPUs too), and --api-server-count processes answer HTTP at the one port. With --expert-parallel engines share the
+experts of a mixture, and end and start together. With --tp N and --pp M each engine is split over N x M processes, one a GPU, which are
+started here or by torchrun; when one is lost, all of them end.
 Exit code: 0 done; 1 failed, 2 an input cannot be used, and why; 75 the engine failed several times in a row, or hangs: start it again.
 """
 
 import argparse
 import contextlib
+import functools
 import logging
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ipaddress import ip_address
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from mcore_ckpt import CheckpointingException
 from mcore_ckpt.hf import import_hf
 from mcore_inference import DynamicInferenceEngine, EngineDeadError, EngineRunner
-from mcore_inference.server import InferenceServer, ServerLimits, StopSignals, WeightFolders, serve, serve_runner
+from mcore_inference.coordinator import CoordinatedRunner
+from mcore_inference.server import (
+    GroupMember,
+    InferenceServer,
+    ServerGroup,
+    ServerLimits,
+    StopSignals,
+    WeightFolders,
+    serve,
+    serve_runner,
+)
 from mcore_parallel.guard import STALLED_EXIT_CODE
 from mcore_tools._quiet_pipe import quiet_pipe
 from mcore_tools.arguments import Parser, integer, number, secret
@@ -47,6 +60,9 @@ from mcore_tools.generate import (
     opened,
 )
 from mcore_tools.serving import (
+    ApiServers,
+    ApiServersError,
+    CoordinatedEngines,
     EngineLayout,
     Job,
     coordinated,
@@ -73,8 +89,10 @@ _USES = {
     "drain_seconds": [_SERVER],
     "tool_call_parser": [_SERVER],
     "token_file": [_SERVER],
+    "api_server_count": [_SERVER],
 }
 """Where a flag says something."""
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 _DEFAULTS = {"host": "127.0.0.1", "port": 8000, "drain_seconds": 30.0, "max_waiting": 512}
 
 
@@ -120,6 +138,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="engines, each on a GPU (or --tp x --pp of them) of its own (default: 1)",
     )
     parser.add_argument(
+        "--api-server-count",
+        metavar="N",
+        type=integer(1, 64),
+        help="processes that answer HTTP at the one address (default: on GPUs one of four cores, at most four an engine and eight; else 1)",
+    )
+    parser.add_argument(
         "--expert-parallel",
         action="store_true",
         help="spread the experts of a mixture over the engines of --data-parallel, which then step, end and start together",
@@ -144,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     words = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(words)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
     # With RUST_BACKTRACE llguidance traces each level of an error: a wrong grammar would hold the engine for a minute.
     os.environ.setdefault("RUST_LIB_BACKTRACE", "0")
     try:
@@ -207,8 +231,20 @@ def _is_coordinated(options: argparse.Namespace) -> bool:
     return uses_coordinator(default=not options.prompt and torch.cuda.is_available())
 
 
+def _num_api_servers(options: argparse.Namespace) -> int:
+    """Processes that answer HTTP. One takes about a core at 10,000 tokens/s; where cores are few, engines need them."""
+    if options.api_server_count is not None:
+        return options.api_server_count
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(cores // 4, 4 * options.data_parallel, 8)) if torch.cuda.is_available() else 1
+
+
 def _check_layout(options: argparse.Namespace) -> None:
     """Refuse flags that exclude each other."""
+    if (options.api_server_count or 1) > 1 and not _is_coordinated(options):
+        raise ValueError(
+            f"--api-server-count {options.api_server_count} needs engines in processes of their own; set USE_COORDINATOR=1, or leave it out"
+        )
     if options.data_parallel > 1 and (options.prompt or (options.join and not options.expert_parallel)):
         raise ValueError("--data-parallel serves HTTP; leave out --prompt and --join, or --data-parallel")
     if options.expert_parallel and options.data_parallel == 1:
@@ -244,7 +280,11 @@ def _weights(options: argparse.Namespace) -> WeightFolders | None:
             "--weights-folder lets a client of the server replace the model; give --token-file, and leave out --prompt, --join and "
             "--expert-parallel"
         )
-    return WeightFolders(root=options.weights_folder, read=lambda folder: import_hf(folder).tensors, token=options.weights_token_file)
+    return WeightFolders(root=options.weights_folder, read=_read_weights, token=options.weights_token_file)
+
+
+def _read_weights(folder: Path) -> Iterable[tuple[str, Tensor]]:
+    return import_hf(folder).tensors
 
 
 def _limits(options: argparse.Namespace) -> ServerLimits:
@@ -279,36 +319,75 @@ def _serve_replicas(options: argparse.Namespace, token: str | None, weights: Wei
     words = engine_words(options, "--max-waiting", str(options.max_waiting))
     words += [] if options.stall_seconds is None else ["--stall-seconds", str(options.stall_seconds)]
     words += ["--data-parallel", str(options.data_parallel), "--expert-parallel"] if options.expert_parallel else []
-    tokenizer = open_served_tokenizer(options.checkpoint)
-    with (
-        StopSignals() as signals,
-        coordinated(
-            words,
-            count=options.data_parallel,
-            layout=layout,
-            host=options.coordinator_host or "127.0.0.1",
-            job_file=options.job_file,
-            is_stopped=lambda: signals.count > 0,
-        ) as run,
-    ):
-        if run is None:
-            return 0
-        server = serve_runner(
-            run,
-            tokenizer,
-            host=options.host,
-            port=options.port,
-            token=token,
-            model_name=Path(options.checkpoint).name,
-            limits=_limits(options),
-            tool_call_parser=options.tool_call_parser,
-            weights=weights,
-        )
-        return _wait(server, signals, options)
+    # Refused before a process starts.
+    open_served_tokenizer(options.checkpoint)
+    shown = functools.partial(
+        _serve_member,
+        checkpoint=options.checkpoint,
+        token=token,
+        limits=_limits(options),
+        tool_call_parser=options.tool_call_parser,
+        weights=weights,
+    )
+    engines = functools.partial(
+        coordinated,
+        words,
+        count=options.data_parallel,
+        layout=layout,
+        host=options.coordinator_host or "127.0.0.1",
+        job_file=options.job_file,
+    )
+    count = _num_api_servers(options)
+    with StopSignals() as signals, contextlib.closing(ServerGroup(options.host, options.port, count)) as group:
+        if count == 1:
+            with engines(is_stopped=lambda: signals.count > 0) as run:
+                return 0 if run is None else _wait(shown(run, group.member(0)), signals, options)
+        with ApiServers(shown, group, drain_s=options.drain_seconds) as servers, engines(is_stopped=lambda: signals.count > 0) as run:
+            return 0 if run is None else _wait_for_all(servers, run, group, signals, options)
+
+
+def _serve_member(
+    run: Callable[[], CoordinatedRunner],
+    member: GroupMember,
+    *,
+    checkpoint: str,
+    token: str | None,
+    limits: ServerLimits,
+    tool_call_parser: str | None,
+    weights: WeightFolders | None,
+) -> InferenceServer:
+    """A server of this process, over engines of others."""
+    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
+    return serve_runner(
+        run,
+        open_served_tokenizer(checkpoint),
+        token=token,
+        model_name=Path(checkpoint).name,
+        limits=limits,
+        tool_call_parser=tool_call_parser,
+        weights=weights,
+        member=member,
+    )
+
+
+def _wait_for_all(
+    servers: ApiServers, engines: CoordinatedEngines, group: ServerGroup, signals: StopSignals, options: argparse.Namespace
+) -> int:
+    try:
+        with under_way(), frozen_heap():
+            servers.wait(engines, signals, on_open=lambda: _show(options, group.url))
+    except (EngineDeadError, ApiServersError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return STALLED_EXIT_CODE
+    return 0
+
+
+def _show(options: argparse.Namespace, url: str) -> None:
+    print(f"serving {options.checkpoint} on {url}/v1; Ctrl-C ends it", flush=True)
 
 
 def _wait(server: InferenceServer, signals: StopSignals, options: argparse.Namespace) -> int:
-    print(f"serving {options.checkpoint} on {server.url}/v1; Ctrl-C ends it", flush=True)
+    _show(options, server.url)
     try:
         with under_way(), frozen_heap():
             server.wait(signals, drain_s=options.drain_seconds)

@@ -226,6 +226,38 @@ def test_engines_of_their_own_processes_answer_while_one_is_killed_or_hangs_and_
     assert len(set(children)) == num_started and not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
+@pytest.mark.journey
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+def test_several_api_servers_answer_at_one_port_and_end_with_the_command(saved_run: tuple[RunConfig, Path], number: int) -> None:
+    config, folder = saved_run
+    words = [str(folder), "--port", "0", "--cache-gb", "0.01", "--api-server-count", "2"]
+    with Command(main, words, {"USE_COORDINATOR": "1"}) as command:
+        url = url_of(command)
+        assert [ask(url) for _ in range(6)] == [expected(config, 2, "what a")] * 6
+        children = command.children()
+        # Two that answer and an engine.
+        assert len(children) >= 3
+        os.kill(command.pid, number)
+        code = command.wait()
+        assert number == signal.SIGKILL or (code == 0 and "Traceback" not in command.errors), command.errors
+        deadline = time.monotonic() + 30
+        while any(Path(f"/proc/{pid}").exists() for pid in children):
+            assert time.monotonic() < deadline, "none outlives the command"
+            time.sleep(0.05)
+
+
+def test_api_servers_need_engines_of_their_own_processes(
+    saved_run: tuple[RunConfig, Path], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("USE_COORDINATOR", "0")
+    words = [str(saved_run[1]), "--api-server-count", "2"]
+    assert main([*words, "--port", "0"]) == 2
+    assert "--api-server-count 2 needs engines in processes of their own; set USE_COORDINATOR=1" in capsys.readouterr().err
+    assert main([*words, "--prompt", "x"]) == 2
+    assert "--api-server-count is of a server over HTTP, and --prompt starts none" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_server_whose_only_engine_dies_again_and_again_ends_with_its_exit_code(saved_run: tuple[RunConfig, Path]) -> None:

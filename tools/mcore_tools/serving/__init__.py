@@ -2,7 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """Engines with the models of runs and of their exports."""
 
-from mcore_tools.serving._coordinated import coordinated, uses_coordinator
+from mcore_tools.serving._api_servers import ApiServers, ApiServersError
+from mcore_tools.serving._coordinated import CoordinatedEngines, coordinated, uses_coordinator
 from mcore_tools.serving._engine import Served, build_engine, frozen_heap, serve_exported, short_turns
 from mcore_tools.serving._files import PromptFile, continue_prompts
 from mcore_tools.serving._hang import given_up_when_hung
@@ -15,6 +16,9 @@ from mcore_tools.serving._speculation import speculating
 
 __all__ = [
     "PROGRAM",
+    "ApiServers",
+    "ApiServersError",
+    "CoordinatedEngines",
     "EngineLayout",
     "EngineRanks",
     "Job",

@@ -38,33 +38,34 @@ def uses_coordinator(*, default: bool = False) -> bool:
     return default and not under_torchrun if value is None else value == "1"
 
 
-class _Runners:
-    """Runners over the engines of a command, which fail when no engine is left for good.
+class CoordinatedEngines:
+    """The engines of a command; called, it makes a runner over all of them, which fails when no engine is left for good.
 
     Args:
-        address: of the coordinator.
+        address: of their coordinator.
         security: its secrets and public key.
     """
 
     def __init__(self, address: str, security: CoordinatorSecurity) -> None:
-        self._address, self._security = address, security
+        self.address, self.security = address, security
         self._made: list[CoordinatedRunner] = []
-        self._reason: str | None = None
+        self.failure: str | None = None
+        """Why no engine is left for good; None while there may be one."""
         self._lock = threading.Lock()
 
-    def make(self) -> CoordinatedRunner:
-        runner = CoordinatedRunner(self._address, security=self._security)
+    def __call__(self) -> CoordinatedRunner:
+        runner = CoordinatedRunner(self.address, security=self.security)
         with self._lock:
             self._made.append(runner)
-            reason = self._reason
+            reason = self.failure
         if reason is not None:
             runner.fail(EngineDeadError(reason))
         return runner
 
     def fail(self, reason: str) -> None:
-        """From any thread; those that are made later fail at once."""
+        """From any thread; runners that are made later fail at once."""
         with self._lock:
-            self._reason = reason
+            self.failure = reason
             made = list(self._made)
         for runner in made:
             runner.fail(EngineDeadError(reason))
@@ -79,7 +80,7 @@ def coordinated(
     host: str = "127.0.0.1",
     job_file: Path | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
-) -> Iterator[Callable[[], CoordinatedRunner] | None]:
+) -> Iterator[CoordinatedEngines | None]:
     """Start engines and a coordinator for them.
 
     Engines may join it, and nobody else has the secret by which the runner loads weights. When all engines of this host were given up and
@@ -94,7 +95,7 @@ def coordinated(
         is_stopped: asked while the engines start.
 
     Returns:
-        What makes a runner over all of them; None once it was stopped.
+        What makes a runner over all of them, and what processes need to make their own; None once it was stopped.
 
     Raises:
         ValueError: there are too few GPUs, or an engine ended at its start.
@@ -111,10 +112,10 @@ def coordinated(
         if job_file is not None:
             job.write(job_file)
             stack.callback(job_file.unlink, missing_ok=True)
-        runners = _Runners(job.address, control)
-        replicas = stack.enter_context(Replicas(command, count=count, coordinator=coordinator, job=job, layout=layout, on_end=runners.fail))
+        engines = CoordinatedEngines(job.address, control)
+        replicas = stack.enter_context(Replicas(command, count=count, coordinator=coordinator, job=job, layout=layout, on_end=engines.fail))
         while coordinator.num_engines < count and not is_stopped():
             if replicas.num_given_up:
                 raise ValueError("an engine ended at its start; the reason stands above")
             time.sleep(_POLL_S)
-        yield None if coordinator.num_engines < count else runners.make
+        yield None if coordinator.num_engines < count else engines
