@@ -195,6 +195,36 @@ def test_abort_ends_the_stream_and_frees_the_request(engine: DynamicInferenceEng
     asyncio.run(main())
 
 
+def test_requests_that_came_during_a_step_are_answered_by_one_call_into_their_loop(
+    engine: DynamicInferenceEngine, output: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(runner: EngineRunner) -> None:
+        output.held = True
+        first = await runner.submit("abc", LONG)
+        await asyncio.to_thread(output.entered.wait, 30)
+        tasks = [asyncio.ensure_future(runner.submit([1, 2, number], TEN)) for number in range(8)]
+        wrong = asyncio.ensure_future(runner.submit([10**6], TEN))
+        await asyncio.sleep(0.1)
+        loop, calls = asyncio.get_running_loop(), []
+        inner = loop.call_soon_threadsafe
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *arguments: calls.append(arguments) or inner(*arguments))
+        output.entered.clear()
+        output.permits.release()
+        streams = await asyncio.gather(*tasks)
+        with pytest.raises(InvalidTokenError):
+            await wrong
+        await asyncio.to_thread(output.entered.wait, 30)
+        # Nine results, and the first token of the first request.
+        assert len([call for call in calls if "_settle_all" in str(call[0])]) == 1
+        monkeypatch.undo()
+        output.let_go()
+        assert [len((await stream.record()).generated_tokens) for stream in streams] == [10] * 8
+        first.abort()
+
+    with EngineRunner(engine) as runner:
+        asyncio.run(asyncio.wait_for(run(runner), 30))
+
+
 def test_a_cancelled_submit_leaves_no_request(engine: DynamicInferenceEngine, output: Output) -> None:
     async def main() -> None:
         with EngineRunner(engine) as runner:

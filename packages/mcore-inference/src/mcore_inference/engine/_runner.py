@@ -19,7 +19,7 @@ from mcore_inference.engine._engine import DynamicInferenceEngine
 from mcore_inference.engine._lockstep import LockstepLeader, rank_name, ranks_of
 from mcore_inference.engine._lockstep_config import LockstepConfig
 from mcore_inference.engine._shared_loads import SharedLoad, SharedLoads
-from mcore_inference.engine._stream import Increment, News, RequestStream, call_in, deliver, settle
+from mcore_inference.engine._stream import Increment, News, RequestStream, Result, call_in, deliver, settle, settle_all
 from mcore_inference.engine._weights import WeightChunk, WeightPolicy, check_policy
 from mcore_inference.requests import DynamicInferenceRequestRecord, EngineDeadError, QueueFullError, RankFailedError
 from mcore_inference.sampling import SamplingParams
@@ -112,6 +112,8 @@ class EngineRunner:
         self._commands: list[_Command] = []
         self._begun: list[_Command] = []
         """Taken from ``_commands`` to be run."""
+        self._results: list[Result] = []
+        """Of those that were run since results were last given out."""
         self._waiting: list[tuple[Callable[[], bool], _Command]] = []
         """Run once something holds between two steps."""
         self._num_holds = 0
@@ -185,12 +187,12 @@ class EngineRunner:
             increments.request_id = self._calls.add_request(prompt, sampling_params, priority=priority)
             self._streams[increments.request_id] = increments
 
-        added = self._called(add)
+        added = self._queue(add)
         try:
             await asyncio.shield(added)
         except asyncio.CancelledError:
             # The caller is gone, but the engine may already hold the request: abort once its number is known.
-            added.add_done_callback(lambda added: None if added.cancelled() or added.exception() else increments.abort())
+            added.add_done_callback(lambda result: None if result.cancelled() or result.exception() else increments.abort())
             raise
         return increments
 
@@ -200,10 +202,10 @@ class EngineRunner:
         Raises:
             EngineDeadError: the engine failed or was closed.
         """
-        return await self._called(function)
+        return await self._queue(function)
 
-    def _called(self, function: Callable[[], Any]) -> "asyncio.Future[Any]":
-        """What ``call`` waits for."""
+    def _queue(self, function: Callable[[], Any]) -> "asyncio.Future[Any]":
+        """The result of a function that is run between two steps."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Any] = loop.create_future()
 
@@ -211,9 +213,9 @@ class EngineRunner:
             try:
                 value = function()
             except Exception as error:
-                call_in(loop, settle, result, None, error)
+                self._results.append((result, None, error))
             else:
-                call_in(loop, settle, result, value, None)
+                self._results.append((result, value, None))
 
         def refuse() -> None:
             call_in(loop, settle, result, None, self._dead())
@@ -470,8 +472,14 @@ class EngineRunner:
             self._begun, self._commands = self._commands, []
         for command in self._begun:
             command.run()
+        self._give_results()
         self._begun = []
         return True
+
+    def _give_results(self) -> None:
+        """One call into each loop: it wakes another thread, which takes the interpreter from the step."""
+        results, self._results = self._results, []
+        settle_all(results)
 
     def _has_work(self) -> bool:
         # One that is paused tells so those that share its experts.

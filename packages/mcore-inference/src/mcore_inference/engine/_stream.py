@@ -12,7 +12,7 @@ from mcore_inference._stability import experimental_api, internal_api
 from mcore_inference.engine._queue import asyncio_Queue, asyncio_QueueShutDown
 from mcore_inference.requests import DynamicInferenceRequestRecord
 
-__all__ = ["EndingQueue", "Increment", "News", "RequestStream", "call_in", "deliver", "settle"]
+__all__ = ["EndingQueue", "Increment", "News", "RequestStream", "Result", "call_in", "deliver", "settle", "settle_all"]
 
 
 @experimental_api
@@ -147,6 +147,20 @@ def deliver(news: Iterable[News]) -> None:
         call_in(loop, _put_all, items)
 
 
+Result = tuple["asyncio.Future[Any]", Any, Exception | None]
+"""A future, and the value or the error that it gets."""
+
+
+@internal_api
+def settle_all(results: Iterable[Result]) -> None:
+    """Give futures what they wait for, with one call into each event loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Result]] = {}
+    for result in results:
+        by_loop.setdefault(result[0].get_loop(), []).append(result)
+    for loop, items in by_loop.items():
+        call_in(loop, _settle_all, items)
+
+
 def _joined(parts: Sequence[Increment]) -> Increment:
     """One of several that follow each other, at least one."""
     if len(parts) == 1:
@@ -163,6 +177,11 @@ def _joined(parts: Sequence[Increment]) -> Increment:
 def _put_all(items: Iterable[News]) -> None:
     for stream, item in items:
         stream.put(item)
+
+
+def _settle_all(results: Iterable[Result]) -> None:
+    for result in results:
+        settle(*result)
 
 
 def call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:
