@@ -37,7 +37,12 @@ ONE = ProcessGroups.single()
 CONFIG = TransformerConfig(
     num_layers=3, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=V, init_method_std=0.3, mtp_num_layers=2
 )
-KINDS = ["ngram", "mtp, fewer tokens than heads", "mtp, more", "eagle", "eagle of few tokens"]
+LATENT = replace(
+    CONFIG,
+    latent_attention=LatentAttentionConfig(kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8),
+    num_query_groups=None,
+)
+KINDS = ["ngram", "mtp, fewer tokens than heads", "mtp, more", "mtp, more, latent", "eagle", "eagle of few tokens"]
 SETTINGS = [
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0, seed=1),
@@ -67,7 +72,12 @@ def speculation_of(kind: str, model: GPTModel, device: str) -> Any:
 
 
 def build(
-    kind: str | None, device: str, dtype: torch.dtype, use_graphs: bool | None = None, config: TransformerConfig = CONFIG, **sizes: Any
+    kind: str | None,
+    device: str,
+    dtype: torch.dtype,
+    use_graphs: bool | None = None,
+    config: TransformerConfig = CONFIG,
+    **sizes: Any,
 ) -> DynamicInferenceEngine:
     model = GPTModel(config, ONE, attention_core=PagedAttention(), dtype=dtype, device=device).eval()
     sizes = {"max_sequence_length": 96, "num_blocks": 40, "block_size_tokens": 16, "max_requests": 5, "max_tokens": 48} | sizes
@@ -82,8 +92,9 @@ def check_tokens(kind: str, device: str, dtype: torch.dtype, gap: float, sizes: 
     settings = [replace(one, num_tokens_to_generate=14 + i, return_log_probs=True) for i, one in enumerate(SETTINGS)]
     # They repeat, so that n-grams have something to propose; prompts of one token, and in parts, are among them.
     prompts = [[1], *([rng.randrange(V) for _ in range(5 + 3 * i)] * 2 for i in range(5))]
-    wanted = build(None, device, dtype, False, **sizes).generate(prompts, settings)
-    launched, recorded = build(kind, device, dtype, False, **sizes), build(kind, device, dtype, **sizes)
+    config = LATENT if "latent" in kind else CONFIG
+    wanted = build(None, device, dtype, False, config, **sizes).generate(prompts, settings)
+    launched, recorded = build(kind, device, dtype, False, config, **sizes), build(kind, device, dtype, None, config, **sizes)
     recorded.create_cuda_graphs()
     assert recorded.stats()["graph_steps"] == 0
     executor = recorded._executor
@@ -162,7 +173,7 @@ def test_fused_decoders_verify_other_proposals_in_the_interpreter(kind: str) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["ngram", "mtp, more", "eagle"])
 def test_bfloat16_steps_with_proposals_are_recorded(kind: str) -> None:
     # Heads and hidden states of sizes that the kernels of weights have.
     engine = build(kind, "cuda", torch.bfloat16, config=replace(FUSED, hidden_size=128, num_layers=3))
@@ -183,14 +194,6 @@ def check_sizes() -> None:
     assert set(executor.drafts.graphs._recorded) == {(rows, ranked) for rows in (1, 2, 3) for ranked in (False, True)}
     executor.clear_graphs()
     assert not executor.drafts.graphs._recorded and not executor.proposal_graphs._recorded
-    # Latents are cut on the host where rows have several tokens; single tokens are recorded beside heads too.
-    latent = LatentAttentionConfig(kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
-    model = GPTModel(replace(CONFIG, latent_attention=latent, num_query_groups=None), ONE, attention_core=PagedAttention()).eval()
-    context = DynamicInferenceContext.for_model(model, InferenceConfig(num_blocks=8, block_size_tokens=4, max_sequence_length=16))
-    execution = ExecutionConfig(speculation=MtpSpeculation(), use_graphs=True)
-    executor = DynamicInferenceEngine(model, context, execution=execution)._executor
-    assert executor.graphs is not None and executor.proposal_graphs is None
-    assert executor.drafts is not None and executor.drafts.graphs is None
 
 
 @pytest.mark.world(1)

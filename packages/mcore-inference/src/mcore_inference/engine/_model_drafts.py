@@ -258,7 +258,7 @@ def _check(model: GPTModel, name: str) -> None:
 
 def _cuts_on_host(builder: StepBuilder) -> bool:
     """Whether steps over the heads' pages with rows of several tokens are cut by numbers of the host, so that no graph can hold one."""
-    return not builder.has_kernel or builder.cache.holds_latents or builder.cache.attention_backend not in (None, "triton")
+    return not builder.has_kernel or builder.cache.attention_backend not in (None, "triton")
 
 
 def _builder(heads: DraftHeads, context: DynamicInferenceContext, dtype: torch.dtype, num_tokens: int) -> StepBuilder:
