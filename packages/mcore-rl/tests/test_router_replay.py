@@ -122,6 +122,9 @@ class ModelDecoder:
         output: Any = self.model(tokens_T, step)[0]
         return output.logits() if rows_R is None else output.logits(rows_R)
 
+    def take_states(self) -> dict[str, Tensor]:
+        return {}
+
 
 def test_a_fused_decoder_gets_steps_that_record() -> None:
     model = policy(ProcessGroups.single(), attention_core=PagedAttention(), dtype=torch.float64)
