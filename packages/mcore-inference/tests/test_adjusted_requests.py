@@ -21,7 +21,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.7, "seed": 1},
     {},
     {"frequency_penalty": 0.9, "presence_penalty": -0.4, "temperature": 0.7, "top_p": 0.9},
-    {"logit_bias": {3: 4.0, 9: -2.0, 60: 3.0}, "seed": 4},
+    {"logit_bias": {3: 4.0, 9: -2.0, 60: 3.0}, "seed": 4, "allowed_token_ids": (60, 3, 7, 41, 7)},
     {"min_tokens": 9, "stop_token_ids": STOPS},
     {"temperature": 0.0, "presence_penalty": 1.5, "logit_bias": {5: 2.5}},
     {"repetition_penalty": 0.6, "frequency_penalty": 1.1, "min_tokens": 12, "stop_token_ids": STOPS, "logit_bias": {4: 6.0}},
@@ -47,6 +47,8 @@ def naive(model: GPTModel, prompt: list[int], params: SamplingParams, number: in
             scores[token] += bias
         if len(output) < params.min_tokens:
             scores[list(params.stop_token_ids)] = -torch.inf
+        if params.allowed_token_ids is not None:
+            scores[[token not in params.allowed_token_ids for token in range(64)]] = -torch.inf
         seed = request_seed(0, number) if params.seed is None else params.seed
         output.append(int(sample(scores[None], SamplingRows.of([params], [seed], [len(output)], 64))))
     return output

@@ -36,6 +36,10 @@ def adjust(
         if p.logit_bias:
             row_V[list(p.logit_bias)] += torch.tensor(list(p.logit_bias.values()))
         row_V[list(bans)] = -math.inf
+        if p.allowed_token_ids is not None:
+            kept_V = torch.full_like(row_V, -math.inf)
+            kept_V[list(p.allowed_token_ids)] = row_V[list(p.allowed_token_ids)]
+            row_V.copy_(kept_V)
     return result_RV
 
 
@@ -48,8 +52,9 @@ def random_params(rng: random.Random, vocab_size: int) -> SamplingParams:
         "presence_penalty": rng.uniform(-2, 2),
         "logit_bias": {token: rng.uniform(-9, 9) for token in ids},
         "min_tokens": rng.randrange(1, 12),
+        "allowed_token_ids": rng.choices(range(vocab_size), k=rng.choice([1, 5, vocab_size])),
     }
-    return SamplingParams(**{name: value for name, value in fields.items() if rng.random() < 0.5})
+    return SamplingParams(**{name: value for name, value in fields.items() if rng.random() < (0.25 if name[0] == "a" else 0.5)})
 
 
 class Line:

@@ -283,6 +283,8 @@ def test_a_prompt_that_is_too_long_is_a_typed_400(client: openai.OpenAI, server:
         ({"prompt": [1.0]}, 422, "prompt"),
         ({"prompt": [-1]}, 422, "prompt"),
         ({"prompt": "x", "stop_token_ids": [999]}, 400, "stop_token_ids"),
+        ({"prompt": "x", "allowed_token_ids": [999]}, 400, "allowed_token_ids"),
+        ({"prompt": "x", "allowed_token_ids": []}, 422, "allowed_token_ids"),
         ({"prompt": "x", "echo": True, "stream": True}, 400, "echo"),
         ({"prompt": "x", "logprobs_mode": "processed_logprobs"}, 400, "logprobs_mode"),
         ({"prompt": "x", "model": "gpt"}, 404, "gpt"),

@@ -39,7 +39,7 @@ WITH_TOOLS: dict[str, Any] = {
     "max_tokens": 16,
     # What would be refused beside them, more often than not.
     **dict.fromkeys(("response_format", "structured_outputs", "max_completion_tokens", "min_tokens", "stream_options", "top_logprobs")),
-    **dict.fromkeys(("logit_bias", "stop_token_ids")),
+    **dict.fromkeys(("logit_bias", "stop_token_ids", "allowed_token_ids")),
 }
 
 

@@ -55,7 +55,7 @@ class ActiveRequest:
 
     def __post_init__(self) -> None:
         p = self.params
-        self.always_adjusts = p.has_penalties or bool(p.logit_bias)
+        self.always_adjusts = p.has_penalties or bool(p.logit_bias) or p.allowed_token_ids is not None
         """Whether every draw is from other scores than the model's."""
         self.is_bare = self.text is None and self.grammar is None and not p.return_log_probs and not p.top_n_logprobs
         """Whether a drawn token is all that is kept of a step."""

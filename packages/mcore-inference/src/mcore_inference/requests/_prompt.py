@@ -57,6 +57,7 @@ def stop_tokens(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size:
     if params.stop_words and tokenizer is None:
         raise ValueError("stop_words need a tokenizer; give the engine one, or use stop_token_ids")
     named = {"stop_token_ids": params.stop_token_ids, "logit_bias": params.logit_bias or ()}
+    named["allowed_token_ids"] = params.allowed_token_ids or ()
     named["termination_id"] = () if params.termination_id in (None, -1) else (params.termination_id,)
     for name, ids in named.items():
         if bad := [token for token in ids if not 0 <= token < vocab_size]:

@@ -37,41 +37,47 @@ class AdjustRows:
     """P."""
     num_entries: int
     """E, of the tables of all rows."""
+    restricts: bool
+    """Whether some rows draw ids of their tables alone."""
 
 
-def adjust_rows(scores_RV: Tensor, position_R: Tensor, rows: AdjustRows, lines_M6: Tensor, counts_NV: Tensor, table_3K: Tensor) -> None:
+def adjust_rows(scores_RV: Tensor, position_R: Tensor, rows: AdjustRows, lines_M7: Tensor, counts_NV: Tensor, table_3K: Tensor) -> None:
     """Adjust rows of scores in place; only those that change are touched.
 
     Args:
         scores_RV: [R, V] float32 or float64.
         position_R: [R] int64, tokens of the output before the one to be drawn.
         rows: A of the R.
-        lines_M6: [M, 6] float64: repetition, frequency and presence penalty, row of the counts (-1 for none), begin and end in the table.
+        lines_M7: [M, 7] float64: repetition, frequency and presence penalty, row of the counts (-1 for none), begin and end in the table,
+            and 1 where nothing else is drawn.
         counts_NV: [N, V] int32: two for each time that a token was generated, one where it is in the prompt.
         table_3K: [3, K] float64: ids, rising within a line; biases; tokens before which an id is banned.
     """
     kind, device = scores_RV.dtype, scores_RV.device
-    lines_A6 = lines_M6[rows.lines_A]
+    lines_A7 = lines_M7[rows.lines_A]
     if num := rows.num_penalized:
-        counts_PV = counts_NV[lines_A6[:num, 3].long()]
+        counts_PV = counts_NV[lines_A7[:num, 3].long()]
         if total := len(rows.drafts_D):
             row_D = _repeated(rows.drafts_A2[:, 1] - rows.drafts_A2[:, 0], total)
             counts_PV.index_put_((row_D, rows.drafts_D), torch.full_like(row_D, 2, dtype=torch.int32), accumulate=True)
         row_S, ids_S = counts_PV.nonzero(as_tuple=True)
         at, outputs_S = (rows.rows_A[row_S], ids_S), counts_PV[row_S, ids_S] >> 1
-        repetition_S, frequency_S, presence_S = lines_A6[row_S, :3].to(kind).T
+        repetition_S, frequency_S, presence_S = lines_A7[row_S, :3].to(kind).T
         scores_S = scores_RV[at]
         scores_S = torch.where(scores_S > 0, scores_S / repetition_S, scores_S * repetition_S)
         scores_RV[at] = scores_S - (frequency_S * outputs_S + presence_S * (outputs_S > 0))
     if total := rows.num_entries:
-        begins_A, ends_A = lines_A6[:, 4:].long().T
+        begins_A, ends_A = lines_A7[:, 4:6].long().T
         sizes_A = ends_A - begins_A
         row_E = _repeated(sizes_A, total)
         place_E = torch.arange(total, device=device) + (begins_A - sizes_A.cumsum(0) + sizes_A)[row_E]
         ids_E, bias_E, until_E = table_3K[:, place_E]
         at = rows.rows_A[row_E], ids_E.long()
         banned_E = position_R[at[0]] < until_E
-        scores_RV[at] = (scores_RV[at] + bias_E.to(kind)).masked_fill(banned_E, -math.inf)
+        entries_E = (scores_RV[at] + bias_E.to(kind)).masked_fill(banned_E, -math.inf)
+        if rows.restricts:
+            scores_RV[rows.rows_A] = scores_RV[rows.rows_A].masked_fill(lines_A7[:, 6:] > 0, -math.inf)
+        scores_RV[at] = entries_E
 
 
 def _repeated(sizes_A: Tensor, total: int) -> Tensor:

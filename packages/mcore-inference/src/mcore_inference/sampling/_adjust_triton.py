@@ -17,13 +17,13 @@ from mcore_inference.sampling._adjust import AdjustRows
 _TILE = 4096
 
 
-def adjust_rows(scores_RV: Tensor, position_R: Tensor, rows: AdjustRows, lines_M6: Tensor, counts_NV: Tensor, table_3K: Tensor) -> None:
+def adjust_rows(scores_RV: Tensor, position_R: Tensor, rows: AdjustRows, lines_M7: Tensor, counts_NV: Tensor, table_3K: Tensor) -> None:
     """As ``_adjust.adjust_rows`` on a processor, to the bit, of float32 scores whose last stride is 1."""
     count, vocab_size = len(rows.rows_A), scores_RV.shape[1]
     # Sums of products are rounded twice, as torch rounds them.
     kernel: Any = _adjust_kernel
     kernel[(count, triton.cdiv(vocab_size, _TILE))](
-        scores_RV, position_R, rows.rows_A, rows.lines_A, rows.drafts_A2, rows.drafts_D, lines_M6, counts_NV, table_3K,
+        scores_RV, position_R, rows.rows_A, rows.lines_A, rows.drafts_A2, rows.drafts_D, lines_M7, counts_NV, table_3K,
         scores_RV.stride(0), vocab_size, table_3K.shape[1], TILE=_TILE, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -43,7 +43,7 @@ def _adjust_kernel(
     ids = first + tl.arange(0, TILE)
     inside = ids < vocab_size
     scores = tl.load(scores_ptr + row * stride + ids, mask=inside, other=0.0)
-    state = state_ptr + tl.load(lines_ptr + number) * 6
+    state = state_ptr + tl.load(lines_ptr + number) * 7
 
     counts_row = tl.load(state + 3).to(tl.int64)
     if counts_row >= 0:
@@ -58,7 +58,9 @@ def _adjust_kernel(
         outputs = counts >> 1
         scores = scores - (frequency * outputs.to(tl.float32) + tl.where(outputs > 0, presence, 0.0))
 
-    # Entries of this tile: from the first that is not below it.
+    # Entries of this tile: from the first that is not below it. Some rows draw nothing else.
+    own = scores
+    scores = tl.where(tl.load(state + 6) != 0, -float("inf"), scores)
     low, end = tl.load(state + 4).to(tl.int32), tl.load(state + 5).to(tl.int32)
     high = end + 0
     while low < high:
@@ -73,7 +75,7 @@ def _adjust_kernel(
         if going_on:
             bias = tl.load(table_ptr + capacity + low).to(tl.float32)
             banned = position.to(tl.float64) < tl.load(table_ptr + 2 * capacity + low)
-            value = tl.where(banned, -float("inf"), scores + bias)
+            value = tl.where(banned, -float("inf"), own + bias)
             scores = tl.where(ids == token, value, scores)
         low += 1
         going_on = going_on & (low < end)

@@ -28,6 +28,8 @@ class _Line:
     """Row of the counts; -1 for none."""
     numbers: tuple[float, float, float]
     """Penalties: repetition, frequency, presence."""
+    restricts: bool
+    """Whether nothing but the ids of its table is drawn."""
     table_3E: np.ndarray
     """Ids, rising; what is added to their scores; tokens before which they are banned."""
     begin: int = 0
@@ -36,11 +38,11 @@ class _Line:
 
 @experimental_api
 class ScoreAdjuster:
-    """Adjusts the scores of rows by penalties, biases and bans, each row by what its request asks, without a look at the host.
+    """Adjusts the scores of rows by penalties, biases, bans and allowed ids, each row by what its request asks, without a look at the host.
 
-    What a request asks, and a table of its biases and of the ids that end it, are sent once (24 bytes an entry). A request with penalties
-    has int32 [V] counts of its tokens as well, which ``count`` keeps up to date from the tokens drawn. Rows of counts are allocated as
-    requests ask, at most two for each one that asks, never more than M, and stay until ``clear``.
+    What a request asks, and a table of its biases and of the ids that end it, or of those allowed, are sent once (24 bytes an entry). A
+    request with penalties has int32 [V] counts of its tokens as well, which ``count`` keeps up to date from the tokens drawn. Rows of
+    counts are allocated as requests ask, at most two for each one that asks, never more than M, and stay until ``clear``.
 
     Args:
         last_tokens: [M] int64, as of ``Sampler``.
@@ -49,8 +51,8 @@ class ScoreAdjuster:
 
     def __init__(self, last_tokens: Tensor, vocab_size: int) -> None:
         self._last_tokens, self._vocab_size, self._device = last_tokens, vocab_size, last_tokens.device
-        # Penalties, row of the counts, begin and end in the table; as float64, which holds all of them.
-        self._lines_M6 = torch.zeros((len(last_tokens), 6), dtype=torch.float64, device=self._device)
+        # Penalties, row of the counts, begin and end in the table, whether nothing else is drawn; as float64, which holds all of them.
+        self._lines_M7 = torch.zeros((len(last_tokens), 7), dtype=torch.float64, device=self._device)
         self.num_counted = np.zeros(len(last_tokens), dtype=np.int64)
         """[M], tokens of the output of each line that its counts hold, those included that the host does not know."""
         self.clear()
@@ -94,7 +96,8 @@ class ScoreAdjuster:
                 self._prompts[counts] = prompt
             self._outputs[counts] = list(output)
         numbers = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        self._lines[line] = _Line(counts=counts, numbers=numbers, table_3E=_table(params, stop_ids))
+        restricts = params.allowed_token_ids is not None
+        self._lines[line] = _Line(counts=counts, numbers=numbers, restricts=restricts, table_3E=_table(params, stop_ids))
         self.num_counted[line] = len(output)
         self._begun.append(line)
 
@@ -147,6 +150,7 @@ class ScoreAdjuster:
             lines=tuple(counting),
             num_penalized=sum(state.counts >= 0 for state in states),
             num_entries=sum(state.table_3E.shape[1] for state in states),
+            restricts=any(state.restricts for state in states),
         )
 
     def adjust(self, logits_RV: Tensor, position_R: Tensor, rows: AdjustRows, *, overwrites: bool = False) -> Tensor:
@@ -168,7 +172,7 @@ class ScoreAdjuster:
             from mcore_inference.sampling import _adjust_triton
 
             adjust = _adjust_triton.adjust_rows
-        adjust(scores_RV, position_R, rows, self._lines_M6, self._counts_NV, self._table_3K)
+        adjust(scores_RV, position_R, rows, self._lines_M7, self._counts_NV, self._table_3K)
         return scores_RV
 
     def count(self, rows: AdjustRows) -> None:
@@ -230,8 +234,8 @@ class ScoreAdjuster:
 
     def _send_lines(self, lines: list[int]) -> None:
         states = [self._lines[line] for line in lines]
-        values = [[*state.numbers, state.counts, state.begin, state.begin + state.table_3E.shape[1]] for state in states]
-        self._lines_M6[self._send(np.array(lines))] = self._send(np.array(values, dtype=np.float64))
+        values = [[*state.numbers, state.counts, state.begin, state.begin + state.table_3E.shape[1], state.restricts] for state in states]
+        self._lines_M7[self._send(np.array(lines))] = self._send(np.array(values, dtype=np.float64))
 
     def _send(self, numbers: np.ndarray) -> Tensor:
         """As int64 or float64 on the device; from pinned memory a copy waits for nothing."""
@@ -241,6 +245,6 @@ class ScoreAdjuster:
 
 def _table(params: SamplingParams, stop_ids: Collection[int]) -> np.ndarray:
     bias, banned = params.logit_bias or {}, stop_ids if params.min_tokens else ()
-    ids = sorted({*bias, *banned})
+    ids = sorted(set(params.allowed_token_ids or (*bias, *banned)))
     until = [params.min_tokens if token in banned else 0 for token in ids]
     return np.array([ids, [bias.get(token, 0.0) for token in ids], until], dtype=np.float64)

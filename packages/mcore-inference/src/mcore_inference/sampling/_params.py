@@ -71,6 +71,9 @@ class SamplingParams:
     """Subtracted from a token's score for each time it was generated."""
     logit_bias: Mapping[int, float] | None = None
     """Token id -> number added to its score, from -10000 to 10000."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Nothing else is drawn, the ids that end the output neither unless they are among them; None for all. Not with
+    ``structured_output``."""
     seed: int | None = None
     """None for one derived from the engine's seed and the request's number."""
     n: int = 1
@@ -117,6 +120,8 @@ class SamplingParams:
             checked["stop_words"] = tuple(_stop_word(word) for word in self._stops("stop_words"))
         if self.logit_bias is not None:
             checked["logit_bias"] = _bias(self.logit_bias)
+        if self.allowed_token_ids is not None:
+            checked["allowed_token_ids"] = _allowed(self.allowed_token_ids)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.num_tokens_to_generate is not None and self.num_tokens_total is not None:
@@ -134,11 +139,11 @@ class SamplingParams:
                 raise ValueError(
                     f"min_tokens={self.min_tokens} and structured_output exclude each other: the form says when the output ends; set one"
                 )
+            if self.allowed_token_ids is not None:
+                raise ValueError("allowed_token_ids and structured_output exclude each other: the form says what is drawn; set one")
 
     def _stops(self, name: str) -> Collection[Any]:
-        value = getattr(self, name)
-        if isinstance(value, str | bytes | Mapping) or not isinstance(value, Collection):
-            raise ValueError(f"{name}={value!r} must be a sequence, not one {type(value).__name__}; wrap it in a list")
+        value = _collection(name, getattr(self, name))
         if len(value) > _MAX_STOPS:
             raise ValueError(f"{name} holds {len(value)} entries; at most {_MAX_STOPS} are allowed")
         return value
@@ -185,6 +190,7 @@ class SamplingParams:
         """All fields as JSON-ready data."""
         data = dict(vars(self))
         data["stop_token_ids"] = list(self.stop_token_ids)
+        data["allowed_token_ids"] = None if self.allowed_token_ids is None else list(self.allowed_token_ids)
         data["stop_words"] = None if self.stop_words is None else list(self.stop_words)
         # JSON and msgpack maps want string keys or lists of pairs; pairs keep ids as integers.
         data["structured_output"] = None if self.structured_output is None else self.structured_output.serialize()
@@ -204,6 +210,19 @@ class SamplingParams:
         if fields.get("structured_output") is not None:
             fields["structured_output"] = StructuredOutput.deserialize(fields["structured_output"])
         return cls(**fields)
+
+
+def _collection(name: str, value: Any) -> Collection[Any]:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Collection):
+        raise ValueError(f"{name}={value!r} must be a sequence, not one {type(value).__name__}; wrap it in a list")
+    return value
+
+
+def _allowed(value: Any) -> tuple[int, ...]:
+    tokens = tuple(as_integer("allowed_token_ids", token, 0, _MAX_TOKEN) for token in _collection("allowed_token_ids", value))
+    if not tokens:
+        raise ValueError("allowed_token_ids holds nothing that could be drawn; leave it at None for all ids")
+    return tokens
 
 
 def _stop_word(word: object) -> str:
