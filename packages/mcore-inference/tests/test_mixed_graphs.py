@@ -135,6 +135,12 @@ def test_sizes_are_those_of_the_plan() -> None:
     assert all(size.token_count <= 100 for size in mixed_sizes(20, 100, 64))
 
 
+def test_recorded_steps_copy_the_states_of_few_prompts() -> None:
+    sizes, few = mixed_sizes(512, 8192, 4096), mixed_sizes(512, 8192, 4096, has_states=True)
+    assert few == [size for size in sizes if size.decode_req_count] and {size.prefill_req_count for size in few} == {16}
+    assert mixed_sizes(8, 4096, 96, has_states=True) == mixed_sizes(8, 4096, 96)
+
+
 def check_defaults() -> None:
     serve_as_on_a_gpu()
     assert make_engine()._executor.mixed_graphs is not None

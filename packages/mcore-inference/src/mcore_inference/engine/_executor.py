@@ -226,7 +226,8 @@ class Executor:
         if records_prompts and mixed_obstacle is not None:
             raise ValueError(f"use_cuda_graphs_for_non_decode_steps=True: {mixed_obstacle}; or leave it at None")
         if records_mixed and records_prompts is not False:
-            sizes = mixed_sizes(context.max_requests, context.max_tokens, context.max_sequence_length)
+            limits = (context.max_requests, context.max_tokens, context.max_sequence_length)
+            sizes = mixed_sizes(*limits, has_states=context.states is not None)
             self.mixed_graphs = MixedGraphs(self._model_logits, context.builder, sizes, self._recordings)
         if records_mixed and num_tokens is not None:
             sizes = proposal_sizes(rows, 1 + num_tokens, context.max_tokens)

@@ -18,14 +18,18 @@ __all__ = ["MixedGraphs", "doubled_rows", "mixed_sizes", "proposal_sizes"]
 _MAX_TOKENS = 2048
 """Of a recorded step: larger ones keep the device busy for longer than the host takes to launch them, and padding costs them more."""
 _NUM_TOKEN_COUNTS = 5
+_MOST_STATES = 16
+"""Prompts of a recorded step whose states are read and written: it does so for the places without a prompt too, in memory of its own."""
 
 
-def mixed_sizes(max_requests: int, max_tokens: int, max_sequence_length: int) -> list[InferenceBatchDimensions]:
-    """Sizes of steps with prompts that are recorded, each of half the tokens of the one before.
+def mixed_sizes(
+    max_requests: int, max_tokens: int, max_sequence_length: int, *, has_states: bool = False
+) -> list[InferenceBatchDimensions]:
+    """Sizes of steps with prompts that are recorded, each of half the tokens of the one before; with states those of few prompts alone.
 
     Example:
         >>> [str(size) for size in mixed_sizes(64, 8192, 4096)][:4]
-        ['[2048]: 16 P + 48 D', '[1024]: 16 P + 48 D', '[512]: 16 P + 48 D', '[256]: 16 P + 48 D']
+        ['[2048]: 64 P + 0 D', '[2048]: 16 P + 48 D', '[1024]: 64 P + 0 D', '[1024]: 16 P + 48 D']
     """
     planned, _ = CUDAGraphBatchDimensionBuilder(
         max_requests=max_requests,
@@ -35,7 +39,7 @@ def mixed_sizes(max_requests: int, max_tokens: int, max_sequence_length: int) ->
         cuda_graph_max_tokens=_MAX_TOKENS,
         use_cuda_graphs_for_non_decode_steps=True,
     ).generate_cuda_graph_batch_dimensions_list()
-    return [size for size in planned if size.prefill_req_count]
+    return [size for size in planned if size.prefill_req_count and not (has_states and size.prefill_req_count > _MOST_STATES)]
 
 
 def doubled_rows(max_requests: int, num_graphs: int | None = None) -> list[int]:
