@@ -24,8 +24,10 @@ from mcore_moe import (
     moe_feed_forward,
     topk_routing_with_score_function,
 )
+from mcore_moe._capacity import expert_capacity, limit_to_capacity
 from mcore_moe.dispatch import LocalTokenDispatcher
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
+from mcore_parallel.backends import AlignedRows
 from mcore_parallel.comm import all_gather
 from mcore_parallel.models import GPTModel, Site, TransformerConfig
 from mcore_parallel.nn import RecomputeConfig, Step
@@ -58,10 +60,14 @@ def draw_routing(tokens: int, experts: int, topk: int, seed: int, *, masked: boo
     return Routing(chosen, probs.requires_grad_(), valid, kept)
 
 
-def compare(dispatcher: Any, experts: GroupedMLP | SequentialMLP, x: Tensor, routing: Routing) -> None:
+def compare(dispatcher: Any, experts: GroupedMLP | SequentialMLP, x: Tensor, routing: Routing, multiple: int = 1) -> None:
+    """``multiple`` of rows of each expert, with zeros, as GEMMs in few bits have them."""
     leaves = [x.requires_grad_(), routing.probs_TK, experts.up, experts.down]
     sent = dispatcher.dispatch(x, routing)
-    ours = dispatcher.combine(experts(sent.rows_RD, sent.ends_N, sent.weights_R), sent, routing)
+    aligned = AlignedRows.of(sent.rows_RD, sent.ends_N, sent.weights_R, multiple)
+    assert not (aligned.ends_N % multiple).any()
+    rows = aligned.take(experts(aligned.rows_SD, aligned.ends_N, aligned.weights_S))
+    ours = dispatcher.combine(rows, sent, routing)
     theirs = loop(x, routing, experts.up, experts.down)
     weigh = torch.arange(ours.numel(), dtype=F64).view_as(ours) / 5
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
@@ -82,9 +88,37 @@ def test_any_sizes_with_empty_experts_equal_the_loop(data: st.DataObject) -> Non
     for parameter in stack.parameters():
         torch.nn.init.normal_(parameter)
     routing = draw_routing(tokens, experts, topk, experts, masked=masked, dropped=dropped)
-    dispatchers = LocalTokenDispatcher(experts), MoEAlltoAllTokenDispatcher(experts, ALONE.ep), MoEAllGatherTokenDispatcher(experts, ALONE)
-    for dispatcher in dispatchers:
+    for dispatcher in dispatchers_of(experts):
         compare(dispatcher, stack, torch.randn(tokens, 5, dtype=F64), routing)
+
+
+def dispatchers_of(experts: int) -> tuple[Any, ...]:
+    """Of one rank."""
+    return LocalTokenDispatcher(experts), MoEAlltoAllTokenDispatcher(experts, ALONE.ep), MoEAllGatherTokenDispatcher(experts, ALONE)
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_any_capacity_and_rows_of_zeros_equal_the_loop(data: st.DataObject) -> None:
+    experts = data.draw(st.integers(1, 9), label="experts")
+    topk = data.draw(st.integers(1, experts), label="topk")
+    tokens = data.draw(st.integers(0, 12), label="tokens")
+    factor = data.draw(st.sampled_from([0.05, 0.5, 1.0, 20.0]), label="factor")
+    policy = data.draw(st.sampled_from(["probs", "position"]), label="policy")
+    busy = data.draw(st.none() | st.integers(0, experts - 1), label="busy")
+    masked, pad = (data.draw(st.booleans(), label=name) for name in ("masked", "pad"))
+    multiple = data.draw(st.sampled_from([1, 4, 16]), label="multiple")
+    stack = GroupedMLP(experts, 5, 3, ALONE, dtype=F64)
+    for parameter in stack.parameters():
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(tokens))
+    routing = draw_routing(tokens, experts, topk, experts, masked=masked, dropped=False, busy=busy)
+    capacity = expert_capacity(tokens, topk, experts, factor)
+    capped = limit_to_capacity(routing, experts, capacity, policy, pad=pad)
+    counts = torch.bincount(capped.destinations(experts).flatten(), minlength=experts + 1)[:experts]
+    # As many as there is room for.
+    assert counts.tolist() == routing.counts(experts).clamp(max=capacity).tolist()
+    for dispatcher in dispatchers_of(experts):
+        compare(dispatcher, stack, torch.randn(tokens, 5, dtype=F64), capped, multiple)
 
 
 @settings(max_examples=80, deadline=None)

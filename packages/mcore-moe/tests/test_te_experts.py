@@ -90,10 +90,10 @@ def test_layers_choose_who_computes_the_experts() -> None:
         TEGroupedMLP(4, 8, 6, ALONE)
 
 
-def padded_and_plain(groups: ProcessGroups, layers: Any, dispatcher: str) -> tuple[list[Tensor], list[Tensor]]:
+def padded_and_plain(groups: ProcessGroups, layers: Any, dispatcher: str, tokens: int = 7) -> tuple[list[Tensor], list[Tensor]]:
     """Output and gradients of a layer with the padding and without; tokens are fewer than a multiple."""
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2, vocab_size=16, ffn_hidden_size=48)
-    x = torch.randn(7, 32, generator=torch.Generator().manual_seed(groups.world.rank), dtype=F64)
+    x = torch.randn(tokens, 32, generator=torch.Generator().manual_seed(groups.world.rank), dtype=F64)
     results: list[list[Tensor]] = []
     for pad in (True, False):
         mixture = MoEConfig(
@@ -109,15 +109,16 @@ def padded_and_plain(groups: ProcessGroups, layers: Any, dispatcher: str) -> tup
         for parameter in layer.parameters():
             torch.nn.init.normal_(parameter, generator=generator)
         leaf = x.clone().requires_grad_()
-        y, aux = layer(leaf, Step.causal(1, 7))
+        y, aux = layer(leaf, Step.causal(1, tokens))
         assert aux is not None
         results.append([y.detach(), aux.counts[0], *torch.autograd.grad(y.square().sum() + aux.total(), [leaf, *layer.parameters()])])
     return results[0], results[1]
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_padding_for_quantisation_changes_no_bit_of_a_layer_in_fp8(recipe: Any) -> None:
-    padded, plain = padded_and_plain(ALONE, choose_backend("torch", fp8=Fp8Config(recipe=recipe)).layers(0, 1), "alltoall")
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_padding_for_quantisation_changes_no_bit_of_a_layer_in_fp8(recipe: Any, tokens: int) -> None:
+    padded, plain = padded_and_plain(ALONE, choose_backend("torch", fp8=Fp8Config(recipe=recipe)).layers(0, 1), "alltoall", tokens)
     assert all(torch.equal(*pair) for pair in zip(padded, plain, strict=True))
 
 
@@ -133,7 +134,9 @@ def test_padding_before_the_experts_spares_that_around_each_product() -> None:
 
 def check_ranks(dispatcher: str) -> None:
     groups = ProcessGroups.build(ParallelPlan(dp=2, ep=2))
-    torch.testing.assert_close(*padded_and_plain(groups, HostLayers("delayed"), dispatcher), rtol=1e-11, atol=1e-11)
+    # Of both ranks, of one, of none.
+    for tokens in (7, groups.world.rank, 0):
+        torch.testing.assert_close(*padded_and_plain(groups, HostLayers("delayed"), dispatcher, tokens), rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.world(2)
