@@ -284,9 +284,18 @@ def _nothing(config: GRPOConfig, pairs: bool) -> str:
 
 
 def fitting(config: GRPOConfig, group: Sequence[TokenRollout]) -> list[TokenRollout]:
-    """The rollouts of a group that can be trained on; the log names the others."""
+    """The rollouts of a group that can be trained on; the log names the others.
+
+    Raises:
+        TypeError: one is of another kind, as a text.
+    """
     most = config.longest_trajectory
     for rollout in group:
+        if not isinstance(rollout, TokenRollout):
+            kind = type(rollout).__name__
+            raise TypeError(
+                f"the agent made a {kind}, and a policy learns from the tokens that it drew: let group_rollout make TokenRollouts"
+            )
         if (length := len(rollout.trajectory)) > most:
             name = f"seq_len={config.seq_len}" if config.packing is None else f"packing.bin_size={config.packing.bin_size}"
             where = f"environment {rollout.env_id!r}: an answer to problem {rollout.problem_id!r}"

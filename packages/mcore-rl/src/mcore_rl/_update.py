@@ -13,11 +13,12 @@ from torch import nn
 from mcore_parallel import ProcessGroups
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.training import Batch, GradSync, Objective, Optimizer, TrainReport, train_step
-from mcore_parallel.training.distill import Teacher
+from mcore_parallel.training.distill import DistillationObjective, Teacher
 from mcore_rl._collect import Collection
 from mcore_rl._config import GRPOConfig
 from mcore_rl._critic import Critic, estimate, with_estimates
 from mcore_rl._header import RolloutHeader
+from mcore_rl._objective import GRPOObjective
 from mcore_rl._packed import write_bins
 from mcore_rl._reference import FrozenWeights, token_logprobs
 from mcore_rl._stability import experimental_api
@@ -94,7 +95,7 @@ def update(
     """All updates of one iteration, of the policy and of the critic, on every rank of the layout.
 
     Old log-probabilities are computed when rollouts are trained on more than once, unless they are the engine's
-    (``config.old_logprobs``), and the reference's when there is one.
+    (``config.old_logprobs``), and the reference's where a divergence from it is asked for.
 
     Args:
         config: sizes, advantages, aggregation.
@@ -176,12 +177,19 @@ def _score(config: GRPOConfig, part: MiniBatch, learner: Learner) -> MiniBatch:
     elif config.num_updates > 1 or config.kl_in_reward:
         old = token_logprobs(learner.model, batches, learner.groups, temperature=config.temperature)
         written = written.with_extra("old_logprobs", old)
-    if learner.reference is not None:
+    if learner.reference is not None and _reads_reference(config, learner.objective):
         reference = token_logprobs(learner.reference, routed_afresh(batches), learner.groups, temperature=config.temperature)
         written = written.with_extra("ref_logprobs", reference)
     if learner.critic is not None:
         written = written.with_extra("old_values", learner.critic.values(routed_afresh(batches), learner.groups))
     return MiniBatch(part.numbers, written)
+
+
+def _reads_reference(config: GRPOConfig, objective: Objective) -> bool:
+    """Whether anything comes of the reference's log-probabilities; an objective of another kind may read them."""
+    if config.kl_in_reward:
+        return True
+    return objective.kl_beta != 0 if isinstance(objective, GRPOObjective) else not isinstance(objective, DistillationObjective)
 
 
 def _advantages(config: GRPOConfig, collected: Collection, parts: Sequence[MiniBatch], groups: ProcessGroups) -> list[float]:
