@@ -6,6 +6,16 @@ from mcore_rl.agent._base import EvaluationAgent, GroupedRolloutGenerator, Rollo
 from mcore_rl.agent._contrastive import BestAndWorst, ContrastiveRollout, ContrastiveRolloutGenerator
 from mcore_rl.agent._environment_server import EnvironmentServer
 from mcore_rl.agent._judged import JudgedAgent, Problem
+from mcore_rl.agent._model_judge import (
+    ChatEndpoint,
+    LLMJudge,
+    ModelJudge,
+    ResponseScorer,
+    RewardModel,
+    UnreadableVerdictError,
+    VerdictCounts,
+    read_score,
+)
 from mcore_rl.agent._multi_task import WeightedMultiTask
 from mcore_rl.agent._multi_turn import Episode, MultiTurnAgent
 from mcore_rl.agent._numbered import NumberedAgent, NumberedConversations, NumberedProblems
@@ -17,6 +27,7 @@ from mcore_rl.agent._reward_only import RewardOnlyAgent
 
 __all__ = [
     "BestAndWorst",
+    "ChatEndpoint",
     "ContrastiveRollout",
     "ContrastiveRolloutGenerator",
     "EnvironmentServer",
@@ -26,6 +37,8 @@ __all__ = [
     "JudgeLimits",
     "JudgeProcessError",
     "JudgedAgent",
+    "LLMJudge",
+    "ModelJudge",
     "MultiTurnAgent",
     "NumberedAgent",
     "NumberedConversations",
@@ -35,8 +48,13 @@ __all__ = [
     "ProcessJudge",
     "RayJudge",
     "RemoteEnvironment",
+    "ResponseScorer",
+    "RewardModel",
     "RewardOnlyAgent",
     "RolloutGenerator",
     "TokenizedRolloutGenerator",
+    "UnreadableVerdictError",
+    "VerdictCounts",
     "WeightedMultiTask",
+    "read_score",
 ]

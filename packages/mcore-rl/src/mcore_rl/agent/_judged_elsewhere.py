@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""What environments have in common whose answers are judged by copies of them in other processes."""
+"""What environments have in common whose answers are judged elsewhere: by copies of them in other processes, or by a model."""
 
 import random
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from mcore_rl.agent._numbered import NumberedProblems
 
 
 class JudgedElsewhere(NumberedProblems):
-    """Poses the problems of an environment here; a subclass has copies of it judge.
+    """Poses the problems of an environment here; a subclass judges otherwise, as by copies of it.
 
     Args:
         make: makes the environment.
