@@ -37,6 +37,7 @@ from mcore_rl import (
     refit,
     with_ref_logprobs,
 )
+from mcore_rl import _loop as loop_module
 from mcore_rl._loop import check_iteration
 from mcore_rl.envs import CharacterShare
 
@@ -401,6 +402,36 @@ def test_frozen_weights_are_those_of_their_time_and_leave_the_policy_alone() -> 
         raise RuntimeError("inside")
     assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
     assert all(torch.equal(a, b + 1.0) for a, b in zip(model.parameters(), before, strict=True))
+
+
+def refit_sliced() -> list[bool]:
+    """Whether parameters of a sliced optimizer are on their way, whenever an engine takes weights."""
+    groups, on_their_way = ProcessGroups.build(ParallelPlan(dp=2)), []
+    model = GPTModel(SIZES, groups, unpadded_vocab_size=TOKENIZER.vocab_size)
+    sync = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True), model, groups)
+    optimizer = MegatronOptimizer(OptimizerConfig(lr=2e-2, use_distributed_optimizer=True), sync, groups)
+    context = DynamicInferenceContext(SIZES, InferenceConfig(max_sequence_length=32, max_requests=32, block_size_tokens=8))
+    copy = GPTModel(SIZES, ProcessGroups.single(), attention_core=PagedAttention()).eval()
+    engine = DynamicInferenceEngine(copy, context, TOKENIZER, seed=groups.world.rank)
+    learner = Learner(model=model, groups=groups, objective=OBJECTIVE, sync=sync, optimizer=optimizer)
+    inner = loop_module.refit
+
+    def watched(*arguments: Any) -> None:
+        on_their_way.append(any(work is not None for work in sync._gather._works))
+        inner(*arguments)
+
+    loop_module.refit = watched  # type: ignore[assignment]
+    try:
+        agent, interface = CharacterShare(["a", "b"], "abcdefgh"), MegatronLocal(engine)
+        grpo_iteration(CONFIG, agent=agent, interface=interface, engine=engine, learner=learner, lr=2e-2)
+    finally:
+        loop_module.refit = inner
+    return on_their_way
+
+
+@pytest.mark.world(2)
+def test_engines_take_no_weights_that_are_on_their_way(world) -> None:
+    assert world(refit_sliced) == [[False]] * 2
 
 
 class Alternating(CharacterShare):

@@ -23,7 +23,7 @@ from mcore_rl._stability import experimental_api
 from mcore_rl._trajectories import BatchStyle
 from mcore_rl._transfer import refit
 from mcore_rl._types import TokenRollout
-from mcore_rl._update import Learner
+from mcore_rl._update import Learner, finish_parameters
 from mcore_rl.agent import ContrastiveRollout, ContrastiveRolloutGenerator
 from mcore_rl.inference import InferenceInterface
 
@@ -177,8 +177,10 @@ def update_pairs(config: GRPOConfig, collected: Collection, learner: Learner, lr
         batches = pair_batches(pairs, num_pairs=planned.num_rows // 2, **sizes)
         parts.append(with_ref_logprobs(reference, batches, groups, temperature=objective.temperature))
     learner.model.train()
-    return [
+    reports = [
         train_step(learner.model, batches, objective, learner.sync, learner.optimizer, lr=lr)
         for _ in range(config.num_epochs)
         for batches in parts
     ]
+    finish_parameters(learner)
+    return reports

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -135,7 +136,21 @@ def update(
                     groups=learner.groups,
                 )
             )
+    finish_parameters(learner)
     return Updates(policy=tuple(reports), critic=tuple(critic_reports), pack_s=packed - begin, score_s=scored - packed)
+
+
+@runtime_checkable
+class _GathersParameters(Protocol):
+    """Replicas that gather what each has updated; it may be on its way until the next forward."""
+
+    def finish_param_sync(self) -> None: ...
+
+
+def finish_parameters(learner: Learner) -> None:
+    """Wait until the policy is whole: what comes after an update reads it outside of a forward."""
+    if isinstance(learner.sync, _GathersParameters):
+        learner.sync.finish_param_sync()
 
 
 def _needs_scores(config: GRPOConfig) -> bool:
