@@ -53,12 +53,15 @@ class Command:
         """Wait for words in a whole line of its output; the line."""
         deadline = time.monotonic() + timeout_s
         while True:
-            ended = not self._process.is_alive()
+            ended = not self.is_running()
             for line in self.output.splitlines(keepends=True):
                 if words in line and line.endswith("\n"):
                     return line
             assert not ended and time.monotonic() < deadline, f"no {words!r} in {self.output!r}; errors:\n{self.errors}"
             time.sleep(0.02)
+
+    def is_running(self) -> bool:
+        return self._process.is_alive()
 
     def children(self) -> list[int]:
         """Processes that it started, of any of its threads."""

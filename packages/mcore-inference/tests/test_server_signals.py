@@ -4,9 +4,9 @@
 
 import contextlib
 import json
+import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -15,48 +15,46 @@ from dataclasses import dataclass, field
 
 import httpx
 import pytest
-
-from mcore_inference.server import StopSignals
-
-# The model pauses in each step, so that a request lasts as long as a test wants; "fail" makes all later steps raise.
-PROGRAM = """
-import sys, threading, time
 import torch
-torch.set_num_threads(1)
+
 from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, EngineDeadError, InferenceConfig, PagedAttention
 from mcore_inference.server import StopSignals, serve
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.models import GPTModel, TransformerConfig
+from tests.support.commands import Command
 
-pause_s, drain_s, kind = float(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
-config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, vocab_size=272)
-model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention()).eval()
-sizes = InferenceConfig(max_sequence_length=512, num_blocks=64, block_size_tokens=16, max_requests=4, max_tokens=64)
-engine = DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes), ByteTokenizer())
-
-def before(*_):
-    time.sleep(pause_s)
-    if kind == "fail":
-        raise RuntimeError("device lost")
-
-model.register_forward_pre_hook(before)
-with StopSignals() as signals:
-    server = serve(engine)
-    print(server.url, flush=True)
-    try:
-        server.wait(signals, drain_s=drain_s)
-    except EngineDeadError as error:
-        sys.exit(str(error))
-"""
-# Each process imports torch.
-pytestmark = pytest.mark.timeout(180)
 BODY = {"prompt": "x", "temperature": 0, "ignore_eos": True}
+
+
+def serve_slowly(words: list[str]) -> int:
+    """The model pauses in each step, so that a request lasts as long as a test wants; "fail" makes all later steps raise."""
+    pause_s, drain_s, kind = float(words[0]), float(words[1]), words[2]
+    torch.set_num_threads(1)
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, vocab_size=272)
+    model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention()).eval()
+    sizes = InferenceConfig(max_sequence_length=512, num_blocks=64, block_size_tokens=16, max_requests=4, max_tokens=64)
+    engine = DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes), ByteTokenizer())
+
+    def before(*_: object) -> None:
+        time.sleep(pause_s)
+        if kind == "fail":
+            raise RuntimeError("device lost")
+
+    model.register_forward_pre_hook(before)
+    with StopSignals() as signals:
+        server = serve(engine)
+        print(server.url, flush=True)
+        try:
+            server.wait(signals, drain_s=drain_s)
+        except EngineDeadError as error:
+            sys.exit(str(error))
+    return 0
 
 
 @dataclass
 class Serving:
-    process: subprocess.Popen
+    process: Command
     url: str
     answers: list[httpx.Response | Exception] = field(default_factory=list)
     threads: list[threading.Thread] = field(default_factory=list)
@@ -87,10 +85,10 @@ class Serving:
 
     def end(self) -> tuple[int, str]:
         """Exit status, and what stands in stderr."""
-        _, errors = self.process.communicate(timeout=60)
+        status = self.process.wait()
         for thread in self.threads:
             thread.join(60)
-        return self.process.returncode, errors
+        return status, self.process.errors
 
 
 def wait_until(happened) -> None:
@@ -102,24 +100,17 @@ def wait_until(happened) -> None:
 
 @contextlib.contextmanager
 def serving(pause_s: float, drain_s: float, kind: str = "") -> Iterator[Serving]:
-    command = [sys.executable, "-c", PROGRAM, str(pause_s), str(drain_s), kind]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        url = process.stdout.readline().strip()
-        assert url, process.communicate()[1]
-        yield Serving(process, url)
-    finally:
-        process.kill()
-        process.wait()
+    with Command(serve_slowly, [str(pause_s), str(drain_s), kind]) as process:
+        yield Serving(process, process.until("http://").strip())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_open_requests_end_and_refuses_new_ones(number: signal.Signals) -> None:
     with serving(pause_s=0.05, drain_s=50) as running:
         running.ask(max_tokens=30)
-        running.process.send_signal(number)
+        os.kill(running.process.pid, number)
         wait_until(running.is_closed)
-        assert running.process.poll() is None, "it waits for the request"
+        assert running.process.is_running(), "it waits for the request"
         status, errors = running.end()
     assert (status, errors) == (0, "")
     (answer,) = running.answers
@@ -136,7 +127,7 @@ def test_at_the_end_of_the_time_requests_get_an_error_and_silent_clients_are_cut
                 b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\nContent-Type: application/json\r\n\r\n"
             )
             begin = time.monotonic()
-            running.process.send_signal(signal.SIGTERM)
+            running.process.terminate()
             status, errors = running.end()
     assert (status, errors) == (0, "") and time.monotonic() - begin < 20
     (answer,) = running.answers
@@ -147,9 +138,9 @@ def test_at_the_end_of_the_time_requests_get_an_error_and_silent_clients_are_cut
 def test_a_second_signal_ends_the_patience() -> None:
     with serving(pause_s=0.05, drain_s=1000) as running:
         running.ask(max_tokens=500)
-        running.process.send_signal(signal.SIGTERM)
+        running.process.terminate()
         wait_until(running.is_closed)
-        running.process.send_signal(signal.SIGINT)
+        os.kill(running.process.pid, signal.SIGINT)
         status, errors = running.end()
     assert (status, errors) == (0, "")
     assert isinstance(running.answers[0], httpx.Response) and running.answers[0].status_code == 503
