@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """What ranks of torchrun say: a mistake once, by the first of them, and a rank that is gone by those that are left."""
 
+import json
 import os
 import signal
 import socket
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from mcore_tools import train
+from tests.support.commands import Command, torchrun_environment
 from tests.support.corpora import write_corpus
 
 SMALL = (
@@ -21,13 +24,22 @@ SMALL = (
 )
 
 
+def arguments(*changes: str) -> list[str]:
+    return ["--recipe", "gpt_tiny", *(word for change in (*SMALL, *changes) for word in ("--set", change))]
+
+
+def files(folder: Path) -> dict[Path, int]:
+    """With the times of their last changes."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
 def started(folder: Path, *changes: str) -> subprocess.Popen[str]:
     """Two ranks of a run under torchrun, in ``folder``."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "-m", "mcore_tools.train"]
-    words += ["--recipe", "gpt_tiny", *(word for change in (*SMALL, *changes) for word in ("--set", change))]
+    words += arguments(*changes)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.Popen(
         words, cwd=folder, env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
@@ -47,23 +59,44 @@ def ended(process: subprocess.Popen[str]) -> str:
 
 @pytest.mark.journey
 @pytest.mark.timeout(240)
+def test_a_mistake_is_said_once_and_shown_by_torchrun(tmp_path: Path) -> None:
+    write_corpus(tmp_path, "to be or not to be, that is the question. ")
+    before = files(tmp_path)
+    lines = ended(started(tmp_path, "load.path=nothing")).splitlines()
+    words = "load.path='nothing' has nothing to begin with: nothing is not a checkpoint: there is no such folder"
+    said = [line for line in lines if line.startswith("error: ")]
+    assert len(said) == 1 and said[0].startswith(f"error: {words}"), lines
+    # The launcher's own report ends with it.
+    assert any(words in line for line in lines[-3:]), lines
+    assert files(tmp_path) == before
+
+
+@pytest.mark.journey
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ("train.stesp=3", "--set train.stesp: no field 'stesp'; did you mean 'steps'?"),
         ("data.prefix=nothing", "data.prefix='nothing': there is no nothing.idx; give the --output-prefix of mcore-preprocess"),
-        ("load.path=nothing", "load.path='nothing' has nothing to begin with: nothing is not a checkpoint: there is no such folder"),
     ],
 )
-def test_a_mistake_is_said_once(change: str, words: str, tmp_path: Path) -> None:
+def test_other_mistakes_are_said_once(
+    change: str, words: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By ranks that end as torchrun ends them: the others when one has come to its end."""
     write_corpus(tmp_path, "to be or not to be, that is the question. ")
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    lines = ended(started(tmp_path, change)).splitlines()
-    said = [line for line in lines if line.startswith("error: ")]
-    assert len(said) == 1 and said[0].startswith(f"error: {words}"), lines
-    # The launcher's own report ends with it.
-    assert any(words in line for line in lines[-3:]), lines
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    before, reasons = files(tmp_path), tmp_path_factory.mktemp("reasons")
+    monkeypatch.chdir(tmp_path)
+    store, world = torchrun_environment(2)
+    places = [{**world, "RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_ERROR_FILE": str(reasons / rank)} for rank in "01"]
+    with Command(train.main, arguments(change), places[0]) as first, Command(train.main, arguments(change), places[1]) as other:
+        assert first.wait() == 2
+        other.terminate()
+        other.wait()
+        (said,) = [line for line in (first.errors + other.errors).splitlines() if line.startswith("error: ")]
+    assert said.startswith(f"error: {words}")
+    assert json.loads((reasons / "0").read_text())["message"]["message"].startswith(words)
+    assert files(tmp_path) == before
+    del store
 
 
 @pytest.mark.journey
