@@ -19,6 +19,7 @@ from mcore_parallel.models import TransformerConfig, check_layout
 from mcore_parallel.nn import Step
 
 MODEL = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=4, vocab_size=16)
+QUANTILES: dict[str, Any] = {"moe_router_load_balancing_type": "quantile_balancing", "moe_router_enable_expert_bias": True}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,15 @@ def test_types_and_sizes_are_checked(values: dict[str, Any], message: str) -> No
         ({"moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss")}, "must be equally long; give one a type"),
         ({"moe_router_load_balancing_type": ("aux_loss",) * 2, "moe_aux_loss_coeff": (0.1, 0.1)}, "none twice"),
         ({"moe_router_load_balancing_type": (), "moe_aux_loss_coeff": ()}, "must name one type at least"),
-        ({"moe_router_load_balancing_type": ("aux_loss", "sinkhorn"), "moe_aux_loss_coeff": (0.1, 0.0)}, "combines sinkhorn or none"),
+        (
+            {"moe_router_load_balancing_type": ("aux_loss", "sinkhorn"), "moe_aux_loss_coeff": (0.1, 0.0)},
+            "combines sinkhorn, quantile_balancing, none with",
+        ),
+        ({**QUANTILES, "moe_router_enable_expert_bias": False}, "sets the bias of the experts; set moe_router_enable_expert_bias=True"),
+        ({**QUANTILES, "moe_router_bias_update_rate": 0.1}, "has no use for moe_router_bias_update_rate=0.1; leave it out, or set 0"),
+        ({**QUANTILES, "moe_router_num_groups": 2, "moe_router_group_topk": 1}, "found moe_router_num_groups=2; leave one out"),
+        ({**QUANTILES, "moe_router_topk": 8}, "has nothing to balance: moe_router_topk=8 takes all experts; choose 'none'"),
+        ({**QUANTILES, "moe_aux_loss_coeff": 0.1}, "has no loss to weigh"),
         ({"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.1}, "has no loss to weigh"),
         ({"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1}, "has no loss to weigh"),
         ({"moe_router_load_balancing_type": "sinkhorn", "moe_router_num_groups": 2, "moe_router_group_topk": 1}, "selects by itself"),

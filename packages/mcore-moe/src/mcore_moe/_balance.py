@@ -76,6 +76,26 @@ def get_updated_expert_bias(tokens_per_expert: Tensor, expert_bias: Tensor, expe
     return expert_bias + (counts.mean(-1, keepdim=True) - counts).sign().to(expert_bias.dtype) * expert_bias_update_rate
 
 
+def quantile_bias(scores_TE: Tensor, bias_E: Tensor, topk: int, valid_T: Tensor | None) -> Tensor:
+    """[E] float32, the bias with which no expert is chosen by more than its even share of these tokens, T * topk / E rounded down.
+
+    What the best topk of a token must beat is taken to stay as it is with ``bias_E``.
+
+    Args:
+        scores_TE: of the selection; one token at least.
+        bias_E: of the selection now.
+        topk: below E.
+        valid_T: bool, tokens that count; without any the result is infinite. None for all.
+    """
+    margins_TE = scores_TE - (scores_TE + bias_E).topk(topk + 1).values[:, topk:]
+    if valid_T is None:
+        valid_T = torch.ones_like(margins_TE[:, 0], dtype=torch.bool)
+    margins_TE = margins_TE.masked_fill(~valid_T.unsqueeze(-1), float("-inf"))
+    share_1 = valid_T.sum(0, keepdim=True) * topk // scores_TE.shape[1]
+    # A number of the device: as a plain index the host would read it.
+    return -margins_TE.sort(dim=0, descending=True).values.index_select(0, share_1).squeeze(0).float()
+
+
 @experimental_api
 def sinkhorn(cost: Tensor, tol: float = 1e-4, *, max_iterations: int = 100, valid: Tensor | None = None) -> Tensor:
     """exp(cost) with rows and columns scaled so that rows sum to 1 / T and columns to 1 / E (Clark et al. 2022).

@@ -22,6 +22,7 @@ LOSS_NAMES: Mapping[str, str] = {
     "global_aux_loss": "global_load_balancing_loss",
 }
 """Load-balancing type -> what its loss is called in reports."""
+_WITHOUT_LOSS = ("sinkhorn", "quantile_balancing", "none")
 
 RESERVED = frozenset({
     "inference_grouped_gemm_backend", "inference_moe_token_dispatcher_type", "moe_combine_bwd_dtype", "moe_dispatch_fwd_dtype",
@@ -107,7 +108,8 @@ class MoEConfig:
     """What that bias is moved by; 0 freezes it."""
     moe_router_load_balancing_type: str | tuple[str, ...] = "aux_loss"
     """aux_loss (over a micro-batch), seq_aux_loss (over each sequence), global_aux_loss (over the global batch so far), or several of
-    them; sinkhorn, which balances the selection instead; none. A tuple of one is its element."""
+    them; sinkhorn, which balances the selection instead; quantile_balancing, which sets the bias of the experts to what would have given
+    each its even share of the global batch; none. A tuple of one is its element."""
     moe_aux_loss_coeff: float | tuple[float, ...] = 0.0
     """Weight of the load-balancing loss, one for each type; 0 switches it off."""
     moe_z_loss_coeff: float | None = None
@@ -279,7 +281,8 @@ class MoEConfig:
             raise ValueError(
                 "moe_router_topk=1 with softmax needs moe_router_pre_softmax=True, else every weight is 1 and the router learns nothing"
             )
-        if self.moe_router_enable_expert_bias and score == "softmax":
+        quantiles = self.moe_router_load_balancing_type == "quantile_balancing"
+        if self.moe_router_enable_expert_bias and score == "softmax" and not quantiles:
             raise ValueError(
                 "moe_router_enable_expert_bias=True needs moe_router_score_function='sigmoid' or 'sqrtsoftplus', found 'softmax'"
             )
@@ -304,25 +307,26 @@ class MoEConfig:
     def _check_losses(self) -> None:
         types, weights = _tuple(self.moe_router_load_balancing_type), _tuple(self.moe_aux_loss_coeff)
         for name in types:
-            if name in (*LOSS_NAMES, "sinkhorn", "none"):
-                continue
-            raise ValueError(f"moe_router_load_balancing_type={name!r} must be {', '.join(LOSS_NAMES)}, sinkhorn or none")
+            if name not in (*LOSS_NAMES, *_WITHOUT_LOSS):
+                raise ValueError(f"moe_router_load_balancing_type={name!r} must be {', '.join((*LOSS_NAMES, *_WITHOUT_LOSS))}")
         if not types or len(types) != len(set(types)):
             raise ValueError(f"moe_router_load_balancing_type={types!r} must name one type at least, and none twice")
         if len(types) != len(weights):
             raise ValueError(
                 f"moe_router_load_balancing_type={types!r} and moe_aux_loss_coeff={weights!r} must be equally long; give one a type"
             )
-        if len(types) > 1 and {"sinkhorn", "none"} & set(types):
-            raise ValueError(f"moe_router_load_balancing_type={types!r} combines sinkhorn or none with others; name it alone")
+        if len(types) > 1 and set(_WITHOUT_LOSS) & set(types):
+            raise ValueError(f"moe_router_load_balancing_type={types!r} combines {', '.join(_WITHOUT_LOSS)} with others; name it alone")
         if not all(0 <= weight < math.inf for weight in weights):
             raise ValueError(f"moe_aux_loss_coeff={self.moe_aux_loss_coeff} must not be negative, and finite; 0 switches the loss off")
         sinkhorn = "sinkhorn" in types
-        if (sinkhorn or "none" in types) and any(weights):
+        if set(_WITHOUT_LOSS) & set(types) and any(weights):
             raise ValueError(
                 f"moe_aux_loss_coeff={self.moe_aux_loss_coeff} has no loss to weigh with moe_router_load_balancing_type={types!r}; "
                 "set it to 0"
             )
+        if "quantile_balancing" in types:
+            self._check_quantiles()
         if sinkhorn and (self.moe_router_num_groups or self.moe_router_enable_expert_bias):
             raise ValueError("moe_router_load_balancing_type='sinkhorn' selects by itself; leave moe_router_num_groups and expert bias out")
         if sinkhorn and self.moe_router_score_function != "softmax":
@@ -337,6 +341,19 @@ class MoEConfig:
             )
         if self.moe_z_loss_coeff is not None and not 0 <= self.moe_z_loss_coeff < math.inf:
             raise ValueError(f"moe_z_loss_coeff={self.moe_z_loss_coeff} must not be negative, and finite; leave it out for none")
+
+    def _check_quantiles(self) -> None:
+        kind, rate = "moe_router_load_balancing_type='quantile_balancing'", self.moe_router_bias_update_rate
+        if not self.moe_router_enable_expert_bias:
+            raise ValueError(f"{kind} sets the bias of the experts; set moe_router_enable_expert_bias=True")
+        if rate not in (0, _default("moe_router_bias_update_rate")):
+            raise ValueError(f"{kind} has no use for moe_router_bias_update_rate={rate}; leave it out, or set 0, which freezes the bias")
+        if self.moe_router_num_groups is not None:
+            raise ValueError(
+                f"{kind} compares all experts of a token, found moe_router_num_groups={self.moe_router_num_groups}; leave one out"
+            )
+        if self.moe_router_topk == self.num_moe_experts:
+            raise ValueError(f"{kind} has nothing to balance: moe_router_topk={self.moe_router_topk} takes all experts; choose 'none'")
 
     def _check_capacity(self) -> None:
         factor, pad = self.moe_expert_capacity_factor, self.moe_pad_expert_input_to_capacity

@@ -9,14 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcore_moe._balance import balance_scores, get_updated_expert_bias, score_entropies, sinkhorn_routing, switch_load_balancing_loss_func
+from mcore_moe._balance import (
+    balance_scores,
+    get_updated_expert_bias,
+    quantile_bias,
+    score_entropies,
+    sinkhorn_routing,
+    switch_load_balancing_loss_func,
+)
 from mcore_moe._capacity import expert_capacity, limit_to_capacity
 from mcore_moe._config import LOSS_NAMES, MoEConfig
 from mcore_moe._gating import apply_random_logits, gate, jittered
-from mcore_moe._routing import Routing, choose_experts, count_experts, top
+from mcore_moe._routing import Routing, choose_experts, count_experts, selection_scores, top
 from mcore_moe._tokens import LocalTokens
 from mcore_parallel import Group, ProcessGroups, ShardSpec
-from mcore_parallel.comm import all_reduce
+from mcore_parallel.comm import all_gather, all_reduce
 from mcore_parallel.models import AuxLoss
 from mcore_parallel.nn import Step
 
@@ -61,6 +68,8 @@ class TopKRouter(nn.Module):
         self.bias = nn.Parameter(torch.empty(num_experts, dtype=dtype, device=device)) if biased else None
         expert_bias = torch.zeros(num_experts, dtype=torch.float32, device=device) if config.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", expert_bias)
+        # Of quantile balancing: the biases that the micro-batches of this global batch ask for, added up, and their number. [E + 1].
+        self._asked: Tensor | None = None
         if config.moe_router_force_load_balancing:
             warnings.warn("moe_router_force_load_balancing=True routes at random: for benchmarks only", stacklevel=2)
 
@@ -89,6 +98,8 @@ class TopKRouter(nn.Module):
         logits_TE = gate(x_TD, self.weight, self.bias, dtype)
         chosen_TE = apply_random_logits(logits_TE, self.replicas) if config.moe_router_force_load_balancing else logits_TE
         routing = self._routing(chosen_TE, step, tokens)
+        if learns and config.moe_router_load_balancing_type == "quantile_balancing":
+            self._ask(chosen_TE, tokens)
         if step.routing_recorder is not None:
             step.routing_recorder(self.layer, routing.experts_TK, routing.probs_TK.detach())
         routing = self._limited(routing)
@@ -96,15 +107,46 @@ class TopKRouter(nn.Module):
 
     @torch.no_grad()
     def update_expert_bias(self, counts_E: Tensor, skipped: Tensor) -> None:
-        """Move the bias by the loads of a global batch.
+        """Move the bias by the loads of a global batch, or to what its micro-batches asked for (quantile balancing).
 
         Args:
             counts_E: tokens of each expert, over all ranks.
             skipped: scalar bool; True leaves the bias as it is.
         """
-        rate = self.config.moe_router_bias_update_rate
-        if self.expert_bias is not None and rate and self.training:
-            self.expert_bias.copy_(torch.where(skipped, self.expert_bias, get_updated_expert_bias(counts_E, self.expert_bias, rate)))
+        bias_E, rate = self.expert_bias, self.config.moe_router_bias_update_rate
+        if bias_E is None or not rate or not self.training:
+            return
+        if self.config.moe_router_load_balancing_type == "quantile_balancing":
+            moved_E = self._mean_asked(bias_E)
+        else:
+            moved_E = get_updated_expert_bias(counts_E, bias_E, rate)
+        bias_E.copy_(torch.where(skipped, bias_E, moved_E))
+
+    @torch.no_grad()
+    def _ask(self, logits_TE: Tensor, tokens: LocalTokens) -> None:
+        """Add the bias that the tokens of this micro-batch ask for, those of the tp and cp ranks together."""
+        config, bias_E, group = self.config, self.expert_bias, self.groups.tp_cp
+        if bias_E is None or not config.moe_router_bias_update_rate or not len(logits_TE):
+            return
+        # In a backward it is a recomputation, whose first run has asked.
+        if torch._C._current_graph_task_id() != -1:
+            return
+        scores_TE = selection_scores(logits_TE, config.moe_router_score_function, pre_softmax=config.moe_router_pre_softmax)
+        valid_T = None if tokens.valid_T is None else all_gather(tokens.valid_T.to(torch.uint8), group).bool()
+        asked_E = quantile_bias(all_gather(scores_TE, group), bias_E, config.moe_router_topk, valid_T)
+        if self._asked is None:
+            self._asked = asked_E.new_zeros(len(asked_E) + 1)
+        asked = torch.cat([asked_E, asked_E.new_ones(1)])
+        self._asked += asked if valid_T is None else torch.where(valid_T.any(), asked, 0)
+
+    def _mean_asked(self, bias_E: Tensor) -> Tensor:
+        """Of all micro-batches and ranks, around 0; the bias as it is where none asked."""
+        asked = torch.zeros(len(bias_E) + 1, device=bias_E.device) if self._asked is None else self._asked
+        total = all_reduce(asked, self.groups.tp_dp_cp)
+        mean_E = total[:-1] / total[-1].clamp(min=1)
+        moved_E = torch.where(total[-1] > 0, mean_E - mean_E.mean(), bias_E)
+        asked.zero_()
+        return moved_E
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before = self.expert_bias

@@ -82,8 +82,7 @@ def choose_experts(
         expert_bias: [E], added to the scores of the selection, not to the weights.
         experts_TK: a choice that was made before, whose weights are computed; a row with a negative number is chosen here.
     """
-    logits_TE = logits_TE if logits_TE.dtype == torch.float64 else logits_TE.float()
-    scores_TE = logits_TE.softmax(-1) if pre_softmax and score_function == "softmax" else score(logits_TE, score_function)
+    scores_TE = selection_scores(logits_TE, score_function, pre_softmax=pre_softmax)
     with torch.no_grad():
         keys_TE = scores_TE.detach() if expert_bias is None else scores_TE.detach() + expert_bias
         if num_groups is not None and group_topk is not None:
@@ -97,6 +96,12 @@ def choose_experts(
     elif not pre_softmax:
         probs_TK = probs_TK.softmax(-1)
     return Routing(chosen_TK, probs_TK if scaling_factor is None else probs_TK * scaling_factor)
+
+
+def selection_scores(logits_TE: Tensor, score_function: str, *, pre_softmax: bool) -> Tensor:
+    """[T, E], by whose order experts are chosen; float32 or wider."""
+    logits_TE = logits_TE if logits_TE.dtype == torch.float64 else logits_TE.float()
+    return logits_TE.softmax(-1) if pre_softmax and score_function == "softmax" else score(logits_TE, score_function)
 
 
 def score(logits_TE: Tensor, score_function: str) -> Tensor:
