@@ -2,8 +2,9 @@
 # Copyright (c) 2026 the mcore authors
 """Weights reach the engines of other layouts, box by box; who does not come is named."""
 
+import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
@@ -102,6 +103,71 @@ def test_engines_of_other_layouts_have_equal_weights(world, plan: ParallelPlan, 
     assert (one[1] == 0) == (plan == ParallelPlan(dp=2))
 
 
+def watch_buckets() -> tuple[list[int], list[int], int]:
+    """Of each weight as it comes, its bucket, how many buckets were begun, and the bytes of messages then."""
+    model, transfer, begun = build(ParallelPlan(tp=2), 1), WeightTransfer(bucket_bytes=12000), []
+    begin = transfer._begin
+    transfer._begin = lambda *inputs: (begun.append(1), begin(*inputs))[1]  # type: ignore[method-assign]
+    bucket_of: dict[str, int] = {}
+    rows = []
+    for name, _ in transfer.weights(model, model.groups, Whole()):
+        assert transfer._schedule is not None
+        bucket_of = bucket_of or {one: number for number, bucket in enumerate(transfer._schedule.buckets, 1) for one in bucket.names}
+        rows.append((bucket_of[name], len(begun), sum(part.nbytes for some in transfer._under_way for _, part, _ in some.transfers)))
+    buckets, counts, sizes = map(list, zip(*rows, strict=True))
+    return buckets, counts, max(sizes)
+
+
+@pytest.mark.world(2)
+def test_the_next_bucket_is_between_the_ranks_while_one_is_taken(world) -> None:
+    for buckets, counts, most in world(watch_buckets):
+        assert buckets[-1] > 4 and counts == [min(bucket + 1, buckets[-1]) for bucket in buckets]
+        # Halves of the weights go each way.
+        assert 0 < most <= 6000
+
+
+def gather_then_send() -> tuple[int, bool]:
+    """Buckets that were under way while weights came, and whether these are the ones of whole parameters."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, transfer, sink = build(ParallelPlan(dp=2), 1), WeightTransfer(bucket_bytes=12000), Whole()
+    wanted = values(model)
+    fully_shard(model)
+    ahead: list[int] = []
+
+    def watched() -> Iterator[tuple[str, Tensor]]:
+        for weight in transfer.weights(model, model.groups, sink):
+            ahead.append(len(transfer._under_way))
+            yield weight
+
+    sink.load_weights(watched())
+    return max(ahead), wanted.keys() == sink.weights.keys() and all(torch.equal(wanted[name], sink.weights[name]) for name in wanted)
+
+
+@pytest.mark.world(2)
+def test_weights_that_are_gathered_do_not_run_ahead(world) -> None:
+    assert world(gather_then_send) == [(0, True), (0, True)]
+
+
+def give_up_between() -> bool:
+    model, transfer, sink = build(ParallelPlan(tp=2), 1), WeightTransfer(bucket_bytes=12000, timeout_s=20.0), Whole()
+    stream = transfer.weights(model, model.groups, sink)
+    next(stream)
+    with torch.no_grad():
+        # What is on its way holds the old weights.
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    refit(model, model.groups, sink, transfer)
+    assert not transfer._under_way
+    wanted = values(model)
+    return all(torch.equal(wanted[name], sink.weights[name]) for name in wanted)
+
+
+@pytest.mark.world(2)
+def test_a_load_that_was_given_up_leaves_nothing_for_the_next(world) -> None:
+    assert world(give_up_between) == [True, True]
+
+
 def leave_one_out() -> str:
     model, sink = build(ParallelPlan(tp=2), 1), Whole()
     transfer = WeightTransfer(timeout_s=1.0)
@@ -114,7 +180,8 @@ def leave_one_out() -> str:
     else:
         # It agrees on the layout, and then does not come.
         stream = transfer.weights(model, model.groups, sink)
-        transfer._bucket = lambda *inputs: iter(())  # type: ignore[method-assign]  # pyright: ignore[reportAttributeAccessIssue]
+        transfer._begin = lambda *inputs: None  # type: ignore[method-assign]  # pyright: ignore[reportAttributeAccessIssue]
+        transfer._take = lambda *inputs: iter(())  # type: ignore[method-assign]  # pyright: ignore[reportAttributeAccessIssue]
         assert not list(stream)
         time.sleep(2.0)
     return ""
@@ -124,6 +191,24 @@ def leave_one_out() -> str:
 def test_a_rank_that_does_not_come_is_named(world) -> None:
     told, _ = world(leave_one_out)
     assert told.startswith("no weights came from rank 1 within timeout_s=1 (bucket 1 of 1, from ")
+
+
+def die_between() -> str:
+    model = build(ParallelPlan(tp=2), 1)
+    stream = WeightTransfer(bucket_bytes=12000, timeout_s=5.0).weights(model, model.groups, Whole())
+    next(stream)
+    if dist.get_rank() == 1:
+        os._exit(1)
+    time.sleep(0.5)
+    with pytest.raises(RefitTimeoutError) as caught:
+        list(stream)
+    return str(caught.value)
+
+
+@pytest.mark.world(2)
+def test_a_rank_that_dies_between_two_buckets_is_named(world) -> None:
+    told = world(die_between, doomed=(1,))[0]
+    assert "rank 1" in told and "look at the log of that rank" in told
 
 
 def stay_away() -> str:

@@ -3,7 +3,7 @@
 """Carrying trained weights into an engine, whatever the two layouts."""
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -51,9 +51,15 @@ def gather_weights(model: nn.Module, groups: ProcessGroups) -> Iterator[tuple[st
 
 def undivided(parameter: Tensor) -> Tensor:
     """What this rank computes with. A collective for a DTensor."""
+    whole: Any = parameter.full_tensor() if is_divided(parameter) else parameter  # type: ignore[operator]
+    return whole.detach()
+
+
+def is_divided(parameter: Tensor) -> bool:
+    """Whether it is a DTensor, of which this rank holds a part."""
     if type(parameter) in (nn.Parameter, Tensor):
-        return parameter.detach()
-    # Slow to import, so only where there is one.
+        return False
+    # Slow to import, so only where there may be one.
     from torch.distributed.tensor import DTensor
 
-    return parameter.full_tensor().detach() if isinstance(parameter, DTensor) else parameter.detach()
+    return isinstance(parameter, DTensor)

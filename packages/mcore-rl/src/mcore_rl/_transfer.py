@@ -4,6 +4,7 @@
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +21,7 @@ from mcore_parallel.comm import all_reduce
 from mcore_parallel.training import model_state
 from mcore_rl._exchange import all_gather_json, device_of
 from mcore_rl._placement import Placement, RankTimeoutError
-from mcore_rl._refit import WeightSink, undivided
+from mcore_rl._refit import WeightSink, is_divided, undivided
 from mcore_rl._refit_plan import RefitPlan, WeightCopy, WeightShard, plan_refit
 from mcore_rl._rendezvous import rendezvous
 from mcore_rl._stability import experimental_api
@@ -51,17 +52,44 @@ class _Part:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Bucket:
+    """Weights that go together, and what of them this rank copies, receives and sends."""
+
+    names: list[str]
+    """In the order of the model."""
+    where: str
+    """Of all buckets, for errors."""
+    own: list[WeightCopy]
+    """From this rank to itself."""
+    incoming: Mapping[int, "_Message"]
+    """By the rank that sends it."""
+    outgoing: Mapping[int, "_Message"]
+    """By the rank that receives it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Schedule:
     """What all ranks agreed on."""
 
     plan: RefitPlan
-    buckets: list[list[str]]
-    """Names in the order of the model."""
+    buckets: list[_Bucket]
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, torch.dtype]
-    copies: Mapping[str, list[WeightCopy]]
     taken: Set[str]
     """Names that this rank's engine takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _UnderWay:
+    """A bucket whose messages are between the ranks."""
+
+    bucket: _Bucket
+    held: Mapping[tuple[str, Box], Tensor]
+    """What this rank has of its weights."""
+    device: torch.device
+    transfers: list[tuple[int, Tensor, bool]]
+    """Rank, buffer, and whether that is received; they are nobody else's until the works are done."""
+    works: list[dist.Work]
 
 
 @experimental_api
@@ -72,7 +100,8 @@ class WeightTransfer:
     any other takes whole weights.
 
     Args:
-        bucket_bytes: weights that are on their way at once, at least one; the smallest limit of any rank holds.
+        bucket_bytes: weights that are on their way at once, at least two; the smallest limit of any rank holds. Half of them go between the
+            ranks while the other half is taken.
         timeout_s: limit of waiting for all ranks to come, and of each bucket; after it the rank that is waited for is named.
 
     Raises:
@@ -85,6 +114,7 @@ class WeightTransfer:
         self.bucket_bytes, self.timeout_s = bucket_bytes, timeout_s
         self._layout: list[Any] | None = None
         self._schedule: _Schedule | None = None
+        self._under_way: deque[_UnderWay] = deque()
 
     @property
     def plan(self) -> RefitPlan | None:
@@ -114,12 +144,20 @@ class WeightTransfer:
         world = self._met(placement, groups)
         parts = [] if model is None or groups is None else _parts(model, groups)
         schedule = self._agreed(parts, _taken(engine), world)
+        while self._under_way:
+            # Of a call whose weights were not taken to the end.
+            self._finish(self._under_way.popleft(), world)
         named: dict[str, list[_Part]] = {}
         for part in parts:
             named.setdefault(part.name, []).append(part)
-        for number, names in enumerate(schedule.buckets, 1):
-            where = f"bucket {number} of {len(schedule.buckets)}, from {names[0]} on"
-            yield from self._bucket(schedule, names, {name: named.get(name, []) for name in names}, world, where)
+        # What is gathered first goes over other communicators than the messages: one after the other.
+        num_ahead = 0 if any(is_divided(part.tensor) for part in parts) else 1
+        for bucket in schedule.buckets:
+            self._under_way.append(self._begin(bucket, named, world))
+            if len(self._under_way) > num_ahead:
+                yield from self._take(schedule, self._under_way.popleft(), world)
+        while self._under_way:
+            yield from self._take(schedule, self._under_way.popleft(), world)
 
     def _met(self, placement: Placement | None, groups: ProcessGroups | None) -> Group:
         """The world of a placement, or of a layout, all of whose ranks are there."""
@@ -163,47 +201,51 @@ class WeightTransfer:
             for name, shape, box in (taken if taken is not None else [[n, s, [[0] * len(s), list(s)]] for n, s in shapes.items()])
         ]
         plan = plan_refit(sources, destinations)
-        copies: dict[str, list[WeightCopy]] = {name: [] for name in shapes}
-        for copy in plan.copies:
-            copies[copy.name].append(copy)
         sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
         own = layouts[rank][1]
         return _Schedule(
             plan=plan,
-            buckets=_buckets(sizes, bucket_bytes),
+            buckets=_buckets(plan, sizes, bucket_bytes // 2, dtypes, rank),
             shapes=shapes,
             dtypes=dtypes,
-            copies=copies,
             taken=shapes.keys() if own is None else {name for name, _, _ in own},
         )
 
-    def _bucket(
-        self, schedule: _Schedule, names: Sequence[str], parts: Mapping[str, Sequence[_Part]], world: Group, where: str
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The weights of one bucket."""
-        me = world.rank
-        copies = [copy for name in names for copy in schedule.copies[name]]
-        held = {(name, part.box): undivided(part.tensor) for name in names for part in parts[name]}
-        # A tensor that is all of the weight needs no copy.
-        whole = {name: held.get((name, Box.whole(schedule.shapes[name]))) for name in names if name in schedule.taken}
+    def _begin(self, bucket: _Bucket, parts: Mapping[str, Sequence[_Part]], world: Group) -> _UnderWay:
+        """Send what other ranks take of a bucket, and receive what this one takes; waits for nobody."""
+        held = {(name, part.box): undivided(part.tensor) for name in bucket.names for part in parts.get(name, ())}
         device = next(iter(held.values())).device if held else device_of(world)
-        incoming = {peer: _Message.of(copies, schedule.dtypes, peer, me) for peer in range(world.size) if peer != me}
-        outgoing = {peer: _Message.of(copies, schedule.dtypes, me, peer) for peer in range(world.size) if peer != me}
-        transfers = [(peer, message.empty(device), True) for peer, message in incoming.items() if message.copies]
-        transfers += [(peer, message.pack(held), False) for peer, message in outgoing.items() if message.copies]
-        works = _start(transfers, world)
-        full = {
-            name: torch.empty(schedule.shapes[name], dtype=schedule.dtypes[name], device=device) if tensor is None else tensor
-            for name, tensor in whole.items()
-        }
-        for copy in copies:
-            if copy.source_rank == copy.destination_rank == me and whole[copy.name] is None:
-                full[copy.name][copy.box.slices()] = held[copy.name, copy.source][copy.source_slices]
-        _finish(works, transfers, world, self.timeout_s, where)
-        for peer, buffer, arrives in transfers:
+        transfers = [(peer, message.empty(device), True) for peer, message in bucket.incoming.items()]
+        transfers += [(peer, message.pack(held), False) for peer, message in bucket.outgoing.items()]
+        try:
+            works = _start(transfers, world)
+        except RuntimeError as error:
+            peers = " or ".join(f"rank {world.ranks[peer]}" for peer in sorted({peer for peer, _, _ in transfers}))
+            raise RefitTimeoutError(f"{peers} was lost before {bucket.where}: {error}; look at the log of that rank") from error
+        return _UnderWay(bucket=bucket, held=held, device=device, transfers=transfers, works=works)
+
+    def _take(self, schedule: _Schedule, under_way: _UnderWay, world: Group) -> Iterator[tuple[str, Tensor]]:
+        """The weights of a bucket."""
+        bucket, held = under_way.bucket, under_way.held
+        full: dict[str, Tensor] = {}
+        for name in bucket.names:
+            if name in schedule.taken:
+                # A tensor that is all of the weight needs no copy.
+                shape, whole = schedule.shapes[name], held.get((name, Box.whole(schedule.shapes[name])))
+                full[name] = torch.empty(shape, dtype=schedule.dtypes[name], device=under_way.device) if whole is None else whole
+        for copy in bucket.own:
+            if full[copy.name] is not (source := held[copy.name, copy.source]):
+                full[copy.name][copy.box.slices()] = source[copy.source_slices]
+        self._finish(under_way, world)
+        for peer, buffer, arrives in under_way.transfers:
             if arrives:
-                incoming[peer].unpack(buffer, full)
+                bucket.incoming[peer].unpack(buffer, full)
+        # The memory of the messages is free for the next ones while this bucket is taken.
+        under_way.transfers.clear()
         yield from full.items()
+
+    def _finish(self, under_way: _UnderWay, world: Group) -> None:
+        _finish(under_way.works, under_way.transfers, world, self.timeout_s, under_way.bucket.where)
 
 
 @experimental_api
@@ -259,15 +301,40 @@ def _taken(engine: object) -> list[Any] | None:
     return [[part.name, list(part.spec.shape), [list(part.spec.offset(groups)), list(part.spec.local_shape(groups))]] for part in own]
 
 
-def _buckets(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    buckets: list[list[str]] = []
+def _buckets(plan: RefitPlan, sizes: Mapping[str, int], limit: int, dtypes: Mapping[str, torch.dtype], rank: int) -> list[_Bucket]:
+    """All weights in buckets of at most ``limit`` bytes, or of one weight."""
+    listed: list[list[str]] = []
     room = 0
     for name, size in sizes.items():
-        if size > room or not buckets:
-            buckets.append([])
+        if size > room or not listed:
+            listed.append([])
             room = limit
-        buckets[-1].append(name)
+        listed[-1].append(name)
         room -= size
+    copies: dict[str, list[WeightCopy]] = {name: [] for name in sizes}
+    for copy in plan.copies:
+        copies[copy.name].append(copy)
+    buckets = []
+    for number, names in enumerate(listed, 1):
+        own: list[WeightCopy] = []
+        incoming: dict[int, list[WeightCopy]] = {}
+        outgoing: dict[int, list[WeightCopy]] = {}
+        for copy in chain.from_iterable(copies[name] for name in names):
+            if copy.source_rank == copy.destination_rank == rank:
+                own.append(copy)
+            elif copy.destination_rank == rank:
+                incoming.setdefault(copy.source_rank, []).append(copy)
+            elif copy.source_rank == rank:
+                outgoing.setdefault(copy.destination_rank, []).append(copy)
+        buckets.append(
+            _Bucket(
+                names=names,
+                where=f"bucket {number} of {len(listed)}, from {names[0]} on",
+                own=own,
+                incoming={peer: _Message.of(incoming[peer], dtypes) for peer in sorted(incoming)},
+                outgoing={peer: _Message.of(outgoing[peer], dtypes) for peer in sorted(outgoing)},
+            )
+        )
     return buckets
 
 
@@ -275,34 +342,32 @@ def _buckets(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 class _Message:
     """What goes from one rank to another in one bucket: boxes one behind the other, as bytes."""
 
-    copies: list[WeightCopy]
-    dtypes: Mapping[str, torch.dtype]
+    places: list[tuple[WeightCopy, torch.dtype, slice]]
+    """Bytes of each box."""
+    num_bytes: int
 
     @classmethod
-    def of(cls, copies: Sequence[WeightCopy], dtypes: Mapping[str, torch.dtype], source: int, destination: int) -> "_Message":
-        return cls([copy for copy in copies if (copy.source_rank, copy.destination_rank) == (source, destination)], dtypes)
-
-    def _places(self) -> Iterator[tuple[WeightCopy, int, int]]:
-        begin = 0
-        for copy in self.copies:
-            end = begin + copy.box.num_elements * self.dtypes[copy.name].itemsize
-            yield copy, begin, end
+    def of(cls, copies: Sequence[WeightCopy], dtypes: Mapping[str, torch.dtype]) -> "_Message":
+        places, end = [], 0
+        for copy in copies:
             begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = begin + copy.box.num_elements * dtypes[copy.name].itemsize
+            places.append((copy, dtypes[copy.name], slice(begin, end)))
+        return cls(places, end)
 
     def empty(self, device: torch.device) -> Tensor:
-        *_, (_, _, end) = self._places()
-        return torch.empty(end, dtype=torch.uint8, device=device)
+        return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
 
     def pack(self, held: Mapping[tuple[str, Box], Tensor]) -> Tensor:
-        tensors = [held[copy.name, copy.source] for copy in self.copies]
-        buffer = self.empty(tensors[0].device)
-        for (copy, begin, end), tensor in zip(self._places(), tensors, strict=True):
-            buffer[begin:end].view(tensor.dtype).view(copy.box.shape).copy_(tensor[copy.source_slices])
+        sources = [held[copy.name, copy.source][copy.source_slices] for copy, _, _ in self.places]
+        buffer = self.empty(sources[0].device)
+        for (copy, dtype, span), source in zip(self.places, sources, strict=True):
+            buffer[span].view(dtype).view(copy.box.shape).copy_(source)
         return buffer
 
     def unpack(self, buffer: Tensor, full: Mapping[str, Tensor]) -> None:
-        for copy, begin, end in self._places():
-            full[copy.name][copy.box.slices()] = buffer[begin:end].view(self.dtypes[copy.name]).view(copy.box.shape)
+        for copy, dtype, span in self.places:
+            full[copy.name][copy.box.slices()] = buffer[span].view(dtype).view(copy.box.shape)
 
 
 def _start(transfers: Sequence[tuple[int, Tensor, bool]], world: Group) -> list[dist.Work]:
