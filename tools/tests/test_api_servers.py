@@ -167,7 +167,7 @@ def test_requests_are_spread_and_every_stream_is_whole_under_an_id_of_its_own(ru
     with ThreadPoolExecutor(12) as pool:
         answers = list(pool.map(functools.partial(complete, running), range(36)))
         until(lambda: sum(running.num_answers()) - sum(before) == 36, "all are counted")
-        # Who is free takes the next: on a machine that is full that may be one for long.
+        # Those that have fewer take the next, if they get a core: on a machine that is full that may be one for long.
         until(lambda: all(pool.map(functools.partial(complete, running), range(12))) and are_all_asked(running, before), "both answer")
     for ids in list(zip(*answers, strict=True))[:2]:
         assert len(set(ids)) == 36
@@ -218,7 +218,6 @@ def test_a_server_that_ends_or_hangs_is_replaced_and_its_requests_end(
     with ThreadPoolExecutor(MAX_CONNECTIONS) as pool, caplog.at_level(logging.ERROR, "mcore_tools.serving"):
         streams = []
         while not all(running.group.cells[index * _ROW] for index in range(NUM_SERVERS)):
-            # Who is free takes the next: until each has some.
             streams.append(pool.submit(complete, running, len(streams), tokens=LONG))
             time.sleep(0.05)
         until(lambda: coordinator.num_open_requests > 0, "they are under way")

@@ -4,13 +4,14 @@
 
 import contextlib
 import socket
+import time
 
 import pytest
 
 pytest.importorskip("fastapi")
 
 from mcore_inference import PortInUseError
-from mcore_inference.server import ServerGroup
+from mcore_inference.server import ServerGroup, _group
 
 
 def test_nobody_connects_before_the_group_listens_and_then_the_address_is_taken() -> None:
@@ -35,7 +36,7 @@ def test_the_queue_of_connections_stays_long_where_servers_accept_one_a_turn() -
     group = ServerGroup("127.0.0.1", 0, 2)
     group.listen()
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(group.listener())
+        listener = stack.enter_context(group.listener(1))
         # As asyncio does at the start of a server.
         listener.listen(group.accepts)
         for _ in range(64):
@@ -54,5 +55,37 @@ def test_counts_are_of_all_servers_and_outlive_one_that_ended() -> None:
         last.beat()
         assert second.responses() == {100: 1, 200: 3, 404: 1, 599: 1} and second.connections == 2
         assert [counts.num_beats for counts in (first, second, last)] == [0, 0, 1]
-        last.forget_connections()
-        assert first.connections == 1 and first.responses()[599] == 1
+        last.forget()
+        assert first.connections == 1 and first.responses()[599] == 1 and last.num_beats == 0
+
+
+def test_a_connection_is_left_to_servers_with_fewer_for_a_moment() -> None:
+    group = ServerGroup("127.0.0.1", 0, 2)
+    group.listen()
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(group.listener(0))
+        listener.setblocking(False)
+        own, other = group.counts(0), group.counts(1)
+        own.change_connections(1)
+
+        def seconds_until_taken() -> float:
+            stack.enter_context(socket.create_connection(("127.0.0.1", group.port)))
+            begin = time.monotonic()
+            while time.monotonic() < begin + 10:
+                with contextlib.suppress(BlockingIOError):
+                    stack.enter_context(listener.accept()[0])
+                    return time.monotonic() - begin
+            raise AssertionError("it was never taken")
+
+        # The other does not serve yet.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_group, "_LEFT_S", 5.0)
+            assert seconds_until_taken() < 5
+        other.beat()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_group, "_LEFT_S", 0.2)
+            assert [seconds_until_taken() >= 0.2 for _ in range(2)] == [True, True]
+            other.change_connections(1)
+            # Equally many.
+            patch.setattr(_group, "_LEFT_S", 5.0)
+            assert seconds_until_taken() < 5

@@ -114,14 +114,14 @@ class _ApiServer:
         self.process.kill()
         self.process.join()
         self._pipe.close()
-        self._counts.forget_connections()
+        self._counts.forget()
 
 
 class ApiServers:
     """A context manager that runs processes which answer HTTP at one address.
 
-    They load their libraries at once, and serve while ``wait`` is called with engines. One that ends, or whose event loop gives no
-    sign of life for ten seconds, is started again; its open connections break, new ones go to the others meanwhile, and the coordinator
+    They load their libraries from the start on, and serve while ``wait`` is called with engines. One that ends, or whose event loop gives
+    no sign of life for ten seconds, is started again; its open connections break, new ones go to the others meanwhile, and the coordinator
     aborts its requests. When that happened ``3`` times to one, each within a minute of its start, all end.
 
     Args:

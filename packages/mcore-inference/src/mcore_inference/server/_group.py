@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import MutableSequence
 from dataclasses import dataclass
+from typing import Any
 
 from mcore_inference._fields import as_integer
 from mcore_inference._stability import experimental_api
@@ -15,6 +16,10 @@ from mcore_inference.requests import PortInUseError
 
 _BACKLOG = 2048
 """Connections that wait to be accepted."""
+_LEFT_S = 0.002
+"""That a connection is left to servers which have fewer; one that hangs does not take it."""
+_NEXT_S = 0.05
+"""Since a connection was left, after which one that is there is another."""
 _STATUSES = range(100, 600)
 _CONNECTIONS, _BEATS, _FIRST_STATUS = 0, 1, 2
 _ROW = _FIRST_STATUS + len(_STATUSES)
@@ -39,9 +44,9 @@ class ServerCounts:
         """Of this server."""
         self._cells[self._row + _CONNECTIONS] += by
 
-    def forget_connections(self) -> None:
-        """Of a process that ended; what it had answered still counts."""
-        self._cells[self._row + _CONNECTIONS] = 0
+    def forget(self) -> None:
+        """The process has ended: what it had answered still counts, and others wait for it no more."""
+        self._cells[self._row + _CONNECTIONS] = self._cells[self._row + _BEATS] = 0
 
     def beat(self) -> None:
         """A sign of life of this server."""
@@ -57,6 +62,13 @@ class ServerCounts:
         """That are open, of all servers."""
         return sum(self._cells[_CONNECTIONS::_ROW])
 
+    @property
+    def is_busier(self) -> bool:
+        """Whether another server, which serves, has fewer connections than this one."""
+        own = self._cells[self._row + _CONNECTIONS]
+        rows = zip(self._cells[_CONNECTIONS::_ROW], self._cells[_BEATS::_ROW], strict=True)
+        return any(beats and count < own for count, beats in rows)
+
     def responses(self) -> dict[int, int]:
         """Answers of all servers by status, those that there were."""
         rows = [self._cells[at * _ROW + _FIRST_STATUS : (at + 1) * _ROW] for at in range(self.num_servers)]
@@ -64,18 +76,39 @@ class ServerCounts:
 
 
 class _Listener(socket.socket):
-    """asyncio takes one number for what it accepts in a turn and for how many may wait; the latter stays."""
+    """A socket that servers of several processes accept on; each leaves a connection for a moment to those that have fewer.
+
+    The system wakes all that wait for one, most often the same first, which would take nearly all while it is not busy.
+    """
+
+    counts: ServerCounts
+    """Of the server that accepts here."""
+    _left_since = _left_last = 0.0
 
     def listen(self, backlog: int = _BACKLOG, /) -> None:
+        """asyncio takes one number for what it accepts in a turn and for how many may wait; the latter stays."""
         super().listen(_BACKLOG)
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self.counts.is_busier and self._leaves(time.monotonic()):
+            raise BlockingIOError
+        self._left_last = 0.0
+        return super().accept()
+
+    def _leaves(self, now: float) -> bool:
+        if now - self._left_last > _NEXT_S:
+            self._left_since = now
+        self._left_last = now
+        return now - self._left_since < _LEFT_S
 
 
 @experimental_api
 class ServerGroup:
     """An address that servers of several processes share; they listen on one socket, and count answers and connections together.
 
-    Whichever of them is free takes the next connection, so one that hangs or ended gets none. It is given to processes when they are made
-    (``multiprocessing.get_context("spawn").Process(args=...)``), and each calls ``serve_runner(..., member=group.member(index))``.
+    The one with the fewest connections takes the next, or after a moment whichever is free, so one that hangs or ended gets none. The group
+    is given to processes when they are made (``multiprocessing.get_context("spawn").Process(args=...)``), and each calls
+    ``serve_runner(..., member=group.member(index))``.
 
     Args:
         host: address to bind.
@@ -131,9 +164,11 @@ class ServerGroup:
         """Connections that a server takes in one turn of its loop: with others beside it few, so that a burst is spread."""
         return _BACKLOG if self.num_servers == 1 else 1
 
-    def listener(self) -> socket.socket:
+    def listener(self, index: int = 0) -> socket.socket:
         """The socket, for the server of this process, which closes it."""
-        return _Listener(self.socket.family, self.socket.type, self.socket.proto, fileno=self.socket.detach())
+        listener = _Listener(self.socket.family, self.socket.type, self.socket.proto, fileno=self.socket.detach())
+        listener.counts = self.counts(index)
+        return listener
 
     def counts(self, index: int = 0) -> ServerCounts:
         """What a server counts by."""

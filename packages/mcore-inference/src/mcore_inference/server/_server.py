@@ -17,7 +17,7 @@ from mcore_inference.requests import EngineDeadError
 from mcore_inference.server._app import Routes
 from mcore_inference.server._bodies import BodyReader
 from mcore_inference.server._connection import ConnectionGuard
-from mcore_inference.server._group import GroupMember, ServerCounts, ServerGroup
+from mcore_inference.server._group import GroupMember, ServerGroup
 from mcore_inference.server._limits import ServerLimits
 from mcore_inference.server._metrics import ServerMetrics
 from mcore_inference.server._prompts import PromptEncoder, check_tool_template
@@ -45,17 +45,17 @@ class InferenceServer:
         runner: Runner,
         server: uvicorn.Server,
         group: ServerGroup,
-        counts: ServerCounts,
+        index: int,
         *,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.runner = runner
-        self._counts, self._on_end = counts, on_end
+        self._counts, self._on_end = group.counts(index), on_end
         self.host, self.port = group.host, group.port
         self.url = group.url
         """Base address, for instance ``http://127.0.0.1:8000``; OpenAI clients want ``/v1`` behind it."""
         self._server = server
-        self._listener = group.listener()
+        self._listener = group.listener(index)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="mcore-http", daemon=True)
         self._thread.start()
@@ -285,7 +285,7 @@ def serve_runner(
         backlog=group.accepts,
         timeout_keep_alive=limits.connections.idle_timeout_s,  # type: ignore[arg-type]
     )
-    server = InferenceServer(runner, uvicorn.Server(config), group, counts, on_end=protocol.abort_held)
+    server = InferenceServer(runner, uvicorn.Server(config), group, index, on_end=protocol.abort_held)
     try:
         server.wait_until_ready()
     except BaseException:
