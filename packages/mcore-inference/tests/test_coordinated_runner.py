@@ -121,6 +121,26 @@ def test_figures_are_those_of_all_engines_and_counters_outlive_them(runners: lis
         assert gone["generated_tokens"] == 60 and gone["engines"] == 0 and "total_blocks" not in gone and not runner.engine_stats()
 
 
+def test_unfinished_requests_are_those_of_all_clients(runners: list[EngineRunner]) -> None:
+    with ExitStack() as stack:
+        coordinator = start(stack)
+        join(stack, runners[0], coordinator)
+        coordinator.wait_for_engines(1)
+        busy, other = (stack.enter_context(CoordinatedRunner(coordinator.address)) for _ in range(2))
+
+        async def ask() -> None:
+            streams = [await busy.submit(f"prompt {number}", LONG, stream=False) for number in range(3)]
+            while other.health().unfinished_requests != 3:
+                await asyncio.sleep(0.01)
+            assert busy.health().unfinished_requests == 3
+            for stream in streams:
+                stream.abort()
+            while busy.health().unfinished_requests or other.health().unfinished_requests:
+                await asyncio.sleep(0.01)
+
+        asyncio.run(asyncio.wait_for(ask(), 30))
+
+
 def test_metrics_of_a_server_have_the_engines_together_and_gauges_of_each(runners: list[EngineRunner]) -> None:
     httpx = pytest.importorskip("httpx")
     from prometheus_client.parser import text_string_to_metric_families

@@ -57,6 +57,8 @@ class CoordinatedRunner:
         self._status: Status | None = None
         self._counters: dict[str, float] = {}
         """Of the last status."""
+        self._num_others = 0
+        """Requests of other clients, as of the last status."""
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._closing: asyncio.Event | None = None
@@ -101,7 +103,7 @@ class CoordinatedRunner:
 
     def health(self) -> EngineHealth:
         """Alive while the coordinator answers and has engines; the age is that of the engine which is slowest, as it reported it last, and
-        the requests are those of all clients, those of others as of the last status."""
+        the requests are those of all clients, of others as of the last status."""
         status, reason = self._status, None
         if self._failure is not None:
             reason = f"{type(self._failure).__name__}: {self._failure}"
@@ -115,8 +117,8 @@ class CoordinatedRunner:
             reason = "the engines are stopped"
         engines = [] if status is None else status.engines
         age = max((engine.last_step_age_s for engine in engines if engine.last_step_age_s is not None), default=None)
-        unfinished = 0 if status is None else status.waiting_requests + sum(engine.open_requests for engine in engines)
-        return EngineHealth(alive=reason is None, last_step_age_s=age, unfinished_requests=max(unfinished, len(self._open)), failure=reason)
+        unfinished = len(self._open) + self._num_others
+        return EngineHealth(alive=reason is None, last_step_age_s=age, unfinished_requests=unfinished, failure=reason)
 
     def stats(self) -> dict[str, float]:
         """Figures of all engines together, and how many there are and were lost.
@@ -229,8 +231,10 @@ class CoordinatedRunner:
                 self._status = None
 
     def _take_status(self, status: Status) -> None:
-        self._counters = counters(_merged(status))
-        self._status = status
+        merged = _merged(status)
+        self._counters, self._status = counters(merged), status
+        # Ends come before a status that does not count them.
+        self._num_others = max(0, status.waiting_requests + int(merged["open_requests"]) - len(self._open))
 
     async def _begin(self, prompt: str | Sequence[int], params: SamplingParams | None, priority: int, stream: RequestStream) -> int:
         def take(item: Increment | Exception) -> None:
