@@ -336,30 +336,39 @@ async def leave(plan: Plan) -> Plan:
 
 
 async def _slow(plan: Plan) -> Plan:
-    """Connections that send a byte a second of header or body, or read one a second of a stream.
+    """Connections that send a byte a second of header or body, or read one a second of a stream; they come one after the other.
 
     Without ``holds`` only those that ask for a stream, which read it at once: the same work, and nothing held.
     """
-    request = http_request({"prompt": "slow", "max_tokens": 300, "ignore_eos": True, "stream": True})
+    request = http_request({"prompt": "slow", "max_tokens": 100, "ignore_eos": True, "stream": True})
 
     async def one(index: int) -> None:
         begun = (0, request.index(b"\r\n\r\n") + 4, len(request))[index % 3]
+        await asyncio.sleep(plan["spread_s"] * index / plan["count"])
         if not plan["holds"]:
             if begun == len(request):
                 await _ask(plan["ports"][index % len(plan["ports"])], request)
             return
-        raw = socket.socket()
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        raw.setblocking(False)
+        while True:
+            with contextlib.suppress(OSError):
+                await hold(index, begun)
+            # Who takes too long to send is cut off, and comes again; a stream is not asked for twice.
+            if begun == len(request):
+                return
+            await asyncio.sleep(1)
+
+    async def hold(index: int, sent: int) -> None:
         loop = asyncio.get_running_loop()
-        with raw, contextlib.suppress(OSError):
+        with socket.socket() as raw:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            raw.setblocking(False)
             await loop.sock_connect(raw, ("127.0.0.1", plan["ports"][index % len(plan["ports"])]))
-            await loop.sock_sendall(raw, request[:begun])
+            await loop.sock_sendall(raw, request[:sent])
             while True:
                 await asyncio.sleep(1)
-                if begun < len(request):
-                    await loop.sock_sendall(raw, request[begun : begun + 1])
-                    begun += 1
+                if sent < len(request):
+                    await loop.sock_sendall(raw, request[sent : sent + 1])
+                    sent += 1
                 else:
                     await loop.sock_recv(raw, 1)
 

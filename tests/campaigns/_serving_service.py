@@ -23,6 +23,7 @@ from mcore_inference.coordinator import (
 )
 from mcore_inference.server import ConnectionLimits, InferenceServer, ServerLimits, serve, serve_runner
 from mcore_parallel.data import ByteTokenizer
+from mcore_tools.serving import frozen_heap, short_turns
 from tests.campaigns._serving_clients import http_request
 from tests.campaigns._serving_cores import Cores
 from tests.campaigns._serving_engine import engines_apart, make_engine
@@ -90,6 +91,9 @@ def served(cores: Cores, max_refused_per_s: float | None = None, engine_processe
         over = serve_runner(lambda: CoordinatedRunner(coordinator.address, security=security), ByteTokenizer(), limits=limits)
         servers.append(stack.enter_context(over))
         service = Service(runners, coordinator, [server.port for server in servers], cores)
+        # As in the process of mcore serve.
+        stack.enter_context(short_turns())
+        stack.enter_context(frozen_heap())
         texts = {json.loads(answer(port, http_request(GOOD))[1])["choices"][0]["text"] for port in service.ports}
         assert len(texts) == 1, texts
         yield dataclasses.replace(service, text=texts.pop())

@@ -5,16 +5,19 @@
 import gc
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.campaigns._serving_clients import http_request
-from tests.campaigns._serving_service import GOOD, Figures, Service, answer, beside, ended, lost, started
+from tests.campaigns._serving_service import GOOD, Figures, Service, answer, beside, ended, lost, quiet, started
 from tests.campaigns._serving_soak import soaked
 
 __all__ = ["leaving", "memory", "oversize", "slow", "soak"]
 
 _MAX_GROWTH_BYTES = 8 * 2**20
+_COMPUTED_S = 300.0
+"""That the tokens of slow clients may take."""
 
 
 def leaving(service: Service, aborts: int, seed: int, seconds: float) -> Figures:
@@ -25,18 +28,46 @@ def leaving(service: Service, aborts: int, seed: int, seconds: float) -> Figures
 
 
 def slow(service: Service, clients: int, seconds: float, rate: float) -> Figures:
-    """Good requests beside clients that send or read a byte a second; and before, beside clients that ask for the same and read at once."""
-    figures: Figures = {"slow_clients": clients}
-    problems: list[str] = []
-    for name, holds in (("good beside the same work read at once", False), ("good", True)):
-        others = started("slow", service.ports, service.cores.others, count=clients, holds=holds)
-        try:
-            steady, _ = beside(service, rate, lambda: time.sleep(seconds))
-        finally:
-            ended(others)
-        figures[name] = steady
-        problems += lost(steady) + service.left()
-    return {**figures, "problems": problems}
+    """Good requests beside clients that send or read a byte a second, a third of which have 100 tokens computed.
+
+    While those are computed they compare with good requests beside clients that ask for the same and read at once. Afterwards the clients
+    only hold on, and good requests compare with those alone.
+    """
+    alone = _computed(lambda: quiet(service, seconds, rate))
+    same = _beside_slow(service, clients, seconds, rate, holds=False)
+    holding = _beside_slow(service, clients, seconds, rate, holds=True)
+    problems = [problem for figures in (alone, same, holding) for problem in figures.pop("problems")]
+    return {
+        "slow_clients": clients,
+        "good alone": alone,
+        "good beside the same work read at once": same["good"],
+        "good": holding["good"],
+        "good while they only hold on": holding["good afterwards"],
+        "p99 to that beside the same work": round(holding["good"]["p99_ms"] / same["good"]["p99_ms"], 2),
+        "p99 while they only hold on to that alone": round(holding["good afterwards"]["p99_ms"] / alone["p99_ms"], 2),
+        "problems": problems,
+    }
+
+
+def _computed(trial: Callable[[], Figures]) -> Figures:
+    """Its figures, and what this process, which serves, computed meanwhile, which hangs less than times on what else the machine does."""
+    begin = time.process_time()
+    figures = trial()
+    return {**figures, "server_cpu_s": round(time.process_time() - begin, 2)}
+
+
+def _beside_slow(service: Service, clients: int, seconds: float, rate: float, *, holds: bool) -> Figures:
+    """Good requests while the clients' tokens are computed, and for as long again when all are."""
+    others = started("slow", service.ports, service.cores.others, count=clients, holds=holds, spread_s=seconds / 2)
+    try:
+        good, _ = beside(service, rate, lambda: time.sleep(seconds))
+        deadline = time.monotonic() + _COMPUTED_S
+        while (left := service.left()) and time.monotonic() < deadline:
+            pass
+        afterwards = _computed(lambda: beside(service, rate, lambda: time.sleep(seconds if holds else 0))[0])
+    finally:
+        ended(others)
+    return {"good": good, "good afterwards": afterwards, "problems": lost(good) + lost(afterwards) + left + service.left()}
 
 
 def _oversize_requests() -> dict[str, bytes]:

@@ -8,6 +8,8 @@ figures of each part as soon as it is over, and names those that are not.
 
 python -m tests.campaigns.serving --parts quiet leaving slow oversize suspends weights kills memory --aborts 10000 --requests 2000 \\
     --rate 50 --seconds 15 --budget-seconds 450 --output docs/benchmarks/serving_trust.json
+python -m tests.campaigns.serving --parts slow oversize --slow-clients 1000 --seconds 30 --rate 20 --repeats 5 \\
+    --output docs/benchmarks/serving_slow.json
 python -m tests.campaigns.serving --only-attack --engine-processes 1 --rounds 5 --frames 200000 --http-share 0.1 --attack-per-s 4500 \\
     --seconds 15 --rate 50 --attackers 2 --budget-seconds 400 --output docs/benchmarks/serving_attack.json
 python -m tests.campaigns.serving --soak-minutes 120 --rate 5 --output docs/benchmarks/serving_soak.json
