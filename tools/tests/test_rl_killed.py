@@ -31,6 +31,7 @@ TINY = (
 )
 KINDS: dict[str, tuple[str, ...]] = {
     "rewards": ("rl.group_size=4", "rl.kl_beta=0.05", "rl.kl_in_reward=0.01", "rl.num_epochs=2"),
+    "refreshed": ("rl.group_size=4", "rl.kl_beta=0.5", "rl.ref_model_sync_steps=2", "rl.ref_model_mixup_alpha=0.5"),
     "critic": ("rl.group_size=2", "rl.gae.lam=0.9", "rl.critic.lr=1e-2", "rl.kl_in_reward=0.05", "rl.critic.warmup_steps=1"),
     "preferences": ("rl.group_size=4", "rl.dpo.beta=0.1"),
     "file": ("rl.dpo.path={folder}/pairs.jsonl", "rl.dpo.beta=0.1"),
@@ -75,7 +76,9 @@ def stored(output: Path) -> dict[str, list[str]]:
     return kept
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow) if kind not in ("critic", "file") else kind for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind not in ("refreshed", "critic", "file") else kind for kind in KINDS]
+)
 def test_a_run_killed_in_each_phase_ends_as_one_that_was_not(kind: str, tmp_path: Path) -> None:
     changes, whole, output = _changes(kind, tmp_path), tmp_path / "whole", tmp_path / "run"
     unused = {"file": ("generate", "refit", "save_critic"), "critic": ()}.get(kind, ("save_critic",))
@@ -102,6 +105,15 @@ def test_a_critic_that_a_killed_run_left_alone_is_forgotten(tmp_path: Path) -> N
     shutil.copytree(later.path(1), later.path(9))
     assert run_starts([Start(words=words(output, *changes))]) == [[0]]
     assert later.steps() == [2, 3]
+
+
+def test_a_reference_follows_the_policy_in_its_turn(tmp_path: Path) -> None:
+    changes = ("rl.group_size=4", "rl.kl_beta=0.5", "rl.ref_model_sync_steps=2", "rl.ref_model_mixup_alpha=1", "train.global_batch_size=8")
+    assert run_starts([Start(words=words(tmp_path / "run", *changes, "train.steps=4"))]) == [[0]]
+    # With one update an iteration, the policy that is compared is the one after the iteration before.
+    assert [row["kl"] > 1e-6 for row in curve(tmp_path / "run")] == [False, True, False, True]
+    references = CheckpointManager(tmp_path / "run" / REFERENCE)
+    assert references.steps() == [2, 4]
 
 
 def test_noise_of_an_iteration_is_that_of_a_run_that_was_not_killed(tmp_path: Path) -> None:

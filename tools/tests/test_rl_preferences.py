@@ -124,6 +124,20 @@ def test_a_sharded_policy_learns_from_pairs_beside_its_first_weights(base: Path,
     assert first["margin"] == pytest.approx(0.0, abs=1e-6) and second["margin"] > 1e-4 and 0 <= second["eval/accuracy"] <= 1
 
 
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_the_reference_of_a_sharded_policy_follows_it_and_a_run_goes_on_with_it(kind: str, base: Path, pairs: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    sets = [*PAIRED, *FILE, "train.steps=2", "train.micro_batch_size=4", f"output={output}", "plan.dp=2", f"data_parallel={kind}"]
+    sets += ["rl.ref_model_sync_steps=2", "rl.ref_model_mixup_alpha=1", "train.eval_interval=0", f"rl.dpo.path={pairs}"]
+    config = override(recipe("countdown_tiny"), [*sets, f"load.path={base}", f"data.tokenizer={base}/tokenizer"])
+    launch(reinforce_rank, 2, config=config, kind="cpu")
+    launch(reinforce_rank, 2, config=override(config, ["train.steps=4"]), kind="cpu")
+    margins = [row["margin"] for row in rows(output)]
+    # An iteration has one update, before which the policy is its own reference where that has just followed.
+    assert [abs(margin) > 1e-4 for margin in margins] == [False, True, False, True]
+    assert CheckpointManager(output / REFERENCE).steps() == [2, 4]
+
+
 @pytest.mark.parametrize("plan", ["plan.tp=2", "plan.dp=2"])
 def test_teachers_are_in_the_layout_of_the_policy(base: Path, plan: str, tmp_path: Path) -> None:
     output = tmp_path / "run"

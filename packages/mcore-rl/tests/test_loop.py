@@ -404,6 +404,29 @@ def test_frozen_weights_are_those_of_their_time_and_leave_the_policy_alone() -> 
     assert all(torch.equal(a, b + 1.0) for a, b in zip(model.parameters(), before, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frozen_weights_follow_the_model_as_far_as_they_are_told(dtype: torch.dtype) -> None:
+    model = GPTModel(SIZES, ProcessGroups.single(), dtype=dtype)
+    frozen, first = FrozenWeights(model), [parameter.detach().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+
+    def values() -> list[torch.Tensor]:
+        with frozen.swapped() as swapped:
+            return [parameter.detach().clone() for parameter in swapped.parameters()]
+
+    frozen.refresh(0.25)
+    for value, before, own in zip(values(), first, model.parameters(), strict=True):
+        expected = 0.75 * before.double() + 0.25 * own.detach().double()
+        assert value.dtype == dtype and torch.allclose(value.double(), expected, atol=1e-6 if dtype == torch.float32 else 1e-2)
+    frozen.refresh()
+    assert all(torch.equal(value, own) for value, own in zip(values(), model.parameters(), strict=True))
+    for alpha in (0.0, 1.5, float("nan")):
+        with pytest.raises(ValueError, match="mixup_alpha=.* must lie above 0 and up to 1"):
+            frozen.refresh(alpha)
+
+
 def refit_sliced() -> list[bool]:
     """Whether parameters of a sliced optimizer are on their way, whenever an engine takes weights."""
     groups, on_their_way = ProcessGroups.build(ParallelPlan(dp=2)), []

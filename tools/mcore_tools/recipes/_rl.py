@@ -247,6 +247,10 @@ class RLConfig:
     """k1, k2 or k3."""
     kl_in_reward: float = 0.0
     """Of the divergence from the first weights, in the reward."""
+    ref_model_sync_steps: int = 0
+    """Iterations after which the weights that these divergences are from, or ``dpo``'s, follow the policy, again and again; 0 for never."""
+    ref_model_mixup_alpha: float = 0.6
+    """Share of the policy in them then; 1 for the policy itself."""
     entropy_weight: float = 0.0
     """Of the entropy of the policy, which is raised; 0 for none."""
     packing: PackingConfig | None = None
@@ -286,6 +290,7 @@ class RLConfig:
         if self.gae is None and self.critic != CriticConfig():
             raise ValueError("critic has no effect without gae; set rl.gae.lam=0.95, or leave critic out")
         self._check_instead()
+        self._check_reference()
         self._check_placement()
         self._check_served()
         if self.group_size < (least := 2 if self.gae is None else 1):
@@ -343,6 +348,20 @@ class RLConfig:
             raise ValueError(f"{named[0]}={getattr(self, named[0])} has no effect beside {name}; leave it at {defaults[named[0]]}")
         if self.dpo is not None and self.dpo.path and (self.imitation_steps or self.eval_samples or self.judges is not None):
             raise ValueError("imitation_steps, eval_samples and judges are for an environment, and dpo.path has none; leave them out")
+
+    def _check_reference(self) -> None:
+        """When the first weights are left for later ones."""
+        steps, alpha = self.ref_model_sync_steps, self.ref_model_mixup_alpha
+        if steps < 0 or not 0 < alpha <= 1:
+            raise ValueError(
+                f"ref_model_sync_steps={steps} must not be negative, and ref_model_mixup_alpha={alpha} lie above 0 and up to 1"
+            )
+        if steps and not self.needs_reference:
+            raise ValueError(
+                f"ref_model_sync_steps={steps} has no effect without a reference; set kl_beta, kl_in_reward or dpo, or set it to 0"
+            )
+        if not steps and alpha != RLConfig.ref_model_mixup_alpha:
+            raise ValueError(f"ref_model_mixup_alpha={alpha} has no effect without ref_model_sync_steps; set it, or leave this at 0.6")
 
     def _check_placement(self) -> None:
         """What ranks that only train, or only serve, cannot do."""

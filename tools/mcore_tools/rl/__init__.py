@@ -7,7 +7,8 @@ from mcore_tools.rl._critic import CRITIC
 from mcore_tools.rl._environment import build_environment
 from mcore_tools.rl._imitation import best_attempt, texts
 from mcore_tools.rl._post_train import post_train_rank
-from mcore_tools.rl._run import REFERENCE, Reinforced, reinforce_rank
+from mcore_tools.rl._reference import REFERENCE
+from mcore_tools.rl._run import Reinforced, reinforce_rank
 from mcore_tools.rl._teacher import teacher_run
 
 __all__ = [

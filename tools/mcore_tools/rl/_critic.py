@@ -3,7 +3,6 @@
 """The critic of a run with PPO: its parts, its first weights, its checkpoints."""
 
 import dataclasses
-import shutil
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from mcore_parallel.training import TensorShard, model_state, optimizer_state
 from mcore_rl import Critic, ValueObjective
 from mcore_tools.assembly import Parts, build_stage
 from mcore_tools.recipes import RunConfig
+from mcore_tools.rl._left_over import forget_after
 
 CRITIC = "critic"
 """Folder of a run with the checkpoints of its critic, one for each of the policy's newest two."""
@@ -50,7 +50,7 @@ class RunCritic:
 
     def begin(self) -> None:
         """With the weights of the policy."""
-        self._forget_after(-1)
+        forget_after(self._checkpoints, -1, self._groups)
         own = {**dict(self._policy.named_parameters()), **dict(self._policy.named_buffers())}
         with torch.no_grad():
             for name, value in (*self.critic.model.named_parameters(), *self.critic.model.named_buffers()):
@@ -69,7 +69,7 @@ class RunCritic:
                 f"{self._checkpoints.directory} has steps {steps}, and the policy is at {step}: the run began without rl.gae; begin "
                 "another one with load.path, or set rl.gae=none"
             )
-        self._forget_after(step)
+        forget_after(self._checkpoints, step, self._groups)
         _, extra = self._checkpoints.load(self._state(), step)
         self._optimizer.load_step_count(int(extra["optimizer_step"]))
 
@@ -80,12 +80,6 @@ class RunCritic:
     def close(self) -> None:
         """Give up hooks."""
         self._sync.close()
-
-    def _forget_after(self, step: int) -> None:
-        """Remove what a run that was killed had saved before a step of the policy that never came: other answers follow now."""
-        if self._groups.world.is_first:
-            for left in [left for left in self._checkpoints.steps() if left > step]:
-                shutil.rmtree(self._checkpoints.path(left))
 
     def _state(self) -> dict[str, TensorShard | list[TensorShard]]:
         return {**model_state(self.critic.model, self._groups), **optimizer_state(self._optimizer, self._groups)}

@@ -12,15 +12,13 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt import CheckpointManager
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.guard import Watchdog
-from mcore_parallel.training import NonFiniteLossError, TrainerState, TrainReport, Writer, model_state
+from mcore_parallel.training import NonFiniteLossError, TrainerState, TrainReport, Writer
 from mcore_parallel.training.distill import DistillationConfig, DistillationObjective
 from mcore_rl import (
     BestAndWorst,
     ContrastiveRollout,
-    FrozenWeights,
     GRPOConfig,
     InferenceInterface,
     IterationReport,
@@ -46,6 +44,7 @@ from mcore_tools.rl._examples import write_examples
 from mcore_tools.rl._halves import Halves, build_run_engine, run_grpo, serve_half
 from mcore_tools.rl._imitation import imitate
 from mcore_tools.rl._policy import assemble_policy
+from mcore_tools.rl._reference import RunReference
 from mcore_tools.rl._served import served_engines
 from mcore_tools.rl._teacher import open_teacher
 from mcore_tools.training import (
@@ -60,8 +59,6 @@ from mcore_tools.training import (
     run_checkpoints,
 )
 
-REFERENCE = "reference"
-"""Folder of a run with the weights that it began with, where ``rl.kl_beta``, ``rl.kl_in_reward`` or ``rl.dpo`` asks for them."""
 _DRAWN = (
     *("reward", "reward_std", "num_dropped", "num_filtered", "group_similarity", "truncated", "rollout_s", "refit_s"),
     *("to_generation_s", "generate_s", "to_training_s", "exchange_s", "pack_s", "score_s", "num_turns"),
@@ -140,6 +137,7 @@ class _Run:
         stored = {**self.described, **describe_optimizer(config)}
         self.checkpoints = RunCheckpoints(config.load, self.own, source, self.parts.optimizer, stored, self._group)
         self.critic = None if self.rl.gae is None else RunCritic(config, self.parts, self.device, self._group)
+        self.reference = RunReference(config, self.parts, self._group) if self.rl.needs_reference else None
         self.rates = schedule(config)
         self.state, self.position = TrainerState(), 0
         if (newest := self.own.latest()) is not None:
@@ -175,11 +173,8 @@ class _Run:
         """Weights, reference, engine and the place in the problems."""
         config, parts = self.config, self.parts
         fresh = self.own.latest() is None
-        reference = CheckpointManager(Path(config.output) / REFERENCE, keep=1, group=self._group)
-        frozen = None
-        if self.rl.needs_reference and not fresh:
-            reference.load(model_state(parts.model, parts.groups))
-            frozen = FrozenWeights(parts.model)
+        if self.reference is not None and not fresh:
+            self.reference.load(self.state.step)
         if self.checkpoints.latest() is not None:
             _, extra = self.checkpoints.load(parts.state())
             self.state = TrainerState(**extra["trainer"])
@@ -194,10 +189,8 @@ class _Run:
             loss = imitate(config, parts, self.environment, self.tokenizer, self.device)
             self.first |= {"imitation_loss": loss, "imitation_s": time.perf_counter() - begin}
             self._tell(f"loss {loss:.4f} after {self.rl.imitation_steps} steps of imitation in {self.first['imitation_s']:.0f} s")
-        if self.rl.needs_reference and fresh:
-            newest = reference.latest()
-            reference.save(0 if newest is None else newest + 1, model_state(parts.model, parts.groups))
-            frozen = FrozenWeights(parts.model)
+        if self.reference is not None and fresh:
+            self.reference.begin()
         self._start_source(attempt)
         objective, teacher = self.rl.objective(), None
         if self.rl.teacher:
@@ -209,7 +202,7 @@ class _Run:
             objective=objective,
             sync=parts.sync,
             optimizer=parts.optimizer,
-            reference=frozen,
+            reference=None if self.reference is None else self.reference.frozen,
             critic=None if self.critic is None else self.critic.critic,
             teacher=teacher,
         )
@@ -282,6 +275,8 @@ class _Run:
             lr = self.rates.lr(self.state.step - self.state.skipped_steps)
             report = self._iteration(grpo, step, lr)
             self._count(report)
+            if self.reference is not None:
+                self.reference.follow(step)
             values = {
                 **_values(report),
                 **self._of_environments(report),
@@ -366,8 +361,9 @@ class _Run:
             "optimizer_step": self.parts.optimizer.step_count,
             "rl": {"position": position},
         }
-        if self.critic is not None:
-            self.critic.save(self.state.step)
+        for beside in (self.reference, self.critic):
+            if beside is not None:
+                beside.save(self.state.step)
         self.checkpoints.save(self.state.step, self.parts.state(), extra)
 
     def _of_environments(self, report: IterationReport) -> dict[str, float]:

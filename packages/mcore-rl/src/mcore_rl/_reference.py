@@ -31,7 +31,7 @@ class _Sharded(Protocol):
 
 @experimental_api
 class FrozenWeights:
-    """Parameters of a model as they are now, kept on the host; the reference of a policy that goes on learning.
+    """Parameters of a model as they are now, kept on the host; the reference of a policy that goes on learning, until ``refresh``.
 
     The policy is never copied: in ``swapped`` its parameters point at the frozen values, and then at their own again. On a GPU these are
     there only meanwhile. Graphs that were captured hold the addresses of the policy; they must not be replayed inside.
@@ -65,6 +65,22 @@ class FrozenWeights:
     def _kept(parameter: Tensor) -> Tensor:
         value = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda)
         return value.copy_(parameter.detach())
+
+    @torch.no_grad()
+    def refresh(self, mixup_alpha: float = 1.0) -> None:
+        """Go on to (1 - mixup_alpha) times these values and mixup_alpha times the model's as they are now; on all ranks, between two steps.
+
+        With 1 the reference is the policy from now on. The mixture is computed in float32, and wider where the model is.
+
+        Raises:
+            ValueError: a share that does not lie above 0 and up to 1.
+        """
+        if not 0 < mixup_alpha <= 1:
+            raise ValueError(f"mixup_alpha={mixup_alpha} must lie above 0 and up to 1; 1 takes the model's weights over")
+        own = _boxes(self.model) if isinstance(self.model, _Sharded) else list(self.model.parameters())
+        for value, parameter in zip(self._values, own, strict=True):
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            value.copy_(torch.lerp(value.to(parameter.device, wide), parameter.detach().to(wide), mixup_alpha))
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[nn.Module]:
