@@ -4,8 +4,6 @@
 
 import json
 import logging
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, ExecutionConfig, InferenceConfig, SamplingParams
 from mcore_inference.engine._process_age import process_age_s
 from mcore_inference.engine._step_log import COUNTERS
+from tests.support.commands import run_command
 
 
 def build(model: Any, **execution: Any) -> DynamicInferenceEngine:
@@ -51,9 +50,15 @@ def test_nothing_is_written_unless_asked_for(make_model: Callable[..., Any], cap
             ExecutionConfig(log_interval_steps=bad)  # type: ignore[arg-type]
 
 
+def print_age(_: list[str]) -> int:
+    time.sleep(0.3)
+    print(process_age_s())
+    return 0
+
+
 def test_the_age_of_a_process_counts_from_its_start() -> None:
-    code = "import time; time.sleep(0.3)\nfrom mcore_inference.engine._process_age import process_age_s\nprint(process_age_s())"
+    # What it is forked from is as old as the tests.
     begun = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    code, output, _ = run_command(print_age, [])
     # Ticks of 1/100 s.
-    assert 0.29 < float(done.stdout) < time.monotonic() - begun + 0.02
+    assert code == 0 and 0.29 < float(output) < time.monotonic() - begun + 0.02
