@@ -55,7 +55,8 @@ def work(address: str, name: str, secret: str) -> None:
 @contextlib.contextmanager
 def engines_apart(count: int, address: str, secret: str) -> Iterator[None]:
     """Processes of ``work``, which end with the block."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     processes = [context.Process(target=work, args=(address, f"dp-{index}", secret), daemon=True) for index in range(count)]
     try:
         for process in processes:

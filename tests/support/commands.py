@@ -5,6 +5,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -86,6 +87,15 @@ class Command:
         self._process.kill()
         self._process.join()
         self._folder.cleanup()
+
+
+def run_command(
+    main: Callable[[list[str]], int], words: Sequence[str], environment: Mapping[str, str] | None = None, *, timeout_s: float = 60.0
+) -> tuple[int, str, str]:
+    """Run one command to its end; exit code, output and errors. What it starts itself finds the modules that the test finds."""
+    place = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **(environment or {})}
+    with Command(main, words, place) as command:
+        return command.wait(timeout_s), command.output, command.errors
 
 
 def run_ranks(main: Callable[[list[str]], int], words: Sequence[str], num_ranks: int) -> list[tuple[int, str, str]]:

@@ -3,14 +3,13 @@
 """A few trials of each part of the campaign ``tests.campaigns.rl_trust``: nothing is lost, doubled or told too late."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.campaigns.rl_trust import main
+from tests.support.commands import run_command
+
 FAST = ["stragglers", "crashes", "refits", "layouts", "packing"]
 
 
@@ -22,9 +21,8 @@ FAST = ["stragglers", "crashes", "refits", "layouts", "packing"]
 @pytest.mark.timeout(600)
 def test_nothing_is_lost_doubled_or_untold(parts: list[str], share: float, tmp_path: Path) -> None:
     output = tmp_path / "trust.json"
-    command = [sys.executable, "-m", "tests.campaigns.rl_trust", "--share", str(share), "--output", str(output), "--parts", *parts]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580, env=environment)
+    words = ["--share", str(share), "--output", str(output), "--parts", *parts]
+    code, *said = run_command(main, words, timeout_s=580)
     rows = json.loads(output.read_text())["rows"] if output.exists() else []
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert code == 0, [words[-2000:] for words in said]
     assert [row["part"] for row in rows] == parts and all(row["ok"] for row in rows)

@@ -2,12 +2,12 @@
 # Copyright (c) 2026 the mcore authors
 """The campaigns in short: each in a process of its own, which forks, is killed, or has a limit on its memory."""
 
+import importlib
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+
+from tests.support.commands import run_command
 
 CAMPAIGNS = {
     "kill": (["checkpoint_kill", "--kills", "20"], ["checkpoint_kill", "--kills", "1000"]),
@@ -23,16 +23,10 @@ def run(arguments, folder, timeout):
     module, *rest = arguments
     if module == "checkpoint_layouts":
         pytest.importorskip("mcore_parallel", reason="the layouts are those of mcore-parallel")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        "TMPDIR": str(folder),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", f"tests.campaigns.{module}", *rest]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout)
+    main = importlib.import_module(f"tests.campaigns.{module}").main
+    code, output, errors = run_command(main, rest, {"TMPDIR": str(folder)}, timeout_s=timeout)
+    assert code == 0, output + errors
+    return json.loads(output)
 
 
 def check(figures):

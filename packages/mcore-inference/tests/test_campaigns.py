@@ -8,8 +8,6 @@ import dataclasses
 import json
 import os
 import random
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -21,6 +19,8 @@ from tests.campaigns._serving_changes import Fates
 from tests.campaigns._serving_clients import Departure, leave
 from tests.campaigns._serving_cores import assigned
 from tests.campaigns._serving_soak import Sample, growth
+from tests.campaigns.serving import main
+from tests.support.commands import run_command
 
 # Times depend on what else the machine does; those of the documentation are of a run of their own.
 SHORT = {
@@ -37,12 +37,10 @@ SHORT = {
 
 
 def run(sizes, timeout, *flags):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.campaigns.serving", *flags]
-    command += [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    return json.loads(done.stdout)
+    words = [*flags, *(part for name, value in sizes.items() for part in (f"--{name}", str(value)))]
+    code, output, errors = run_command(main, words, timeout_s=timeout)
+    assert code == 0, output + errors[-4000:]
+    return json.loads(output)
 
 
 def check(figures, sizes):
@@ -121,11 +119,10 @@ def test_every_client_that_leaves_within_its_stream_is_counted_and_leaves_at_any
 
 
 def test_a_campaign_that_is_out_of_time_writes_what_it_has_and_says_what_is_lacking(tmp_path):
-    path, environment = tmp_path / "figures.json", {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    words = ["--parts", "kills", "memory", "--budget-seconds", "0", "--output", str(path)]
-    done = subprocess.run([sys.executable, "-m", "tests.campaigns.serving", *words], capture_output=True, timeout=60, env=environment)
+    path = tmp_path / "figures.json"
+    code, _, _ = run_command(main, ["--parts", "kills", "memory", "--budget-seconds", "0", "--output", str(path)])
     figures = json.loads(path.read_text())
-    assert done.returncode == 1 and figures["unfinished"] == ["killed engines", "memory"] and figures["problems"] == []
+    assert code == 1 and figures["unfinished"] == ["killed engines", "memory"] and figures["problems"] == []
 
 
 @pytest.mark.parametrize(("threads", "sizes"), [(1, (4, 2, 2)), (2, (4, 2, 2)), (1, (16, 8, 8)), (2, (16, 8, 8)), (2, (6, 4, 2))])
