@@ -17,7 +17,10 @@ def test_listed_names_are_sorted_and_exist() -> None:
         assert all(hasattr(module, name) for name in module.__all__)
 
 
-def test_importing_the_engine_loads_no_server_library() -> None:
-    check = "import sys, mcore_inference; print([name for name in ('fastapi', 'pydantic', 'starlette', 'uvicorn') if name in sys.modules])"
+def test_importing_the_engine_loads_no_server_library_and_no_graphs() -> None:
+    check = (
+        "import sys, mcore_inference.engine; absent = ('fastapi', 'pydantic', 'starlette', 'uvicorn', 'mcore_parallel.graphs');"
+        " print([name for name in absent if name in sys.modules])"
+    )
     result = subprocess.run([sys.executable, "-W", "error", "-c", check], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
