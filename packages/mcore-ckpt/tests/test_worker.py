@@ -6,8 +6,6 @@ import errno
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -18,6 +16,7 @@ from mcore_ckpt import CheckpointingException, CheckpointManager, ShardedTensor,
 from mcore_ckpt._core._staging import SharedMemory
 from mcore_ckpt._core._worker import Worker, WorkerFolder
 from mcore_ckpt._storage import file_digest, write_file
+from tests.support.commands import run_command
 
 SIZE = 3_000_001
 """Of each tensor, in elements: more than a block, and no multiple of one."""
@@ -140,24 +139,19 @@ def test_an_error_is_told_even_where_it_comes_before_the_first_piece_is_sent(tmp
     worker.close()
 
 
-LAST_WORDS = """
-import os, signal, sys
-import torch
-from mcore_ckpt import CheckpointManager
-manager = CheckpointManager(sys.argv[1])
-manager._worker.start()
-os.kill(manager._worker.pid, signal.SIGSTOP)
-manager.save(1, {"a": torch.ones(3_000_000)}, asynchronous=True)
-print(manager._worker.pid, flush=True)
-os.kill(manager._worker.pid, signal.SIGCONT)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def save_and_die(words):
+    manager = CheckpointManager(words[0])
+    manager._worker.start()
+    os.kill(manager._worker.pid, signal.SIGSTOP)
+    manager.save(1, {"a": torch.ones(3_000_000)}, asynchronous=True)
+    print(manager._worker.pid, flush=True)
+    os.kill(manager._worker.pid, signal.SIGCONT)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_the_process_ends_with_a_killed_trainer(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run([sys.executable, "-c", LAST_WORDS, str(tmp_path)], capture_output=True, text=True, timeout=60, env=environment)
-    assert done.returncode == -signal.SIGKILL and ended(int(done.stdout)), done.stderr
+    code, output, errors = run_command(save_and_die, [str(tmp_path)])
+    assert code == -signal.SIGKILL and ended(int(output)), errors
     assert CheckpointManager(tmp_path).latest() is None
     manager = CheckpointManager(tmp_path)
     manager.save(2, {"a": torch.ones(3)})

@@ -5,8 +5,7 @@
 import copy
 import itertools
 import os
-import subprocess
-import sys
+import signal
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from mcore_parallel.data import (
     merge_indexed,
     token_dtype,
 )
+from tests.support.commands import run_command
 
 DTYPES = ["u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"]
 
@@ -276,27 +276,22 @@ def test_verify_goes_through_a_long_index_in_parts(tmp_path, monkeypatch):
             IndexedDataset(tmp_path / "a").verify()
 
 
-READ_AFTER_TRUNCATION = """
-import os, sys
-import numpy as np
-from mcore_parallel.data import IndexedDataset, IndexedDatasetError
-dataset, path = IndexedDataset(sys.argv[1]), sys.argv[1] + sys.argv[2]
-assert dataset[len(dataset) - 1].size == 5000
-os.truncate(path, os.path.getsize(path) // 3)
-last = len(dataset) - 1
-for read in (
-    lambda: dataset[last].sum(),
-    lambda: dataset[last - 3 : last],
-    lambda: dataset.gather(np.array([last]), 0, 5000, np.empty(5000, np.int64)),
-):
-    try:
-        read()
-    except IndexedDatasetError as error:
-        assert path in str(error) and "it shrank during the run" in str(error), error
-    else:
-        raise AssertionError("no error")
-print("named")
-"""
+def read_after_truncation(words):
+    prefix, end = words
+    dataset, path = IndexedDataset(prefix), prefix + end
+    assert dataset[len(dataset) - 1].size == 5000
+    os.truncate(path, os.path.getsize(path) // 3)
+    last = len(dataset) - 1
+    for read in (
+        lambda: dataset[last].sum(),
+        lambda: dataset[last - 3 : last],
+        lambda: dataset.gather(np.array([last]), 0, 5000, np.empty(5000, np.int64)),
+    ):
+        with pytest.raises(IndexedDatasetError) as error:
+            read()
+        assert path in str(error.value) and "it shrank during the run" in str(error.value), error.value
+    print("named")
+    return 0
 
 
 @pytest.mark.parametrize("end", [".bin", ".idx"])
@@ -304,8 +299,8 @@ def test_a_corpus_that_is_cut_short_during_a_run_is_named(tmp_path, end):
     with IndexedDatasetBuilder(tmp_path / "a.bin", dtype="u2") as builder:
         builder.add_documents(np.ones(5000 * 4000, np.uint16), [5000] * 4000)
         builder.finalize()
-    done = subprocess.run([sys.executable, "-c", READ_AFTER_TRUNCATION, str(tmp_path / "a"), end], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "named\n"), done.stderr
+    code, output, errors = run_command(read_after_truncation, [str(tmp_path / "a"), end])
+    assert (code, output) == (0, "named\n"), errors
 
 
 def test_bin_that_shrinks_while_open_gives_no_short_read(tmp_path):
@@ -364,13 +359,15 @@ def test_failed_builder_leaves_the_older_dataset_whole(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
 
 
+def build_and_die(words):
+    builder = IndexedDatasetBuilder(words[0] + ".bin")
+    builder.add_document([1] * 10**6, [10**6])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_killed_builder_leaves_no_dataset(tmp_path):
-    code = (
-        "import os, sys, signal; from mcore_parallel.data import IndexedDatasetBuilder as B; b = B(sys.argv[1] + '.bin');"
-        "b.add_document([1] * 10**6, [10**6]); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "a")], env=environment, check=False).returncode == -9
+    code, *_ = run_command(build_and_die, [str(tmp_path / "a")])
+    assert code == -signal.SIGKILL
     assert not IndexedDataset.exists(tmp_path / "a")
     assert not (tmp_path / "a.bin").exists()
     assert not (tmp_path / "a.idx").exists()
