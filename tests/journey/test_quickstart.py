@@ -2,13 +2,12 @@
 # Copyright (c) 2026 the mcore authors
 """The quickstart as a user starts it, at a small size, and with bad input."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from mcore_tools.quickstart import main
+from tests.support.commands import run_command
 
 pytestmark = [pytest.mark.journey, pytest.mark.timeout(300)]
 
@@ -18,17 +17,15 @@ SMALL = [
 ]  # fmt: skip
 
 
-def quickstart(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, "-m", "mcore_tools.quickstart", *arguments], capture_output=True, text=True, timeout=280)
-
-
 def test_text_becomes_a_reinforced_model(tmp_path: Path) -> None:
     output = tmp_path / "run"
     changes = [word for change in SMALL for word in ("--set", change)]
-    done = quickstart("--text", "packages/mcore-parallel/src/mcore_parallel/data", "--output", str(output), "--iterations", "8", *changes)
-    assert done.returncode == 0, done.stdout + done.stderr
+    text = "packages/mcore-parallel/src/mcore_parallel/data"
+    words = ["--text", text, "--output", str(output), "--iterations", "3", *changes]
+    code, written, errors = run_command(main, words, timeout_s=280)
+    assert code == 0, written + errors
     for stage in ("Text becomes tokens", "mixture of experts trains", "another layout", "safetensors", "serves", "Reinforcement"):
-        assert stage in done.stdout
+        assert stage in written
     page = (output / "report.html").read_text()
     assert page.count("<svg") == 4
     assert "http://" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace("http://creativecommons.org", "")
