@@ -2,7 +2,6 @@
 # Copyright (c) 2026 the mcore authors
 """Triton's interpreter: kernels on a processor, in a process of its own, as it takes over every kernel of a process."""
 
-import atexit
 import contextlib
 import dataclasses
 import functools
@@ -42,32 +41,31 @@ def run_interpreted(*program: str) -> None:
         _servers.append(_start_server())
     [server] = _servers
     assert server.stdin and server.stdout
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as unanswered:
+        unanswered.callback(_end_server)
         output, errors = (Path(folder) / name for name in ("out", "err"))
         print(json.dumps([str(output), str(errors), *program]), file=server.stdin, flush=True)
-        ended, _, _ = select.select([server.stdout], [], [], 110)
-        if not ended:
-            _end_server()
+        if not select.select([server.stdout], [], [], 110)[0]:
             raise TimeoutError(f"{program[0]} gave no answer")
         assert server.stdout.readline() == "ended\n", "the server of interpreted programs died"
+        unanswered.pop_all()
         assert output.read_text() == "same\n", errors.read_text()[-3000:]
 
 
 def _start_server() -> subprocess.Popen[str]:
-    """A process that takes over kernels from its first import on, loads what programs need, and forks itself for each."""
+    """A process that takes over kernels from its first import on, loads what programs need, and forks itself for each.
+
+    It ends with its stdin.
+    """
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-W", "ignore", "-m", __name__]
-    # A group of its own: what a program started ends with it.
-    pipe = subprocess.PIPE
-    server = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
-    atexit.register(_end_server)
-    return server
+    command, pipe = [sys.executable, "-W", "ignore", "-m", __name__], subprocess.PIPE
+    # In a group of its own: what a program started ends with it.
+    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
 
 
 def _end_server() -> None:
-    while _servers:
-        with _servers.pop() as server:
-            os.killpg(server.pid, signal.SIGKILL)
+    with _servers.pop() as server:
+        os.killpg(server.pid, signal.SIGKILL)
 
 
 def round_dots_once() -> None:

@@ -4,6 +4,7 @@
 
 import pytest
 
+from tests.support import interpreter
 from tests.support.interpreter import run_interpreted
 
 # Types that are made once are those of an interpreter that is not patched: of pointers, numbers, and blocks of one and of several sizes.
@@ -36,4 +37,10 @@ def test_a_program_has_its_own_process_and_its_words_are_shown() -> None:
         run_interpreted("-c", "import builtins; builtins.left = 1; raise ValueError('of its own')")
     with pytest.raises(AssertionError, match="before the end"):
         run_interpreted("-c", "import os, sys; print('before the end', file=sys.stderr, flush=True); os._exit(3)")
-    run_interpreted("-c", "import builtins, sys; assert not hasattr(builtins, 'left'); print('same')")
+    run_interpreted("-c", "import builtins; assert not hasattr(builtins, 'left'); print('same')")
+
+
+def test_a_server_that_died_is_asked_no_more() -> None:
+    with pytest.raises(AssertionError, match="the server of interpreted programs died"):
+        run_interpreted("-c", "import os, signal; os.kill(os.getppid(), signal.SIGKILL)")
+    assert not interpreter._servers
