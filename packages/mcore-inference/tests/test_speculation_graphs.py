@@ -30,7 +30,7 @@ from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.models.eagle import DraftVocabulary, EagleConfig, EagleHead
 from mcore_parallel.nn import LatentAttentionConfig
 from tests.support.decode_graphs import record_eagerly, serve_as_on_a_gpu
-from tests.support.interpreter import patch_language_once, run_interpreted
+from tests.support.interpreter import run_interpreted
 
 V = 32
 ONE = ProcessGroups.single()
@@ -211,7 +211,6 @@ if __name__ == "__main__":
     from mcore_inference.attention import _backends, _core
     from mcore_inference.decoder import _decoder
 
-    patch_language_once()
     _backends.has_kernels = _core.has_kernels = lambda *_: True
     _decoder._STREAM_DTYPES = (torch.float32,)
     record_eagerly()
