@@ -162,9 +162,10 @@ def test_a_client_that_ends_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
 
 # Its parts have tests of their own: engines of two processes in test_serve.py, loads and rows above.
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_engines_behind_a_coordinator_are_measured_beside_one() -> None:
     load = PoissonLoad(rate=math.inf, num_requests=6, inputs=12, outputs=6, vocab_size=512)
-    bare, *rows = replica_rows(f"{OURS} --device cpu --memory-gb 0.05", "tiny", [load], 60.0, 2)
+    bare, *rows = replica_rows(f"{OURS} --device cpu --memory-gb 0.05 --api-server-count 2", "tiny", [load], 120.0, 2)
     assert (bare["by"], bare["n"]) == ("mcore, no server", 6)
     assert bare["out_tok_s"] == pytest.approx(sum(outputs for _, _, outputs in load.arrivals()) / bare["s"], rel=0.05)
     assert [(row["by"], row["engines"], row["n"]) for row in rows] == [("mcore", 1, 6), (BEHIND, 1, 6), (BEHIND, 2, 12)]
