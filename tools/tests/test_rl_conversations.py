@@ -3,6 +3,7 @@
 """``mcore rl`` in environments of several turns, with tools: iterations, where a run goes on, and what cannot run in one line."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,33 @@ def test_a_run_calls_tools_and_goes_on_with_the_next_problems(published: Path, t
     assert all(some <= every for some, every in zip(posed, wanted, strict=True))
 
 
+def test_conversations_are_imitated_with_the_calls_of_tools(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, output = tmp_path / "model", tmp_path / "run"
+    shutil.copytree(published, model)
+    # No other token ends a turn than the template's.
+    (model / "generation_config.json").unlink()
+    changes = ("rl.environment=calculator", "rl.arithmetic.worked=1", "rl.imitation_steps=60", "rl.imitation_lr=1e-2", "train.steps=1")
+    assert reinforce.main([str(model), *words(*changes, "rl.generation_args.max_tokens=128", f"output={output}")]) == 0
+    # The tool is called, with the end of a turn behind the call; random weights never do so.
+    assert "after 60 steps of imitation" in capsys.readouterr().out and rows(output)[0]["num_turns"] > 1.3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (f"rl.environment={NODDING}", "environment 'nodding' shows no answers to imitate; set rl.imitation_steps=0"),
+        ("rl.arithmetic.worked=1 train.seq_len=100", "rl.imitation_steps: the conversation about problem calculator/0/"),
+    ],
+)
+def test_what_cannot_be_imitated_is_one_line(
+    change: str, message: str, published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = ("rl.environment=calculator", "rl.imitation_steps=2", f"output={tmp_path / 'run'}", *change.split())
+    assert reinforce.main([str(published), *words(*changes)]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
 def test_several_turns_and_single_ones_share_a_run(published: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     mixture = f"rl.mixture=[{NODDING},arithmetic,calculator]"
@@ -108,8 +136,10 @@ def test_servers_hold_conversations(published: Path, tmp_path: Path) -> None:
         ("data.tokenizer=byte", "environment 'calculator' holds conversations, and data.tokenizer=byte has no chat template; name a"),
         ("data.tokenizer=bare", "environment 'calculator' holds conversations, and data.tokenizer=bare has no chat template; name a"),
         ("rl.judges.num_workers=1", "rl.judges is for single answers, and environment 'calculator' holds conversations; leave it out"),
-        (f"rl.environment={NODDING} rl.imitation_steps=2", "rl.imitation_steps is for single answers, and environment 'nodding' holds"),
-        ("rl.imitation_steps=2", "imitation_steps needs an environment that shows answers, which calculator does not"),
+        (
+            "rl.mixture=[calculator,arithmetic] rl.imitation_steps=2",
+            "rl.imitation_steps is for single answers, and environment 'multi_task'",
+        ),
         ("train.seq_len=32", "train.seq_len=32 must hold a problem, and none of the first 2 fits: the last has"),
     ],
 )

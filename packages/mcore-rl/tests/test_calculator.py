@@ -4,6 +4,7 @@
 
 import asyncio
 import json
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from mcore_rl import (
     ProcessJudge,
     TokenRollout,
     WeightedMultiTask,
+    recite,
 )
 from mcore_rl._reference import token_logprobs
 from mcore_rl._rollout_stream import LiveWeights
@@ -79,8 +81,12 @@ def call(expression: Any) -> str:
     return "<tool_call>" + json.dumps({"name": "calculate", "arguments": {"expression": expression}}) + "</tool_call>"
 
 
+def template(messages: Sequence[Mapping[str, Any]], is_open: bool) -> list[int]:
+    return TOKENIZER.apply_tool_template(messages, (), is_open)
+
+
 def chat(*answers: str) -> ChatInferenceInterface:
-    return ChatInferenceInterface(Scripted(*answers), lambda messages, is_open: TOKENIZER.apply_tool_template(messages, (), is_open))
+    return ChatInferenceInterface(Scripted(*answers), template)
 
 
 def played(environment: Any, interface: InferenceInterface) -> TokenRollout:
@@ -134,6 +140,32 @@ def test_calls_are_answered_and_other_texts_end_the_conversation(answer: str, re
     said, reward = asyncio.run(talk())
     assert list(said) == [{"role": "tool", "content": reply} for reply in replies]
     assert reward == (1.0 if answer == "7" else 0.0)
+
+
+@pytest.mark.parametrize("worked", [0.0, 1.0])
+def test_its_own_conversations_are_well_formed_and_recited_token_by_token(worked: float) -> None:
+    environment = Calculator(ArithmeticConfig(worked=worked, slips=0.0))
+    for number in range(5):
+        problem = environment.problem(number)
+        answers = environment.attempt_turns(problem, random.Random(number))
+        options: dict[str, Any] = {"template": template, "encode": lambda text: [*TOKENIZER.tokenize(text), TURN_END], "max_tokens": 500}
+        rollout = asyncio.run(recite(environment, problem, answers, **options))
+        written = [token for token, learnt in zip(rollout.trajectory, rollout.generation_mask, strict=True) if learnt]
+        assert written == [token for answer in answers for token in (*TOKENIZER.tokenize(answer), TURN_END)]
+        assert rollout.reward == 1.0 and num_turns(rollout) == len(answers) == 1 + worked
+        # What is learnt is what a policy that says the same would be trained on.
+        environment.start_at(number)
+        drawn = played(environment, chat(*answers))
+        assert (rollout.trajectory, rollout.generation_mask) == (drawn.trajectory, drawn.generation_mask)
+    with pytest.raises(ValueError, match="the conversation about problem calculator/0/4 has .* tokens or more, max_tokens=20; raise it"):
+        asyncio.run(recite(environment, problem, answers, **{**options, "max_tokens": 20}))
+
+
+def test_answers_that_end_before_the_conversation_are_an_error() -> None:
+    environment = Calculator(ArithmeticConfig())
+    options: dict[str, Any] = {"template": template, "encode": TOKENIZER.tokenize, "max_tokens": 500}
+    with pytest.raises(ValueError, match="the answers to problem calculator/0/3 end before the conversation does; give one a turn"):
+        asyncio.run(recite(environment, environment.problem(3), [call("1+2")], **options))
 
 
 def test_a_conversation_that_ends_with_a_call_earns_nothing() -> None:

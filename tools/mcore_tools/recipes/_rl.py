@@ -303,7 +303,7 @@ class RLConfig:
             raise ValueError(f"old_logprobs={self.old_logprobs!r} must be trainer or inference")
         if self.imitation_lr_schedule not in ("constant", "cosine"):
             raise ValueError(f"imitation_lr_schedule={self.imitation_lr_schedule!r} must be constant or cosine")
-        if self.imitation_steps and (silent := [name for name in self.environments if name in ("calculator", "character_share", "code")]):
+        if self.imitation_steps and (silent := [name for name in self.environments if name in ("character_share", "code")]):
             raise ValueError(f"imitation_steps needs an environment that shows answers, which {silent[0]} does not; set it to 0")
         for name in ("cache_gb", "imitation_lr"):
             if not getattr(self, name) > 0:

@@ -2,9 +2,22 @@
 # Copyright (c) 2026 the mcore authors
 """What a run needs to hold conversations: a tokenizer with a chat template, and interfaces that write by it."""
 
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
 from mcore_inference import DynamicInferenceEngine, chat_tokens
 from mcore_parallel.data import Tokenizer
-from mcore_rl import ChatInferenceInterface, InferenceInterface, MegatronChatLocal, MegatronLocal, NumberedAgent
+from mcore_rl import (
+    ChatInferenceInterface,
+    InferenceInterface,
+    MegatronChatLocal,
+    MegatronLocal,
+    NumberedAgent,
+    NumberedConversations,
+    Problem,
+    TokenRollout,
+    recite,
+)
 from mcore_tools.assembly import has_files, open_tokenizer
 from mcore_tools.chat import TemplateTokenizer, find_template
 from mcore_tools.recipes import RunConfig
@@ -31,6 +44,25 @@ def open_policy_tokenizer(config: RunConfig, environment: NumberedAgent | None) 
 def local_interface(engine: DynamicInferenceEngine, environment: NumberedAgent) -> InferenceInterface:
     """What answers an environment by an engine of this process."""
     return MegatronChatLocal(engine, tools=environment.tools) if environment.holds_conversations else MegatronLocal(engine)
+
+
+def recited(
+    environment: NumberedConversations, problem: Problem, answers: Sequence[str], tokenizer: Tokenizer, max_tokens: int
+) -> Coroutine[Any, Any, TokenRollout]:
+    """The conversation in which the policy gives these answers, and ends each as the template does where the engine stops there."""
+
+    def template(messages: Sequence[Mapping[str, Any]], is_open: bool) -> list[int]:
+        return chat_tokens(tokenizer, messages, is_open, environment.tools)
+
+    assert isinstance(tokenizer, TemplateTokenizer), "open_policy_tokenizer gives no other one where conversations are held"
+    behind = template([{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}], False)
+    ends = [token for token in behind if token in tokenizer.stop_token_ids]
+    end = ends[-1] if ends else tokenizer.eod
+
+    def encode(text: str) -> list[int]:
+        return [*tokenizer.tokenize(text), *([] if end is None else [end])]
+
+    return recite(environment, problem, answers, template=template, encode=encode, max_tokens=max_tokens)
 
 
 def served_interface(interface: InferenceInterface, environment: NumberedAgent, tokenizer: Tokenizer, seq_len: int) -> InferenceInterface:

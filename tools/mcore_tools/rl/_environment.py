@@ -5,7 +5,7 @@
 import functools
 import importlib
 
-from mcore_rl import JudgeProcessError, NumberedAgent, NumberedProblems, ProcessJudge, WeightedMultiTask
+from mcore_rl import JudgeProcessError, NumberedAgent, NumberedConversations, NumberedProblems, ProcessJudge, WeightedMultiTask
 from mcore_rl.envs import Calculator, CharacterShare
 from mcore_tools.recipes import RLConfig
 
@@ -19,7 +19,9 @@ def build_environment(config: RLConfig) -> NumberedAgent:
     environments = [_build(config, name) for name in config.environments]
     weights = config.mixture_weights or [1.0] * len(environments)
     environment = WeightedMultiTask(environments, weights) if config.mixture else environments[0]
-    beside = {"rl.judges": config.judges is not None, "rl.imitation_steps": config.imitation_steps > 0}
+    # A mixture has no one form to imitate.
+    imitates = config.imitation_steps > 0 and not isinstance(environment, NumberedConversations)
+    beside = {"rl.judges": config.judges is not None, "rl.imitation_steps": imitates}
     if environment.holds_conversations and (named := [name for name, is_set in beside.items() if is_set]):
         raise ValueError(f"{named[0]} is for single answers, and environment {environment.env_id!r} holds conversations; leave it out")
     return environment

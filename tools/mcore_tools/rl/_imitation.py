@@ -12,9 +12,14 @@ import torch
 from mcore_parallel.data import Tokenizer
 from mcore_parallel.optim import ConstantSchedule, CosineSchedule
 from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
-from mcore_rl import NumberedAgent, NumberedProblems, Problem
+from mcore_rl import NumberedAgent, NumberedConversations, NumberedProblems, Problem, TokenRollout
 from mcore_tools.assembly import Parts
 from mcore_tools.recipes import RLConfig, RunConfig
+from mcore_tools.rl._conversations import recited
+
+Row = tuple[list[int], list[bool]]
+"""Tokens, and which of them are learnt."""
+_SHOWS_NONE = "environment {!r} shows no answers to imitate; set rl.imitation_steps=0"
 
 
 def texts(environment: NumberedAgent, count: int) -> Iterator[str]:
@@ -25,7 +30,7 @@ def texts(environment: NumberedAgent, count: int) -> Iterator[str]:
         yield problem.prompt + (environment.attempt(problem, generator) or "")
 
 
-def imitate(config: RunConfig, parts: Parts, environment: NumberedProblems, tokenizer: Tokenizer, device: torch.device) -> float:
+def imitate(config: RunConfig, parts: Parts, environment: NumberedAgent, tokenizer: Tokenizer, device: torch.device) -> float:
     """``rl.imitation_steps`` updates on well-formed answers; the loss of the last one.
 
     Raises:
@@ -35,7 +40,7 @@ def imitate(config: RunConfig, parts: Parts, environment: NumberedProblems, toke
     dp, loss, num_steps = parts.groups.dp, float("nan"), config.rl.imitation_steps
     per_rank, rates = config.train.global_batch_size // dp.size, _rates(config.rl)
 
-    async def rows(step: int) -> list[tuple[list[int], int]]:
+    async def rows(step: int) -> list[Row]:
         begin = step * config.train.global_batch_size + dp.rank * per_rank
         return [await _row(config, environment, tokenizer, begin + number) for number in range(per_rank)]
 
@@ -60,39 +65,60 @@ def _rates(rl: RLConfig) -> ConstantSchedule | CosineSchedule:
     return CosineSchedule(max_lr=lr, min_lr=lr / 10, warmup_steps=num_steps // 20, decay_steps=num_steps)
 
 
-async def _row(config: RunConfig, environment: NumberedProblems, tokenizer: Tokenizer, number: int) -> tuple[list[int], int]:
-    """Tokens of a problem and its answer, and where that begins."""
+async def _row(config: RunConfig, environment: NumberedAgent, tokenizer: Tokenizer, number: int) -> Row:
+    """Tokens of a problem and its answer, or of a conversation about it, and which of them are learnt."""
     assert config.rl is not None
     generator = random.Random(f"imitation {config.train.seed} {number}")
     # Other problems than the first that are posed.
     problem = environment.problem((1 << 31) + number)
-    attempt = await best_attempt(environment, problem, generator, config.rl.imitation_tries)
-    prompt = list(tokenizer.tokenize(problem.prompt))
-    tokens = [*prompt, *tokenizer.tokenize(attempt), tokenizer.eod]
-    if len(tokens) > config.train.seq_len + 1:
-        length = config.train.seq_len
-        raise ValueError(f"problem {problem.problem_id} with its answer has {len(tokens)} tokens; raise train.seq_len={length}")
-    return tokens, len(prompt)
+    most, tries = config.train.seq_len + 1, config.rl.imitation_tries
+    if isinstance(environment, NumberedConversations):
+        rollout = await best_conversation(environment, problem, generator, tries, tokenizer, most)
+        return list(rollout.trajectory), list(rollout.generation_mask)
+    assert isinstance(environment, NumberedProblems), "agents are of one kind or the other"
+    attempt = await best_attempt(environment, problem, generator, tries)
+    prompt, answer = list(tokenizer.tokenize(problem.prompt)), [*tokenizer.tokenize(attempt), tokenizer.eod]
+    if len(prompt) + len(answer) > most:
+        raise ValueError(
+            f"problem {problem.problem_id} with its answer has {len(prompt) + len(answer)} tokens; raise train.seq_len={most - 1}"
+        )
+    return [*prompt, *answer], [False] * len(prompt) + [True] * len(answer)
+
+
+async def best_conversation(
+    environment: NumberedConversations, problem: Problem, generator: random.Random, tries: int, tokenizer: Tokenizer, max_tokens: int
+) -> TokenRollout:
+    """Of several well-formed conversations the one of the best reward, the first of equals."""
+    rollouts = []
+    for _ in range(tries):
+        answers = environment.attempt_turns(problem, generator)
+        if answers is None:
+            raise ValueError(_SHOWS_NONE.format(environment.env_id))
+        try:
+            rollouts.append(await recited(environment, problem, answers, tokenizer, max_tokens))
+        except ValueError as error:
+            raise ValueError(f"rl.imitation_steps: {error} (max_tokens is train.seq_len + 1)") from error
+    return max(rollouts, key=lambda rollout: rollout.reward)
 
 
 async def best_attempt(environment: NumberedProblems, problem: Problem, generator: random.Random, tries: int) -> str:
     """Of several well-formed answers the one of the best reward, the first of equals."""
     attempts = [attempt for _ in range(tries) if (attempt := environment.attempt(problem, generator)) is not None]
     if not attempts:
-        raise ValueError(f"environment {environment.env_id!r} shows no answers to imitate; set rl.imitation_steps=0")
+        raise ValueError(_SHOWS_NONE.format(environment.env_id))
     if tries == 1:
         return attempts[0]
     return max([(await environment.get_reward(attempt, problem), -number, attempt) for number, attempt in enumerate(attempts)])[2]
 
 
-def _batches(config: RunConfig, rows: Sequence[tuple[list[int], int]], device: torch.device) -> list[Batch]:
-    """Micro-batches of padded rows, in which the answer is learnt."""
+def _batches(config: RunConfig, rows: Sequence[Row], device: torch.device) -> list[Batch]:
+    """Micro-batches of padded rows, in which the answers are learnt."""
     size, length = config.train.micro_batch_size, config.train.seq_len
     tokens = torch.zeros(len(rows), length + 1, dtype=torch.int64)
     mask = torch.zeros(len(rows), length)
-    for number, (row, begin) in enumerate(rows):
+    for number, (row, learnt) in enumerate(rows):
         tokens[number, : len(row)] = torch.tensor(row)
-        mask[number, begin - 1 : len(row) - 1] = 1.0
+        mask[number, : len(row) - 1] = torch.tensor(learnt[1:], dtype=mask.dtype)
     # Padding is not routed to experts, and comes after all that counts.
     valid = torch.arange(length) < torch.tensor([len(row) for row, _ in rows])[:, None]
     tokens, mask, valid = (value.to(device) for value in (tokens, mask, valid))

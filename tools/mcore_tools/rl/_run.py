@@ -23,7 +23,6 @@ from mcore_rl import (
     InferenceInterface,
     IterationReport,
     Learner,
-    NumberedProblems,
     PreferencePairs,
     WeightSink,
     dpo_iteration,
@@ -184,7 +183,7 @@ class _Run:
         attempt = begin_attempt(Path(config.output), self.state.step) if parts.groups.world.is_first else 0
         if self.halves is not None:
             self.halves.begin(self.state.step, self.position, attempt)
-        if fresh and not self.state.step and self.rl.imitation_steps and isinstance(self.environment, NumberedProblems):
+        if fresh and not self.state.step and self.rl.imitation_steps and self.environment is not None:
             begin = time.perf_counter()
             loss = imitate(config, parts, self.environment, self.tokenizer, self.device)
             self.first |= {"imitation_loss": loss, "imitation_s": time.perf_counter() - begin}

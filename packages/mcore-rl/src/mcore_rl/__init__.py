@@ -69,6 +69,7 @@ from mcore_rl.agent import (
     TokenizedRolloutGenerator,
     UnreadableVerdictError,
     WeightedMultiTask,
+    recite,
 )
 from mcore_rl.inference import (
     ChatInferenceInterface,
@@ -175,6 +176,7 @@ __all__ = [
     "pass_at_k",
     "plan_refit",
     "preference_margins",
+    "recite",
     "refit",
     "rollout_batches",
     "with_old_logprobs",

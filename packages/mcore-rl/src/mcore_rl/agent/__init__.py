@@ -22,6 +22,7 @@ from mcore_rl.agent._numbered import NumberedAgent, NumberedConversations, Numbe
 from mcore_rl.agent._preference_pairs import PreferencePairs
 from mcore_rl.agent._process_judge import JudgeLimits, JudgeProcessError, ProcessJudge
 from mcore_rl.agent._ray_judge import RayJudge
+from mcore_rl.agent._recited import recite
 from mcore_rl.agent._remote_environment import RemoteEnvironment
 from mcore_rl.agent._reward_only import RewardOnlyAgent
 
@@ -57,4 +58,5 @@ __all__ = [
     "VerdictCounts",
     "WeightedMultiTask",
     "read_score",
+    "recite",
 ]

@@ -129,6 +129,11 @@ class NumberedConversations(NumberedAgent, MultiTurnAgent):
     Arguments and errors as of `MultiTurnAgent`.
     """
 
+    def attempt_turns(self, problem: Problem, generator: random.Random) -> Sequence[str] | None:
+        """The policy's answers of a well-formed conversation, right or wrong, for a model that has yet to learn the form; None where every
+        text is one. ``recite`` holds it."""
+        return None
+
     @property
     def holds_conversations(self) -> bool:
         return True

@@ -4,6 +4,7 @@
 
 import dataclasses
 import json
+import random
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,14 @@ class Calculator(NumberedConversations):
         """
         problem = self._sums.problem(number)
         return dataclasses.replace(problem, problem_id=problem.problem_id.replace(self._sums.env_id, self.env_id, 1))
+
+    def attempt_turns(self, problem: Problem, generator: random.Random) -> Sequence[str]:
+        """In the share ``worked`` of all cases a call and the value that it gives; else the single answer of `Arithmetic`."""
+        posed, _, value = problem.golden.partition("=")
+        if generator.random() >= self._sums.config.worked:
+            return (self._sums.attempt(problem, generator),)
+        call = json.dumps({"name": _NAME, "arguments": {"expression": posed}})
+        return f"<tool_call>{call}</tool_call>", f"={value}"
 
     def begin(self, problem: Problem) -> Episode:
         return _Calculation(self._sums, problem)
