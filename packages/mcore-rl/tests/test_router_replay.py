@@ -22,7 +22,7 @@ from mcore_inference import (
 )
 from mcore_inference.decoder import FusedDecoder
 from mcore_moe import MoEConfig, moe_feed_forward
-from mcore_parallel import ParallelPlan, ProcessGroups
+from mcore_parallel import ParallelPlan, ProcessGroups, named_buffer_shards
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.models import GPTModel, TransformerConfig
@@ -30,6 +30,7 @@ from mcore_parallel.nn import Step
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_rl import (
     BatchStyle,
+    FrozenWeights,
     GenericGenerationArgs,
     GRPOConfig,
     GRPOObjective,
@@ -266,6 +267,26 @@ def test_the_reference_routes_for_itself() -> None:
     batches, plain = (rollout_batches(some, [0.0] * 6, seq_len=32, micro_batch_size=6) for some in (drawn, without(drawn)))
     [one], [other] = (with_ref_logprobs(reference, some, reference.groups) for some in (batches, plain))
     assert torch.equal(one.extras["ref_logprobs"], other.extras["ref_logprobs"]) and "routed_experts" in one.extras
+
+
+def test_frozen_weights_route_by_the_expert_bias_of_their_time() -> None:
+    mixture = dataclasses.replace(MIXTURE, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
+    model = policy(ProcessGroups.single(), mixture=mixture)
+    batches = rollout_batches(without(rollouts(served(), 6)), [0.0] * 6, seq_len=32, micro_batch_size=6)
+    frozen, biases = FrozenWeights(model), [buffer.tensor for buffer in named_buffer_shards(model) if buffer.name.endswith("expert_bias")]
+
+    def scores() -> torch.Tensor:
+        return with_ref_logprobs(frozen, batches, model.groups)[0].extras["ref_logprobs"]
+
+    before, places = scores(), [bias.data_ptr() for bias in biases]
+    for bias in biases:
+        bias.uniform_(-1, 1, generator=torch.Generator().manual_seed(4))
+    moved = [bias.clone() for bias in biases]
+    assert len(biases) == 2 and torch.equal(scores(), before)
+    assert all(torch.equal(bias, other) for bias, other in zip(biases, moved, strict=True))
+    assert [bias.data_ptr() for bias in biases] == places
+    frozen.refresh()
+    assert not torch.equal(scores(), before)
 
 
 def test_rollouts_carry_their_routing_through_json() -> None:

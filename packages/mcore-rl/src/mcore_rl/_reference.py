@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from mcore_parallel import ProcessGroups
+from mcore_parallel import ProcessGroups, named_buffer_shards
 from mcore_parallel.training import Batch, score
 from mcore_rl._stability import experimental_api
 from mcore_rl._trajectories import routed_afresh
@@ -31,7 +31,9 @@ class _Sharded(Protocol):
 
 @experimental_api
 class FrozenWeights:
-    """Parameters of a model as they are now, kept on the host; the reference of a policy that goes on learning, until ``refresh``.
+    """A model's parameters, and its untrained state (the expert bias of routers), as they are now, kept on the host.
+
+    They are the reference of a policy that goes on learning, until ``refresh``.
 
     The policy is never copied: in ``swapped`` its parameters point at the frozen values, and then at their own again. On a GPU these are
     there only meanwhile. Graphs that were captured hold the addresses of the policy; they must not be replayed inside.
@@ -59,12 +61,12 @@ class FrozenWeights:
         for name, parameter in model.named_parameters():
             if type(parameter) is not nn.Parameter or not parameter.numel():
                 raise ValueError(f"parameter {name!r} is a {type(parameter).__name__} of size {parameter.numel()}; pass a second model")
-        self._values = [self._kept(parameter) for parameter in model.parameters()]
+        self._values = [self._kept(tensor) for tensor in _tensors(model)]
 
     @staticmethod
-    def _kept(parameter: Tensor) -> Tensor:
-        value = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda)
-        return value.copy_(parameter.detach())
+    def _kept(tensor: Tensor) -> Tensor:
+        value = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return value.copy_(tensor.detach())
 
     @torch.no_grad()
     def refresh(self, mixup_alpha: float = 1.0) -> None:
@@ -77,10 +79,10 @@ class FrozenWeights:
         """
         if not 0 < mixup_alpha <= 1:
             raise ValueError(f"mixup_alpha={mixup_alpha} must lie above 0 and up to 1; 1 takes the model's weights over")
-        own = _boxes(self.model) if isinstance(self.model, _Sharded) else list(self.model.parameters())
-        for value, parameter in zip(self._values, own, strict=True):
-            wide = torch.promote_types(parameter.dtype, torch.float32)
-            value.copy_(torch.lerp(value.to(parameter.device, wide), parameter.detach().to(wide), mixup_alpha))
+        own = _boxes(self.model) if isinstance(self.model, _Sharded) else _tensors(self.model)
+        for value, tensor in zip(self._values, own, strict=True):
+            wide = torch.promote_types(tensor.dtype, torch.float32)
+            value.copy_(torch.lerp(value.to(tensor.device, wide), tensor.to(wide), mixup_alpha))
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[nn.Module]:
@@ -89,15 +91,15 @@ class FrozenWeights:
             with self._filled(self.model):
                 yield self.model
             return
-        parameters = list(self.model.parameters())
-        own = [parameter.data for parameter in parameters]
+        tensors = _tensors(self.model)
+        own = [tensor.data for tensor in tensors]
         try:
-            for parameter, value in zip(parameters, self._values, strict=True):
-                parameter.data = value.to(parameter.device, non_blocking=True)
+            for tensor, value in zip(tensors, self._values, strict=True):
+                tensor.data = value.to(tensor.device, non_blocking=True)
             yield self.model
         finally:
-            for parameter, value in zip(parameters, own, strict=True):
-                parameter.data = value
+            for tensor, value in zip(tensors, own, strict=True):
+                tensor.data = value
 
     @contextlib.contextmanager
     def _filled(self, model: _Sharded) -> Iterator[None]:
@@ -109,6 +111,11 @@ class FrozenWeights:
             yield
         finally:
             _fill(model, boxes, own)
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    """Parameters and persistent buffers."""
+    return [*model.parameters(), *(buffer.tensor for buffer in named_buffer_shards(model))]
 
 
 def _boxes(model: _Sharded) -> list[Tensor]:
