@@ -35,6 +35,8 @@ GPU_EXTRAS = {"cuda", "flashinfer", "modelopt", "ray", "te", "trackio", "wandb"}
 TORCH_FAMILY = ("cuda-", "nvidia-", "setuptools=", "torch=", "triton=")
 # Tests of a file in one process, in the order of conftest.py.
 BY_FILE = ["--dist", "loadfile", "--no-loadscope-reorder"]
+# Three on two cores: tests of servers and of lost ranks wait, and leave their core to others meanwhile.
+PROCESSES = min(8, (3 * (os.cpu_count() or 1) + 1) // 2)
 # Settings that would leave a trace of this machine in the constraint file.
 INDEX_SETTINGS = ("UV_FIND_LINKS", "UV_TORCH_BACKEND", "UV_INDEX", "UV_DEFAULT_INDEX", "UV_EXTRA_INDEX_URL")
 
@@ -188,7 +190,7 @@ def _torch_constraints(folder: str, wheel: str, torch: str) -> str:
 
 def _pytest(session: nox.Session) -> list[str]:
     """Pytest's arguments: those of the session; without any, all tests on all cores."""
-    return ["-q", *(session.posargs or ["-n", "auto", "--maxprocesses", "8", *BY_FILE])]
+    return ["-q", *(session.posargs or ["-n", str(PROCESSES), *BY_FILE])]
 
 
 def _check(session: nox.Session, python: Path, name: str, *arguments: str) -> None:
