@@ -534,6 +534,8 @@ def test_nothing_is_collected_during_a_capture_and_everything_is_as_before() -> 
 
 
 def test_whether_what_exists_is_frozen_follows_the_choice_the_version_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What was loaded when the tests were collected.
+    gc.unfreeze()
     for choice, frozen in ((True, True), (False, False), (None, False)):
         with collection_paused(choice):
             assert bool(gc.get_freeze_count()) == frozen
