@@ -232,7 +232,7 @@ def _is_coordinated(options: argparse.Namespace) -> bool:
 
 
 def _num_api_servers(options: argparse.Namespace) -> int:
-    """Processes that answer HTTP. One takes about a core at 10,000 tokens/s; where cores are few, engines need them."""
+    """Processes that answer HTTP: one fills a core at some hundred requests/s, and where cores are few, engines need them."""
     if options.api_server_count is not None:
         return options.api_server_count
     cores = len(os.sched_getaffinity(0))
