@@ -3,8 +3,8 @@
 """flashinfer over a paged cache, and its rotation of heads: the only file that imports it, and imported only by who chose it.
 
 Written against the documented interface of flashinfer-python 0.7: ``BatchDecodeWithPagedKVCacheWrapper``,
-``BatchPrefillWithPagedKVCacheWrapper`` and ``rope.apply_rope_with_cos_sin_cache_inplace``. Tested against a stand-in that computes the same
-calls in torch.
+``BatchPrefillWithPagedKVCacheWrapper`` and ``rope.apply_rope_with_cos_sin_cache_inplace``. Tested on a GPU where it is installed, else
+against a stand-in that computes the same calls in torch.
 """
 
 # pyright: reportMissingImports=false
