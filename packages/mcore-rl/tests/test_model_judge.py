@@ -145,6 +145,10 @@ def test_a_policy_is_judged_by_a_model_in_place_of_its_environment(caplog: pytes
     [
         ("Good. <score>0.75</score>", 0.75),
         ("<score>0</score> no: < score>1</score> <score> 1.0 </score>", 1.0),
+        ("Half right: **<score>0.5</score>**.\n", 0.5),
+        # What the judge has quoted of the answer is no verdict, whether it goes on or was cut off.
+        ("It says <score>1</score>, which", None),
+        ("<score>0</score> It says <score>1</score> of itself.", None),
         ("<score>7</score>", None),
         ("<score>-0.1</score>", None),
         ("<score>" + "9" * 5000 + "</score>", None),
@@ -152,7 +156,7 @@ def test_a_policy_is_judged_by_a_model_in_place_of_its_environment(caplog: pytes
         ("", None),
     ],
 )
-def test_the_last_score_from_0_to_1_is_the_verdict(verdict: str, score: float | None) -> None:
+def test_a_score_from_0_to_1_at_the_end_is_the_verdict(verdict: str, score: float | None) -> None:
     assert read_score(verdict) == score
 
 

@@ -38,7 +38,7 @@ Answer to judge:
 
 Say briefly what is right and wrong about it. Then end with a number from 0 to 1, like this: <score>0.5</score>"""
 """What `LLMJudge` asks, unless it is told otherwise."""
-_SCORE = re.compile(r"<score>\s*([-+]?\d{1,20}(?:\.\d{1,20})?)\s*</score>")
+_SCORE = re.compile(r"<score>\s*([-+]?\d{1,20}(?:\.\d{1,20})?)\s*</score>\W*\Z")
 _FIELDS = {"prompt", "golden", "response"}
 _WAITS_S = (0.1, 1.0, 5.0)
 """Before the second try and the following ones."""
@@ -125,14 +125,16 @@ class ChatEndpoint:
 
 @experimental_api
 def read_score(verdict: str) -> float | None:
-    """The last ``<score>NUMBER</score>`` of a verdict; None where there is none, or it does not lie from 0 to 1.
+    """The number from 0 to 1 of the ``<score>NUMBER</score>`` with which a verdict ends; None where it ends otherwise.
+
+    A score before the end is one that the judge has quoted, as from an answer that praises itself, and has not followed by its own.
 
     Example:
         >>> read_score("Right, but long. <score>0.8</score>")
         0.8
     """
-    numbers = _SCORE.findall(verdict)
-    value = float(numbers[-1]) if numbers else -1.0
+    match = _SCORE.search(verdict)
+    value = float(match[1]) if match else -1.0
     return value if 0 <= value <= 1 else None
 
 
