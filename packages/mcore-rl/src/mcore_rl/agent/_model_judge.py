@@ -6,10 +6,9 @@ import asyncio
 import json
 import re
 import string
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +23,8 @@ from mcore_rl.agent._judged import Problem
 from mcore_rl.agent._judged_elsewhere import JudgedElsewhere
 from mcore_rl.agent._numbered import NumberedProblems
 from mcore_rl.inference import InferenceInterface
+
+T = TypeVar("T")
 
 VERDICT_PROMPT = """Judge how good an answer is.
 
@@ -194,7 +195,7 @@ class LLMJudge:
         self.args = args or GenericGenerationArgs(temperature=0.0, max_tokens=512)
         self.counts = VerdictCounts()
         self._read = read
-        self._gates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
+        self._gates: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
     async def score(self, response: str, problem: Problem) -> float:
         """The reward of an answer.
@@ -204,7 +205,7 @@ class LLMJudge:
             LostError, PeerError, TimeoutError: the last request failed.
         """
         text = self.prompt.format(prompt=problem.prompt, golden=problem.golden, response=response)
-        async with self._gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_concurrency)):
+        async with _of_this_loop(self._gates, lambda: asyncio.Semaphore(self.max_concurrency)):
             for number in range(1, self.num_tries + 1):
                 is_last = number == self.num_tries
                 try:
@@ -240,6 +241,13 @@ def _passes(error: Exception) -> bool:
     if isinstance(error, TimeoutError) or not isinstance(error, PeerError):
         return True
     return error.status in _TRANSIENT or (error.status is None and not isinstance(error, PeerReplyError))
+
+
+def _of_this_loop(kept: dict[asyncio.AbstractEventLoop, T], make: Callable[[], T]) -> T:
+    """What belongs to the event loop that runs here. A closed one is dropped; what it had may refer to it, so weak keys would keep both."""
+    for ended in [loop for loop in list(kept) if loop.is_closed()]:
+        kept.pop(ended, None)
+    return kept.setdefault(asyncio.get_running_loop(), make())
 
 
 @dataclass
@@ -286,7 +294,7 @@ class RewardModel:
                 raise ValueError(f"{name}={value} must be at least 1")
         self.model, self.head, self.max_tokens, self.max_batch_size = model, head, max_tokens, max_batch_size
         self._encode = encode
-        self._waiting: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Waiting] = weakref.WeakKeyDictionary()
+        self._waiting: dict[asyncio.AbstractEventLoop, _Waiting] = {}
 
     async def score(self, response: str, problem: Problem) -> float:
         """The value of an answer.
@@ -297,8 +305,7 @@ class RewardModel:
         tokens = list(self._encode(problem, response))
         if not 0 < len(tokens) <= self.max_tokens:
             raise LostError(f"an answer to problem {problem.problem_id!r} has {len(tokens)} tokens with it, max_tokens={self.max_tokens}")
-        loop = asyncio.get_running_loop()
-        waiting = self._waiting.setdefault(loop, _Waiting())
+        loop, waiting = asyncio.get_running_loop(), _of_this_loop(self._waiting, _Waiting)
         value: asyncio.Future[float] = loop.create_future()
         waiting.entries.append((tokens, value))
         if waiting.task is None:
