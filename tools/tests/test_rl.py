@@ -18,12 +18,16 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from mcore_ckpt import CheckpointManager, find_mismatches, load
 from mcore_ckpt.hf import import_hf
 from mcore_ckpt.manifest import read_manifest
+from mcore_parallel.data import ByteTokenizer
+from mcore_parallel.data_parallel import DistributedDataParallel
 from mcore_parallel.training import STOPPED_EXIT_CODE
 from mcore_tools import reinforce
 from mcore_tools.launch import launch
 from mcore_tools.recipes import RLConfig, RunConfig, override, read_config, recipe, write_config
 from mcore_tools.rl import CRITIC, REFERENCE, best_attempt, build_environment, post_train_rank, reinforce_rank
 from mcore_tools.rl._attempts import attempt_seed, begin_attempt
+from mcore_tools.rl._imitation import imitate
+from mcore_tools.rl._policy import assemble_policy
 from mcore_tools.serving import open_engine
 from mcore_tools.training import export_run
 from tests.support.countdown import PACE, QUIET, SIZES, countdown_words, rows
@@ -135,6 +139,23 @@ def test_the_best_of_several_attempts_is_imitated() -> None:
     assert set(single_attempts) == set(best_of_four) == {0.1, 1.0}
     # An operator of three, and more than one may be right.
     assert 0.3 < sum(single_attempts) / 200 < 0.6 < 0.75 < sum(best_of_four) / 200
+
+
+def imitate_sliced() -> bool:
+    """Whether parameters of a sliced optimizer are on their way when references, critics and engines take them."""
+    changes = ("plan.dp=2", "optimizer.use_distributed_optimizer=true", "data.tokenizer=byte", "model.vocab_size=264", "train.seq_len=48")
+    config = override(recipe("countdown_tiny"), [*FAST, *changes])
+    assert config.rl is not None
+    tokenizer, device = ByteTokenizer(), torch.device("cpu")
+    parts = assemble_policy(config, tokenizer, device)
+    assert isinstance(parts.sync, DistributedDataParallel) and parts.sync._gather.has_hooks
+    imitate(config, parts, build_environment(config.rl), tokenizer, device)
+    return any(work is not None for work in parts.sync._gather._works)
+
+
+@pytest.mark.world(2)
+def test_nothing_is_on_its_way_behind_imitation(world) -> None:
+    assert world(imitate_sliced) == [False, False]
 
 
 def test_it_begins_with_the_weights_of_another_run(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,6 +54,8 @@ def imitate(config: RunConfig, parts: Parts, environment: NumberedAgent, tokeniz
                 following = writer.submit(asyncio.run, rows(step + 1))
             report = train_step(parts.model, batches, CrossEntropyObjective(), parts.sync, parts.optimizer, lr=rates.lr(step))
             loss = report.loss
+    # References, critics and engines begin with these weights, and read them outside of a forward.
+    parts.sync.finish_param_sync()
     return loss
 
 
