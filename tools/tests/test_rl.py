@@ -114,6 +114,9 @@ def test_a_run_goes_on_at_its_next_iteration(trained: Path, tmp_path: Path, caps
     assert run(output, "rl.kl_beta=0.01", "rl.num_epochs=2", "train.steps=3") == 0
     assert "nothing is left to do: all train.steps=3 are made" in capsys.readouterr().out
     assert len(rows(output)) == 3
+    shutil.rmtree(output / REFERENCE)
+    assert run(output, "rl.kl_beta=0.01", "rl.num_epochs=2", "train.steps=4") == 2
+    assert "the run began without a reference" in capsys.readouterr().err
 
 
 def test_answers_that_ended_a_run_are_not_drawn_again(tmp_path: Path) -> None:

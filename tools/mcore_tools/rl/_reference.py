@@ -43,7 +43,16 @@ class RunReference:
         self.save(0)
 
     def load(self, step: int) -> None:
-        """Those of a step of the policy, whose own weights are not loaded yet."""
+        """Those of a step of the policy, whose own weights are not loaded yet.
+
+        Raises:
+            ValueError: nothing was saved up to then.
+        """
+        if not any(saved <= step for saved in self._checkpoints.steps()):
+            raise ValueError(
+                f"{self._checkpoints.directory} has no weights of step {step} or before: the run began without a reference; begin another "
+                "one with load.path, or set rl.kl_beta=0, rl.kl_in_reward=0 and rl.dpo=none"
+            )
         forget_after(self._checkpoints, step, self._parts.groups)
         self._checkpoints.load(model_state(self._parts.model, self._parts.groups))
         self.frozen, self._has_changed = FrozenWeights(self._parts.model), False
