@@ -108,6 +108,17 @@ def test_a_recomputation_asks_for_nothing_and_padding_neither() -> None:
     assert torch.equal(end(layer), end(few))
 
 
+def test_what_is_asked_for_is_added_up_in_one_place_wherever_the_model_was_made() -> None:
+    # A graph adds to what was there before it was recorded.
+    layer, moved = (filled_layer(MODEL, MoEConfig(**QUANTILES), ALONE) for _ in range(2))
+    place = layer.router._asked
+    moved.router._asked = place.to("meta")
+    for one in (layer, moved):
+        one(tokens_of(0, 20), Step.causal(1, 20))
+    assert layer.router._asked is place and place[-1] == 1
+    assert torch.equal(end(layer), end(moved)) and not place.any()
+
+
 def check_layout(plan: ParallelPlan) -> None:
     """Micro-batches of the ranks of dp are as many of one rank; tp ranks ask together. A rank without tokens asks for nothing."""
     groups = ProcessGroups.build(plan)

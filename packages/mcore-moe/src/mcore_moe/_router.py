@@ -68,8 +68,9 @@ class TopKRouter(nn.Module):
         self.bias = nn.Parameter(torch.empty(num_experts, dtype=dtype, device=device)) if biased else None
         expert_bias = torch.zeros(num_experts, dtype=torch.float32, device=device) if config.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", expert_bias)
-        # Of quantile balancing: the biases that the micro-batches of this global batch ask for, added up, and their number. [E + 1].
-        self._asked: Tensor | None = None
+        # Of quantile balancing: the biases that the micro-batches of this global batch ask for, added up, and their number. [E + 1]. Made
+        # here, because what a graph makes it makes again at every replay.
+        self._asked = torch.zeros(num_experts + 1, dtype=torch.float32, device=device)
         if config.moe_router_force_load_balancing:
             warnings.warn("moe_router_force_load_balancing=True routes at random: for benchmarks only", stacklevel=2)
 
@@ -134,19 +135,23 @@ class TopKRouter(nn.Module):
         scores_TE = selection_scores(logits_TE, config.moe_router_score_function, pre_softmax=config.moe_router_pre_softmax)
         valid_T = None if tokens.valid_T is None else all_gather(tokens.valid_T.to(torch.uint8), group).bool()
         asked_E = quantile_bias(all_gather(scores_TE, group), bias_E, config.moe_router_topk, valid_T)
-        if self._asked is None:
-            self._asked = asked_E.new_zeros(len(asked_E) + 1)
         asked = torch.cat([asked_E, asked_E.new_ones(1)])
-        self._asked += asked if valid_T is None else torch.where(valid_T.any(), asked, 0)
+        self._asked_at(bias_E.device).add_(asked if valid_T is None else torch.where(valid_T.any(), asked, 0))
 
     def _mean_asked(self, bias_E: Tensor) -> Tensor:
         """Of all micro-batches and ranks, around 0; the bias as it is where none asked."""
-        asked = torch.zeros(len(bias_E) + 1, device=bias_E.device) if self._asked is None else self._asked
+        asked = self._asked_at(bias_E.device)
         total = all_reduce(asked, self.groups.tp_dp_cp)
         mean_E = total[:-1] / total[-1].clamp(min=1)
         moved_E = torch.where(total[-1] > 0, mean_E - mean_E.mean(), bias_E)
         asked.zero_()
         return moved_E
+
+    def _asked_at(self, device: torch.device) -> Tensor:
+        """``_asked`` where the bias is, which moves with the model, or is given a place there later."""
+        if self._asked.device != device:
+            self._asked = torch.zeros_like(self._asked, device=device)
+        return self._asked
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before = self.expert_bias
