@@ -7,7 +7,9 @@ import contextlib
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,6 +131,27 @@ def test_an_answer_that_is_given_up_or_too_long_or_whose_model_fails_is_lost_alo
     assert good == again == pytest.approx(scored(rewards, "b"))
     assert isinstance(long, LostError) and "has 54 tokens with it, max_tokens=20" in str(long)
     assert isinstance(failed, LostError) and "no memory" in str(failed)
+
+
+def test_one_batch_is_scored_at_a_time_whatever_event_loops_ask() -> None:
+    rewards, running, most = reward_model(), [0], [0]
+    head, both = rewards.head.forward, threading.Barrier(2)
+
+    def watched(hidden: torch.Tensor) -> torch.Tensor:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        time.sleep(0.05)
+        running[0] -= 1
+        return head(hidden)
+
+    def ask(answer: str) -> float:
+        both.wait(10)
+        return scored(rewards, answer)
+
+    rewards.head.forward = watched  # type: ignore[method-assign]
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(ask, ["a", "b"])
+    assert most == [1] and (one, other) == pytest.approx((scored(rewards, "a"), scored(rewards, "b")))
 
 
 def test_a_policy_is_judged_by_a_model_in_place_of_its_environment(caplog: pytest.LogCaptureFixture) -> None:

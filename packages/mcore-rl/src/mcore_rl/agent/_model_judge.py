@@ -3,9 +3,11 @@
 """Rewards by a model: one with a value head, or one that is asked for its verdict."""
 
 import asyncio
+import contextlib
 import json
 import re
 import string
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -262,7 +264,7 @@ class _Waiting:
 class RewardModel:
     """Rewards are the values of a model with a value head, at the last token of problem and answer.
 
-    Answers that wait are scored together, in a thread, one batch at a time.
+    Answers that wait are scored together, in a thread, one batch at a time, whatever event loops they come from.
 
     Args:
         model: whole on this rank, with the weights of a reward model.
@@ -295,6 +297,7 @@ class RewardModel:
         self.model, self.head, self.max_tokens, self.max_batch_size = model, head, max_tokens, max_batch_size
         self._encode = encode
         self._waiting: dict[asyncio.AbstractEventLoop, _Waiting] = {}
+        self._lock = threading.Lock()
 
     async def score(self, response: str, problem: Problem) -> float:
         """The value of an answer.
@@ -344,5 +347,7 @@ class RewardModel:
         valid = torch.arange(tokens.shape[1]) < lengths[:, None]
         device = self.head.weight.device
         batch = Batch(tokens=tokens.to(device), labels=tokens.to(device), loss_mask=valid.float().to(device), valid=valid.to(device))
-        [values] = score(self.model, [batch], lambda output, _: self.head(output.hidden), groups=self.head.groups)
-        return values.cpu()[torch.arange(len(rows)), lengths - 1].tolist()
+        # The first GPU is the current one of a new thread, and the model may be on another.
+        with self._lock, torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            [values] = score(self.model, [batch], lambda output, _: self.head(output.hidden), groups=self.head.groups)
+            return values.cpu()[torch.arange(len(rows)), lengths - 1].tolist()
