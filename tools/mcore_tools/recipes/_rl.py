@@ -372,7 +372,6 @@ class RLConfig:
             raise ValueError(f"{named[0]} needs no engines of their own ranks; leave it at its default, or set rl.placement=none")
         if self.num_groups < self.placement.num_engines:
             raise ValueError(f"num_groups={self.num_groups} must be at least placement.num_engines={self.placement.num_engines}; raise it")
-
         if self.placement.timeout_s <= self.rollout_timeout_s:
             raise ValueError(
                 f"placement.timeout_s={self.placement.timeout_s:g} must be above rollout_timeout_s={self.rollout_timeout_s:g}: trainers "
