@@ -3,7 +3,8 @@
 """FlashAttention 3 over a paged cache: the only file that imports it, and imported only by who chose it.
 
 Written against the documented interface of ``flash_attn_with_kvcache`` of FlashAttention 3 (``flash_attn_interface``, folder hopper of
-github.com/Dao-AILab/flash-attention, 3.0.0b1), and tested on a GPU where it is installed, else against a stand-in that computes the same call.
+github.com/Dao-AILab/flash-attention, 3.0.0b1), and tested on a GPU where it is installed, else against a stand-in that computes the same
+call.
 """
 
 # pyright: reportMissingImports=false
