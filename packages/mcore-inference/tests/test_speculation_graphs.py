@@ -190,10 +190,17 @@ def check_sizes() -> None:
     executor = engine._executor
     assert executor.proposal_graphs is not None and executor.drafts is not None and executor.drafts.graphs is not None
     assert [str(size) for size in executor.proposal_graphs._sizes] == ["[5]: 1 P + 0 D", "[10]: 2 P + 0 D", "[12]: 3 P + 0 D"]
+    # A head's pass has no more tokens than the step before it, and those that the head before left over.
+    passes = ["[12]: 3 P + 0 D", "[15]: 3 P + 0 D", *["[3]: 0 P + 3 D"] * 2]
+    assert [str(size) for size in executor.drafts.graphs._sizes(3)] == passes
     engine.warm_up()
     assert set(executor.drafts.graphs._recorded) == {(rows, ranked) for rows in (1, 2, 3) for ranked in (False, True)}
     executor.clear_graphs()
     assert not executor.drafts.graphs._recorded and not executor.proposal_graphs._recorded
+    # With many requests passes are as large as recorded steps, whose memory is known to be there.
+    drafts = build("mtp, more", "cpu", torch.float64, max_requests=5000, max_tokens=5000)._executor.drafts
+    assert drafts is not None and drafts.graphs is not None
+    assert [size.token_count for size in drafts.graphs._sizes(max(drafts.graphs._step_tokens))] == [2048, 4096, 2048, 2048]
 
 
 @pytest.mark.world(1)

@@ -30,7 +30,7 @@ class DraftGraphs:
     Args:
         compute: as of ``DraftRunner.run``; it neither waits for the device nor reads from it.
         builder: of the passes' steps.
-        rows: numbers of requests that are recorded, rising.
+        sizes: of the recorded steps that verify proposals, their requests rising; behind each as many requests are recorded.
         num_heads: as of ``DraftHeads``.
         num_tokens: proposed for a request, at most.
         pool: of the engine's recordings.
@@ -40,16 +40,17 @@ class DraftGraphs:
         self,
         compute: Callable[[Sequence[DraftInputs], SamplingRows], Tensor],
         builder: StepBuilder,
-        rows: Sequence[int],
+        sizes: Sequence[InferenceBatchDimensions],
         *,
         num_heads: int,
         num_tokens: int,
         pool: RecordingPool,
     ) -> None:
-        self._compute, self._builder, self._rows, self._pool = compute, builder, list(rows), pool
+        self._compute, self._builder, self._pool = compute, builder, pool
+        self._step_tokens = {size.req_count: size.token_count for size in sizes}
         self._num_heads, self._num_tokens = num_heads, num_tokens
         self._recorded: dict[tuple[int, bool], Recording] = {}
-        most = self._rows[-1]
+        most = max(self._step_tokens)
         self._words = torch.zeros(sum(sum(self._layout(size)) for size in self._sizes(most)), dtype=torch.int32, device=builder.device)
         self._settings = torch.zeros(len(_SETTINGS) * most, dtype=torch.int64, device=builder.device)
         self.request_counts: Counter[int] = Counter()
@@ -63,7 +64,7 @@ class DraftGraphs:
             settings: of the S requests, on the host.
         """
         num_requests = len(settings.seed)
-        rows = next((rows for rows in self._rows if rows >= num_requests and self._holds(rows, passes)), None)
+        rows = next((rows for rows in self._step_tokens if rows >= num_requests and self._holds(rows, passes)), None)
         if rows is None:
             return None
         key = rows, settings.has_ranks or settings.has_min_p
@@ -77,7 +78,7 @@ class DraftGraphs:
 
     def record_all(self) -> None:
         """Record what is not recorded yet, that of the most requests first."""
-        for rows in reversed(self._rows):
+        for rows in reversed(self._step_tokens):
             for ranked in (False, True):
                 if (rows, ranked) not in self._recorded:
                     self._record(rows, ranked)
@@ -93,7 +94,7 @@ class DraftGraphs:
 
     def _sizes(self, rows: int) -> list[InferenceBatchDimensions]:
         """Of each pass."""
-        heads = [InferenceBatchDimensions(rows * (self._num_tokens + number), rows, 0) for number in range(1, self._num_heads + 1)]
+        heads = [InferenceBatchDimensions(self._step_tokens[rows] + rows * before, rows, 0) for before in range(self._num_heads)]
         return heads + [InferenceBatchDimensions(rows, 0, rows)] * (self._num_tokens - self._num_heads)
 
     def _holds(self, rows: int, passes: Sequence[DraftPass]) -> bool:

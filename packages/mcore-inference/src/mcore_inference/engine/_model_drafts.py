@@ -18,6 +18,7 @@ from mcore_inference.context import DynamicInferenceContext, HostStep, StepBuild
 from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._draft_graphs import DraftGraphs
 from mcore_inference.engine._draft_passes import DraftInputs, DraftPass, DraftRunner
+from mcore_inference.engine._mixed_graphs import proposal_sizes
 from mcore_inference.engine._recording_pool import RecordingPool
 from mcore_inference.sampling import SamplingRows
 from mcore_inference.speculation import DraftHeads, EagleHeads, EagleSpeculation, MtpHeads, MtpSpeculation
@@ -98,7 +99,9 @@ class ModelDrafts:
         self.graphs: DraftGraphs | None = None
         if recorded is not None and not _cuts_on_host(builder) and (model.mtp is None or not reads_rows(model.mtp)):
             rows, pool = recorded
-            self.graphs = DraftGraphs(self._runner.run, builder, rows, num_heads=heads.num_heads, num_tokens=self.num_tokens, pool=pool)
+            if sizes := proposal_sizes(rows, 1 + self.num_tokens, context.max_tokens):
+                counts = {"num_heads": heads.num_heads, "num_tokens": self.num_tokens}
+                self.graphs = DraftGraphs(self._runner.run, builder, sizes, **counts, pool=pool)
         self._fresh: list[_Segment] = []
         self._trails: dict[ActiveRequest, _Trail] = {}
 
