@@ -412,9 +412,14 @@ def test_other_arguments_of_a_request_are_checked_too(make_engine: Make) -> None
     for params in ({}, {"temperature": 0}, "greedy", SamplingParams):
         with pytest.raises(ValueError, match="sampling_params is a"):
             engine.add_request([1], params)
-    for field in ({"termination_id": 64}, {"stop_token_ids": [64]}, {"logit_bias": {64: 1.0}}):
+    for field in ({"termination_id": 64}, {"stop_token_ids": [64]}, {"logit_bias": {64: 1.0}}, {"allowed_token_ids": [64]}):
         with pytest.raises(ValueError, match=f"{next(iter(field))} holds .64.; token ids are from 0 to 63"):
             engine.add_request([1], SamplingParams(**field))
+    few: dict[str, Any] = {"allowed_token_ids": [5, 6], "stop_token_ids": [5], "num_tokens_to_generate": 3}
+    with pytest.raises(ValueError, match="min_tokens=2 leaves nothing to draw: all allowed_token_ids end the output; allow others"):
+        engine.generate([[1]], SamplingParams(**few, termination_id=6, min_tokens=2))
+    [record] = engine.generate([[1]], SamplingParams(**few, min_tokens=2))
+    assert record.generated_tokens[:2] == [6, 6]
     with pytest.raises(ValueError, match="sampling_params holds a dict"):
         engine.generate([[1]], [{}])
     with pytest.raises(ValueError, match="prompts is one string"):

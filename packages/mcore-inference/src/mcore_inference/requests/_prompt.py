@@ -52,7 +52,8 @@ def stop_tokens(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size:
     """Ids that end a request's output.
 
     Raises:
-        ValueError: stop words without tokenizer, or an id of the settings outside the vocabulary.
+        ValueError: stop words without tokenizer, an id of the settings outside the vocabulary, or ``min_tokens`` where all allowed ids end
+            the output.
     """
     if params.stop_words and tokenizer is None:
         raise ValueError("stop_words need a tokenizer; give the engine one, or use stop_token_ids")
@@ -70,6 +71,10 @@ def stop_tokens(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size:
         ids |= set(tokenizer.stop_token_ids)
     if ending is not None and ending >= 0 and not params.ignore_eos:
         ids.add(ending)
+    if params.min_tokens and params.allowed_token_ids and ids.issuperset(params.allowed_token_ids):
+        raise ValueError(
+            f"min_tokens={params.min_tokens} leaves nothing to draw: all allowed_token_ids end the output; allow others, or leave it at 0"
+        )
     # A tokenizer may know more ids than are drawn.
     return frozenset(token for token in ids if token < vocab_size)
 
