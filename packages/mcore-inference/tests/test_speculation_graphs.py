@@ -195,6 +195,10 @@ def check_sizes() -> None:
     assert [str(size) for size in executor.drafts.graphs._sizes(3)] == passes
     engine.warm_up()
     assert set(executor.drafts.graphs._recorded) == {(rows, ranked) for rows in (1, 2, 3) for ranked in (False, True)}
+    # A prompt without proposals beside it: nothing but its last logits.
+    engine.generate([list(range(9))], SamplingParams(num_tokens_to_generate=1))
+    assert executor.mixed_graphs is not None
+    assert (executor.mixed_graphs.step_counts.total(), executor.proposal_graphs.step_counts.total()) == (1, 0)
     executor.clear_graphs()
     assert not executor.drafts.graphs._recorded and not executor.proposal_graphs._recorded
     # With many requests passes are as large as recorded steps, whose memory is known to be there.

@@ -326,7 +326,9 @@ class Executor:
             logits_RV = self.graphs.run(host, self.agreed_rows)
             if logits_RV is not None:
                 return logits_RV if len(rows) == num_tokens else logits_RV[builder.send(rows)]
-        for graphs in (self.proposal_graphs, self.mixed_graphs):
+        # Without proposals few logits are read; recordings for proposals compute all.
+        wide = (self.proposal_graphs, self.mixed_graphs)
+        for graphs in wide if len(rows) > len(host.lengths_R) else wide[::-1]:
             if graphs is not None and num_tokens != len(host.lengths_R):
                 logits_NV = graphs.run(host, rows)
                 if logits_NV is not None:
