@@ -236,10 +236,11 @@ class StepBuilder:
         both = tiles.reshape(2, layout.num_tiles)
         both[0], both[0, : len(tile_rows)], both[1, : len(firsts)] = empty, tile_rows, firsts
         read[: len(rows)] = rows
-        # Places without a token have no state of their own: those of prompts name one that no row has, and leave it as it is.
-        free = np.setdiff1d(np.arange(len(self.last_tokens)), host.lines_R)
-        lines[:D], lines[D:] = -1, free[0] if len(free) else -1
-        lines[place_R] = host.lines_R
+        if self.states is not None:
+            # Places without a token have no state of their own: those of prompts name one that no row has, and leave it as it is.
+            free = np.setdiff1d(np.arange(len(self.last_tokens)), host.lines_R)
+            lines[:D], lines[D:] = -1, free[0] if len(free) else -1
+            lines[place_R] = host.lines_R
         return words
 
     def num_mixed_words(self, size: InferenceBatchDimensions) -> int:
