@@ -4,7 +4,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -252,6 +252,31 @@ def test_weights_are_loaded_between_steps(engine: DynamicInferenceEngine) -> Non
             assert record.num_generated == 50
             with pytest.raises(ValueError, match="did not come"):
                 await runner.call(lambda: engine.load_weights([]))
+
+    asyncio.run(main())
+
+
+def test_what_was_run_before_a_load_is_answered_before_its_chunks_come(engine: DynamicInferenceEngine) -> None:
+    weights = [(shard.name, shard.parameter.detach().clone()) for shard in named_shards(engine.model)]
+    is_answered, begin = threading.Event(), threading.Event()
+
+    def chunks() -> Iterator[tuple[str, torch.Tensor]]:
+        assert is_answered.wait(20)
+        yield from weights
+
+    async def main() -> None:
+        with EngineRunner(engine) as runner:
+            # Both come while the engine's thread runs another call, and so are run together.
+            blocking = asyncio.ensure_future(runner.call(lambda: begin.wait(20)))
+            while not runner._begun:
+                await asyncio.sleep(0.001)
+            before = asyncio.ensure_future(runner.call(lambda: 1))
+            load = asyncio.ensure_future(runner.load_weights(chunks()))
+            await asyncio.sleep(0)
+            begin.set()
+            assert await before == 1
+            is_answered.set()
+            await asyncio.gather(blocking, load)
 
     asyncio.run(main())
 

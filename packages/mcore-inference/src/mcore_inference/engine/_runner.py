@@ -249,13 +249,19 @@ class EngineRunner:
         if self._loads is not None:
             await self._load_together(self._loads, chunks, version, in_flight)
             return
+
+        def load() -> None:
+            # It may take long, and what gives the chunks may wait for what was run before.
+            self._give_results()
+            self._calls.load_weights(chunks, version, in_flight="recompute" if in_flight == "drain" else in_flight)
+
         if in_flight != "drain":
-            await self.call(lambda: self._calls.load_weights(chunks, version, in_flight=in_flight))
+            await self.call(load)
             return
         await self.call(self._hold_queue)
         try:
             await self._until(lambda: not self.engine.num_in_flight)
-            await self.call(lambda: self._calls.load_weights(chunks, version))
+            await self.call(load)
         finally:
             self._send(_Command(lambda: self._change_holds(-1), lambda: None))
 
