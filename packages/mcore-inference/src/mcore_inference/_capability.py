@@ -139,7 +139,7 @@ def graph_obstacle(model: GPTModel) -> str | None:
             return (
                 f"layers.{number} is a {type(layer.mixer).__name__} of sizes without a decode kernel; use fewer channels of a head's state"
             )
-        if layer.mlp is not None and type(layer.mlp) is not MLP and not _stays_on_device(layer.mlp):
+        if reads_rows(layer):
             return (
                 f"layers.{number}.mlp is a {type(layer.mlp).__name__} that reads numbers of rows back to the host; build the model in "
                 "bfloat16 on a GPU, with backend=None"
