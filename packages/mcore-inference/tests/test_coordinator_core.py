@@ -232,6 +232,37 @@ def test_engines_that_are_silent_together_end_a_stop_and_not_the_coordinator() -
     assert group.core.state is GroupState.STOPPED and not group.core.num_engines
 
 
+@pytest.mark.parametrize("how", ["unreachable", "ended", "left"])
+def test_an_engine_that_is_gone_during_a_stop_is_stopped_and_during_a_pause_is_lost(how: str) -> None:
+    def end(engine: bytes, name: str) -> None:
+        if how == "unreachable":
+            # It acknowledged and closed, and neither was read before the answer to its heartbeat was sent.
+            group.lose(engine)
+        elif how == "ended":
+            group._take(group.core.lose(name, "its process ended", group.now))
+        else:
+            group.send(engine, Disconnect())
+
+    group = Group(engines=3, clients=1)
+    group.send(b"c0", Pause(call=6))
+    end(b"e2", "dp-2")
+    for engine in (b"e0", b"e1"):
+        group.send(engine, SignalAck(call=group.got(engine, Pause)[0].call))
+    (refusal,) = group.got(b"c0", Refusal)
+    assert refusal.call == 6 and "dp-2" in refusal.message
+    for number in (1, 2):
+        group.send(b"c0", submit(number, stream=True))
+    group.send(b"e0", partials(group.got(b"e0", SubmitRequest)[0].request_id))
+    group.send(b"c0", Stop(call=7))
+    end(b"e0", "dp-0")
+    assert group.core.state is GroupState.PAUSED and not group.got(b"c0", SignalAck)
+    group.send(b"e1", SignalAck(call=group.got(b"e1", Stop)[0].call))
+    assert group.core.state is GroupState.STOPPED and not group.core.num_engines and not group.core.num_open_requests
+    assert [message.call for message in group.got(b"c0", SignalAck)] == [7] and len(group.got(b"c0", Refusal)) == 1
+    failures = {(message.request_id, message.kind, message.message) for message in group.got(b"c0", Failure)}
+    assert failures == {(number, "EngineDeadError", "the engines were stopped") for number in (1, 2)}
+
+
 def test_a_client_that_is_gone_leaves_nothing_behind() -> None:
     group = Group(engines=1, clients=2)
     for number in range(3):

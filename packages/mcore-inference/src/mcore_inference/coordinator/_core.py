@@ -114,7 +114,7 @@ class CoordinatorCore:
     def unreachable(self, peer: bytes, now: float) -> Outbox:
         """What follows when a message could not be sent to a peer."""
         if peer in self._group.engines:
-            self._lose(peer, "its connection is gone", now)
+            self._lose(peer, "its connection is gone", now, has_ended=True)
         self._forget_client(peer, now)
         return self._group.flush()
 
@@ -135,7 +135,7 @@ class CoordinatorCore:
     def lose(self, name: str, reason: str, now: float) -> Outbox:
         """What follows when somebody knows that the engines of a name are gone."""
         for peer in [peer for peer, engine in self._group.engines.items() if engine.name == name]:
-            self._lose(peer, reason, now)
+            self._lose(peer, reason, now, has_ended=True)
         return self._group.flush()
 
     # -- peers -------------------------------------------------------------------------------------------------------
@@ -204,8 +204,8 @@ class CoordinatorCore:
                 return False
         return True
 
-    def _lose(self, peer: bytes, reason: str, now: float, *, tell: bool = True) -> None:
-        """An engine is gone: nobody waits for it."""
+    def _lose(self, peer: bytes, reason: str, now: float, *, tell: bool = True, has_ended: bool = False) -> None:
+        """An engine is gone, or given up: nobody waits for it."""
         engine = self._group.remove_engine(peer)
         if engine is None:
             # The loss of another one ended a stop, and with it all engines.
@@ -213,7 +213,7 @@ class CoordinatorCore:
         if tell:
             self._send(peer, Refusal(call=-1, message=f"you were given up: {reason}; register again"))
         self._requests.lose(engine, reason, now, tell=tell)
-        self._operations.lose(peer, engine, reason, now)
+        self._operations.lose(peer, engine, reason, now, has_ended=has_ended)
 
     def _forget_client(self, peer: bytes, now: float) -> None:
         client = self._group.clients.pop(peer, None)
@@ -266,7 +266,7 @@ class CoordinatorCore:
         elif isinstance(message, Heartbeat):
             self._send(peer, Heartbeat())
         elif isinstance(message, Disconnect):
-            self._lose(peer, "it left", now, tell=False)
+            self._lose(peer, "it left", now, tell=False, has_ended=True)
 
     def _take_report(self, peer: bytes, engine: Engine, report: Report, now: float) -> None:
         self._group.past.check_growth(engine.stats, report.stats)

@@ -33,6 +33,10 @@ class Group:
     def is_loading(self) -> bool:
         return self.operation is not None and self.operation.load is not None
 
+    @property
+    def is_stopping(self) -> bool:
+        return self.operation is not None and self.operation.target is GroupState.STOPPED
+
     def eligible(self) -> list[bytes]:
         """Engines that take requests: those with the weights of the last load, or of the last one that ended well."""
         for version in (self.version, self.loaded):

@@ -17,6 +17,7 @@ _DEFAULT_BUDGET = 256
 _CHARACTERS_PER_TOKEN = 4
 _MAX_BUDGET = 2**32
 """That a request counts with, so that sums of them stay small."""
+_STOPPED = "the engines were stopped"
 
 
 class OpenRequests:
@@ -103,6 +104,9 @@ class OpenRequests:
         """An engine is gone: its requests go to others where that changes nothing for the client, and endangers no other engine."""
         for attempt in list(engine.requests):
             request = self._attempts.pop(attempt)
+            if self._group.is_stopping:
+                self._fail(request, "EngineDeadError", _STOPPED)
+                continue
             # A form is compiled by native code, which may have ended the engine. One that leaves by itself (tell=False) was not ended.
             is_suspect = tell and request.message.sampling_params.get("structured_output") is not None
             if request.started or is_suspect or request.retries >= self._config.max_retries:
@@ -130,9 +134,10 @@ class OpenRequests:
         while self._homeless and now - self._homeless[0].arrived > limit:
             self._fail(self._homeless.popleft(), "EngineLostError", f"there was no engine for {limit:g} s")
 
-    def fail_all(self, kind: str, message: str) -> None:
+    def stop(self) -> None:
+        """End all, with the engines."""
         for request in [*self._attempts.values(), *self._homeless]:
-            self._fail(request, kind, message)
+            self._fail(request, "EngineDeadError", _STOPPED)
         self._attempts.clear()
         self._homeless.clear()
 

@@ -65,14 +65,15 @@ class Operations:
             return []
         return [(peer, f"it did not answer {name_of(operation.signal)} within {timeout_s:g} s") for peer in sorted(operation.waiting)]
 
-    def lose(self, peer: bytes, engine: Engine, reason: str, now: float) -> None:
-        """An engine is gone, and nobody waits for it."""
+    def lose(self, peer: bytes, engine: Engine, reason: str, now: float, *, has_ended: bool) -> None:
+        """An engine is lost, and nobody waits for it; one that has ended is as stopped as one that said so, which may be on its way."""
         operation = self._group.operation
         if operation is None:
             return
         engines = {} if operation.load is None else operation.load.engines
         if peer in operation.waiting or peer in engines:
-            operation.lost.append(f"{engine.name}: {reason}")
+            if not (has_ended and self._group.is_stopping):
+                operation.lost.append(f"{engine.name}: {reason}")
             engines.pop(peer, None)
             if peer in operation.waiting or not engines:
                 operation.waiting.discard(peer)
@@ -124,7 +125,7 @@ class Operations:
             return
         group.operation, group.state = None, operation.target
         if isinstance(operation.signal, Stop):
-            self._requests.fail_all("EngineDeadError", "the engines were stopped")
+            self._requests.stop()
             for peer in list(group.engines):
                 group.remove_engine(peer)
         if operation.lost:
