@@ -4,7 +4,7 @@
 
 import gc
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -533,6 +533,17 @@ def test_nothing_is_collected_during_a_capture_and_everything_is_as_before() -> 
         gc.enable()
 
 
+@pytest.fixture
+def nothing_is_frozen() -> Iterator[None]:
+    """As before the tests were collected, and after it as before the test."""
+    was_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    yield
+    if was_frozen:
+        gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_is_frozen")
 def test_whether_what_exists_is_frozen_follows_the_choice_the_version_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     # What was loaded when the tests were collected.
     gc.unfreeze()
