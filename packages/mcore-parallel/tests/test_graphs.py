@@ -533,6 +533,17 @@ def test_nothing_is_collected_during_a_capture_and_everything_is_as_before() -> 
         gc.enable()
 
 
+def test_collections_come_back_behind_the_last_of_several_threads_and_not_before() -> None:
+    first, second = collection_paused(), collection_paused()
+    first.__enter__()
+    second.__enter__()
+    # As of two threads: the one that began first ends first.
+    first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+
+
 @pytest.fixture
 def nothing_is_frozen() -> Iterator[None]:
     """As before the tests were collected, and after it as before the test."""

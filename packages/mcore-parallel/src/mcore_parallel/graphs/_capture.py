@@ -4,6 +4,7 @@
 
 import contextlib
 import gc
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -29,21 +30,46 @@ def _torch_collects() -> bool:
     return torch.__version__ < FREEZE_GC_MAX_TORCH_VERSION or bool(torch.compiler.config.force_cudagraph_gc)
 
 
+class _Pauses:
+    """Those in progress, in all threads. Python has one switch: a thread that puts back what it found turns collections on for others, or
+    off for good."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count, self._was_enabled = 0, False
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._count:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._count += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count and self._was_enabled:
+                gc.enable()
+
+
+_PAUSES = _Pauses()
+"""Of the process, as the switch is."""
+
+
 @contextlib.contextmanager
 def collection_paused(freeze: bool | None = None) -> Iterator[None]:
     """No automatic collection inside: one that frees a tensor, an event or a graph in the middle of a capture breaks it.
 
     Where torch itself collects at every capture, what exists already is frozen, so that each of these collections looks at the new objects
-    only. Afterwards everything is as before.
+    only. Afterwards everything is as before; where several threads pause, behind the last of them.
 
     Args:
         freeze: freeze what exists; None for where torch collects: before ``FREEZE_GC_MAX_TORCH_VERSION``, and with
             ``torch.compiler.config.force_cudagraph_gc``.
     """
-    was_enabled = gc.isenabled()
     # What is frozen already was frozen by somebody else, who thaws it.
     freeze = (_torch_collects() if freeze is None else freeze) and not gc.get_freeze_count()
-    gc.disable()
+    _PAUSES.begin()
     if freeze:
         gc.freeze()
     try:
@@ -51,8 +77,7 @@ def collection_paused(freeze: bool | None = None) -> Iterator[None]:
     finally:
         if freeze:
             gc.unfreeze()
-        if was_enabled:
-            gc.enable()
+        _PAUSES.end()
 
 
 _R = TypeVar("_R")
