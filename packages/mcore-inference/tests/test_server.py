@@ -4,6 +4,7 @@
 
 import contextlib
 import functools
+import gc
 import json
 import math
 import random
@@ -26,6 +27,7 @@ from mcore_inference.server._bodies import _read
 from mcore_inference.server._errors import ApiError
 from mcore_inference.server._schema import ChatBody, CompletionBody, DetokenizeBody
 from mcore_parallel.data import ByteTokenizer
+from mcore_parallel.graphs import collection_paused
 
 Make = Callable[..., Any]
 TOKENIZER = ByteTokenizer()
@@ -633,6 +635,13 @@ def test_a_prompt_of_too_many_tokens_is_refused_before_they_are_looked_at(prompt
     # While no engine is there its limit is not known.
     unlimited = _read(CompletionBody, json.dumps({"prompt": prompt}).encode(), 0)
     assert isinstance(unlimited, CompletionBody) or "2147483648" in unlimited.message
+
+
+def test_reading_a_body_turns_no_collections_on_that_a_recording_has_off() -> None:
+    with collection_paused():
+        read = _read(CompletionBody, b'{"prompt": "x"}', 0)
+        assert isinstance(read, CompletionBody) and not gc.isenabled()
+    assert gc.isenabled()
 
 
 def nested(levels: int) -> dict[str, Any]:

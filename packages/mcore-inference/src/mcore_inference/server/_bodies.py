@@ -2,7 +2,6 @@
 # Copyright (c) 2026 the mcore authors
 """Reading the bodies of requests."""
 
-import gc
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -12,6 +11,7 @@ from pydantic_core import from_json
 
 from mcore_inference.server._errors import ApiError
 from mcore_inference.server._stream import read_body
+from mcore_parallel.graphs import collection_paused
 
 Body = TypeVar("Body", bound=BaseModel)
 _MAX_BRACKETS = 2**18
@@ -66,8 +66,11 @@ def _read(model: type[Body], raw: bytes, longest: int) -> Body | ApiError:
     if (brackets := raw.count(b"[") + raw.count(b"{")) > _MAX_BRACKETS:
         return ApiError(422, f"the body has {brackets} brackets [ and {{; at most {_MAX_BRACKETS} are read", code="invalid_body")
     # Each few hundred lists of a body begin one of Python's collections, which would cost ten times the reading of them all.
-    was_enabled = gc.isenabled()
-    gc.disable()
+    with collection_paused(freeze=False):
+        return _checked(model, raw, longest)
+
+
+def _checked(model: type[Body], raw: bytes, longest: int) -> Body | ApiError:
     try:
         # Not at once by pydantic, which copies what is at fault into each error: a list of 100,000 twice.
         body = from_json(raw, cache_strings="keys")
@@ -80,6 +83,3 @@ def _read(model: type[Body], raw: bytes, longest: int) -> Body | ApiError:
         return error.with_traceback(None)
     except ValueError as error:
         return ApiError(400, f"Invalid JSON: {error}"[:2000], code="invalid_body")
-    finally:
-        if was_enabled:
-            gc.enable()
