@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -272,6 +273,23 @@ def test_when_engines_are_given_up_open_requests_are_told_and_all_servers_end(co
         ending.join()
         assert isinstance(ending.error, EngineDeadError) and "all engines are given up" in str(ending.error)
         assert [process.exitcode for process in processes] == [75, 75]
+
+
+def test_a_server_hangs_after_many_looks_without_a_beat_and_not_after_all_were_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_api_servers, "_HUNG_S", 1.0)
+    with contextlib.closing(ServerGroup("127.0.0.1", 0, 1)) as group:
+        server: Any = _api_servers._ApiServer(end, group.member(0), 0.0)
+        server.process, server.is_ready = SimpleNamespace(exitcode=None, pid=7), True
+        server._pipe = SimpleNamespace(send=lambda message: None)
+        server.open(CoordinatedEngines("tcp://127.0.0.1:1", CoordinatorSecurity()))
+        for _ in range(3):
+            group.counts().beat()
+            # An hour between two looks says nothing.
+            begin = time.monotonic()
+            monkeypatch.setattr(time, "monotonic", lambda begin=begin: begin + 3600.0)
+            assert [server.look() for _ in range(9)] == [None] * 9
+        ends = [server.look() for _ in range(3)]
+        assert "API server 0 (process 7) gave no sign of life for 1 s" in ends
 
 
 def test_servers_that_end_again_and_again_end_the_service_by_name(

@@ -67,8 +67,8 @@ class _ApiServer:
 
     def open(self, engines: CoordinatedEngines) -> None:
         """Let it serve, once its libraries are loaded."""
-        self.opened = self._beaten = time.monotonic()
-        self._num_beats = self._counts.num_beats
+        self.opened = time.monotonic()
+        self._num_beats, self._num_silent = self._counts.num_beats, 0
         self._send((engines.address, engines.security))
 
     def fail(self, reason: str) -> None:
@@ -80,8 +80,8 @@ class _ApiServer:
         with contextlib.suppress(OSError):
             self._pipe.send(message)
 
-    def look(self, now: float) -> str | None:
-        """Why it serves no more; None while it does, or may.
+    def look(self) -> str | None:
+        """Why it serves no more; None while it does, or may. To be called every ``_POLL_S``.
 
         Raises:
             ValueError: what it was asked for cannot be; it said why.
@@ -98,10 +98,11 @@ class _ApiServer:
                     raise ValueError(refusal)
         if self.process.exitcode is not None:
             return f"{self.name} (process {self.process.pid}) ended with exit code {self.process.exitcode}"
-        if self._counts.num_beats != self._num_beats:
-            self._num_beats, self._beaten = self._counts.num_beats, now
-        patience_s = _HUNG_S if self.is_ready else _START_S
-        if now - self._beaten > patience_s:
+        # Counted by looks, not by a clock: where all processes were frozen for a while, none of them hangs.
+        num_beats, patience_s = self._counts.num_beats, _HUNG_S if self.is_ready else _START_S
+        self._num_silent = self._num_silent + 1 if num_beats == self._num_beats else 0
+        self._num_beats = num_beats
+        if self._num_silent * _POLL_S > patience_s:
             return f"{self.name} (process {self.process.pid}) gave no sign of life for {patience_s:g} s"
         return None
 
@@ -183,11 +184,10 @@ class ApiServers:
             time.sleep(_POLL_S)
 
     def _look_after(self, server: _ApiServer, engines: CoordinatedEngines) -> None:
-        now = time.monotonic()
-        if (end := server.look(now)) is None:
+        if (end := server.look()) is None:
             return
         server.kill()
-        server.early_ends = server.early_ends + 1 if now - server.opened < _EARLY_S else 0
+        server.early_ends = server.early_ends + 1 if time.monotonic() - server.opened < _EARLY_S else 0
         if server.early_ends >= _MAX_EARLY_ENDS:
             raise ApiServersError(f"{end}, {_MAX_EARLY_ENDS} times within a minute of its start; nothing is served any more")
         _LOG.error("%s and is started again; its open requests are lost", end)
