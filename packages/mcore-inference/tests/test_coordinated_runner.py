@@ -499,4 +499,4 @@ def test_a_stream_that_an_engine_refuses_has_the_status_of_its_refusal(runners: 
             http.post("/v1/completions", json={"prompt": "x", "stream": True}, timeout=0.3)
         asyncio.run(runners[0].unpause())
         until(lambda: coordinator.num_open_requests == 0, "the request of the client that left is aborted")
-        assert 'mcore_inference_http_responses_total{status="499"} 1.0' in http.get("/metrics").text
+        until(lambda: 'mcore_inference_http_responses_total{status="499"} 1.0' in http.get("/metrics").text, "it is one that left")
