@@ -16,6 +16,9 @@ from mcore_inference.server import ServerGroup, _group
 
 def test_nobody_connects_before_the_group_listens_and_then_the_address_is_taken() -> None:
     with contextlib.closing(ServerGroup("127.0.0.1", 0, 2)) as group, contextlib.closing(ServerGroup("127.0.0.1", group.port, 2)) as late:
+        for index in (-1, 2):
+            with pytest.raises(ValueError, match=f"index={index} must be"):
+                group.member(index)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", group.port))
         group.listen()

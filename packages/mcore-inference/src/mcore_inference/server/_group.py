@@ -175,8 +175,12 @@ class ServerGroup:
         return ServerCounts(self.num_servers, self.cells, index)
 
     def member(self, index: int) -> "GroupMember":
-        """One of the servers."""
-        return GroupMember(self, index)
+        """One of the servers.
+
+        Raises:
+            ValueError: it has no such server.
+        """
+        return GroupMember(self, as_integer("index", index, 0, self.num_servers - 1))
 
     def close(self) -> None:
         """Of this process; the port is free when all of them closed theirs."""
