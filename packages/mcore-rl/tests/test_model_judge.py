@@ -313,7 +313,7 @@ def test_a_server_that_hangs_or_refuses_loses_the_answer() -> None:
         (lambda: LLMJudge(Says(""), num_tries=0), "num_tries=0 must be at least 1"),
         (lambda: LLMJudge(Says(""), max_concurrency=0), "max_concurrency=0 must be at least 1"),
         (lambda: ModelJudge(Asked("asked"), LLMJudge(Says("")), judge_timeout_s=0), "judge_timeout_s=0 of environment 'asked'"),
-        (lambda: ChatEndpoint("http://host/v1", model="judge"), "must be http"),
+        (lambda: ChatEndpoint("http://127.0.0.1/v1", model="judge"), "must be http"),
         (lambda: reward_model(max_batch_size=0), "max_batch_size=0 must be at least 1"),
         (lambda: RewardModel(torch.nn.Identity(), _divided(), lambda *_: [1], max_tokens=8), "each rank judges for itself"),
     ],
