@@ -48,7 +48,7 @@ from mcore_parallel.training.distill import (
 )
 from mcore_tools._quiet_pipe import quiet_pipe
 from mcore_tools.arguments import Parser
-from mcore_tools.assembly import DTYPES, Samples, build_stage, datasets, open_tokenizer, step_batches, validation_batches
+from mcore_tools.assembly import DTYPES, Samples, build_groups, build_stage, datasets, open_tokenizer, step_batches, validation_batches
 from mcore_tools.exit_code import under_way
 from mcore_tools.recipes import RECIPES, RunConfig, recipe
 from mcore_tools.reports import History
@@ -158,7 +158,7 @@ def record_rank(config: DistillConfig, kind: str) -> int:
         raise ValueError("store is empty; pass --set store=FOLDER to record into")
     device, student = device_of(kind), config.student
     weights = trained_weights("teacher", config.teacher)
-    groups = ProcessGroups.build(student.plan)
+    groups = build_groups(student)
     teacher = build_teacher(config, weights, groups, device)
     settings = LogProbStoreConfig(
         teacher=str(weights),
@@ -183,7 +183,7 @@ def distill_rank(config: DistillConfig, kind: str, watchdog: Watchdog | None = N
     device, run, losses = device_of(kind), config.student, config.build()
     begin = time.perf_counter()
     weights = None if config.store and not config.quantize else trained_weights("teacher", config.teacher)
-    groups = ProcessGroups.build(run.plan)
+    groups = build_groups(run)
     teacher = None if config.store or weights is None else build_teacher(config, weights, groups, device)
     source = LogProbStore(config.store, temperature=config.temperature) if teacher is None else teacher
     model = build_stage(run, groups, device)
@@ -210,7 +210,7 @@ def distill_rank(config: DistillConfig, kind: str, watchdog: Watchdog | None = N
             balancer=RatioBalancer(skip_lm_loss=config.skip_lm_loss, kd_loss_scale=config.kd_loss_scale),
         )
         pipeline = run.pipeline.build(run.plan.vpp)
-        options = {"writers": [history], "pipeline": pipeline, "watchdog": watchdog, "stop": stop}
+        options = {"history": history, "pipeline": pipeline, "watchdog": watchdog, "stop": stop}
         trainer = build_trainer(run, model, groups, objective, data, validation, **options)
         trainer.resume()
         with under_way():

@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 
 from mcore_ckpt import CheckpointManager
-from mcore_parallel import ProcessGroups
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.guard import Watchdog
 from mcore_parallel.models import GPTModel
@@ -47,7 +46,7 @@ from mcore_parallel.training.eagle import (
 )
 from mcore_tools._quiet_pipe import quiet_pipe
 from mcore_tools.arguments import Parser
-from mcore_tools.assembly import DTYPES, Samples, build_model, datasets, open_tokenizer, step_batches
+from mcore_tools.assembly import DTYPES, Samples, build_groups, build_model, datasets, open_tokenizer, step_batches
 from mcore_tools.exit_code import under_way
 from mcore_tools.recipes import RECIPES, RunConfig, recipe
 from mcore_tools.torchrun import tell_launcher
@@ -99,6 +98,11 @@ class EagleRun:
         if run.plan.pp > 1 or run.plan.cp > 1 or run.data_parallel != "ddp":
             degrees = f"run.plan.pp={run.plan.pp}, run.plan.cp={run.plan.cp}, run.data_parallel={run.data_parallel!r}"
             raise ValueError(f"{degrees}; a head has tp and ddp only, set both degrees to 1 and run.data_parallel=ddp")
+        unused = {"fp8": "none", "recompute": "none", "offload": "none", "batch_invariant": "false", "backend": "torch"}
+        for name, default in unused.items():
+            value = str(getattr(run, name))
+            if value.lower() != default:
+                raise ValueError(f"run.{name}={value} is for the layers of a model, and no head follows it; set run.{name}={default}")
         if run.train.dtype != target.train.dtype:
             raise ValueError(
                 f"run.train.dtype={run.train.dtype} and target.train.dtype={target.train.dtype} must be equal; set "
@@ -152,7 +156,7 @@ class Workshop:
         self.config = config
         self.device = device_of(kind)
         self.weights = trained_weights("target", config.target)
-        self.groups = ProcessGroups.build(config.run.plan)
+        self.groups = build_groups(config.run)
         tokenizer = open_tokenizer(config.run.data.tokenizer, config.target.model.vocab_size, "target.")
         self.samples: tuple[Samples, Samples] = datasets(config.run, tokenizer)
         self.architecture = config.architecture()

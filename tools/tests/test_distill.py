@@ -13,7 +13,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from mcore_ckpt import CheckpointingException
-from mcore_parallel import ProcessGroups
+from mcore_parallel import ProcessGroups, load_communicator_options
 from mcore_parallel.training import STOPPED_EXIT_CODE, model_state
 from mcore_tools.assembly import build_stage
 from mcore_tools.distill import DistillConfig, distill, distill_rank, main, record_rank
@@ -165,6 +165,25 @@ def test_the_command(teacher: RunConfig, tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(sys, "argv", ["distill", "--recipe", "gpt_tiny", "--teacher", "gpt_tiny", *words, *more])
         assert main() == 0
         assert message in capsys.readouterr().out
+    assert "logits_distillation_loss" in (tmp_path / "student" / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_student_follows_its_fields_of_the_world(teacher: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deterministic algorithms while it learns, and the choices of NCCL for its groups."""
+    (tmp_path / "nccl.json").write_text('{"dp": {"max_ctas": 4}}', encoding="utf-8")
+    seen: list[Any] = []
+    build = ProcessGroups.build
+
+    def building(*arguments: Any, options: Any = None) -> ProcessGroups:
+        seen.extend([torch.are_deterministic_algorithms_enabled(), options])
+        return build(*arguments, options=options)
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(ProcessGroups, "build", building)
+    few = ["train.steps=1", "train.warmup_steps=0", "train.deterministic=true", f"communicators={tmp_path / 'nccl.json'}"]
+    assert distill(DistillConfig(student=override(student(teacher, tmp_path / "runs"), few), teacher=teacher)) == 0
+    assert seen == [True, load_communicator_options(tmp_path / "nccl.json")]
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_choices_that_do_not_go_together_are_refused() -> None:

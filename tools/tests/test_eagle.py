@@ -121,6 +121,7 @@ def test_the_command(base: EagleRun, tmp_path: Path, monkeypatch: pytest.MonkeyP
     changes |= {"run.data.prefix": base.run.data.prefix, "run.data.tokenizer": base.run.data.tokenizer}
     sizes = {"steps": 2, "seq_len": 32, "eval_batches": 1, "warmup_steps": 0, "eval_interval": 0}
     changes |= {f"run.train.{name}": value for name, value in sizes.items()} | {"published": tmp_path / "published"}
+    changes |= {"run.train.deterministic": "true"}
 
     def command(verb: str, changes: dict[str, object]) -> int:
         words = [word for path, value in changes.items() for word in ("--set", f"{path}={value}")]
@@ -133,6 +134,7 @@ def test_the_command(base: EagleRun, tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert command(verb, changes) == 0
         assert message in capsys.readouterr().out
     assert (tmp_path / "published" / "model.safetensors").exists()
+    assert "accepted_tokens" in (tmp_path / "head" / "report.html").read_text(encoding="utf-8")
     for change, message in (
         ({"run.plan.pp": 2}, "a head has tp and ddp only"),
         ({"run.train.dtype": "bfloat16"}, "run.train.dtype=bfloat16 and target.train.dtype=float32 must be equal"),

@@ -113,6 +113,11 @@ def build_stage(
     return chunks[0] if len(chunks) == 1 else ModelChunks(chunks)
 
 
+def build_groups(config: RunConfig) -> ProcessGroups:
+    """The groups of ``config.plan``, on every rank of the world, with NCCL's choices of ``config.communicators``."""
+    return ProcessGroups.build(config.plan, options=load_communicator_options(config.communicators) if config.communicators else None)
+
+
 def assemble(config: RunConfig, device: torch.device | str, groups: ProcessGroups | None = None) -> Parts:
     """Groups, model, gradient sync, optimizer and schedule of this rank.
 
@@ -133,8 +138,7 @@ def assemble(config: RunConfig, device: torch.device | str, groups: ProcessGroup
         plan_pipeline(pipeline, config.plan.pp, max(1, size // (train.micro_batch_size * config.plan.dp)))
     overlap = Overlap() if config.pipeline.schedule == "combined" else None
     if groups is None:
-        options = load_communicator_options(config.communicators) if config.communicators else None
-        groups = ProcessGroups.build(config.plan, options=options)
+        groups = build_groups(config)
     model = build_stage(config, groups, device, overlap)
     if config.lora is not None:
         add_lora(model, config.lora, groups, seed=train.seed)

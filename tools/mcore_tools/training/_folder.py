@@ -35,28 +35,27 @@ def check_log(log: LogConfig, owner: str = "") -> None:
 
 def open_folder(config: RunConfig, history: History) -> list[Writer]:
     """Make the folder of a run, with its configuration and tokenizer; the writers of its numbers. On the first rank."""
-    output, log = Path(config.output), config.log
+    output = Path(config.output)
     output.mkdir(parents=True, exist_ok=True)
-    text = config_text(config)
-    (output / "config.yaml").write_text(text, encoding="utf-8")
+    (output / "config.yaml").write_text(config_text(config), encoding="utf-8")
     _keep_tokenizer(config.data.tokenizer, output / "tokenizer")
-    writers = run_writers(config)
-    writers.append(LiveReport(output / "report.html", output.name, config.train.steps, text, history) if log.html else history)
-    return writers
+    return run_writers(config, history)
 
 
-def run_writers(config: RunConfig) -> list[Writer]:
-    """What shows and keeps the numbers of each step: the terminal, ``train.jsonl``, and what ``log`` names. On the first rank."""
-    output, log = Path(config.output), config.log
+def run_writers(config: RunConfig, history: History) -> list[Writer]:
+    """What shows and keeps the numbers of each step: the terminal, ``train.jsonl``, ``history``, and what ``log`` names. On the first
+    rank."""
+    output, log, text = Path(config.output), config.log, config_text(config)
     writers: list[Writer] = [RichProgress(config.train.steps), JsonLinesWriter(output / "train.jsonl")]
     if log.tensorboard:
         writers.append(TensorBoardWriter(output / "tensorboard"))
-    shown: dict[str, Any] = yaml.safe_load(config_text(config)) if log.wandb_project or log.trackio_project else {}
+    shown: dict[str, Any] = yaml.safe_load(text) if log.wandb_project or log.trackio_project else {}
     if log.wandb_project:
         writers.append(WandbWriter(log.wandb_project, output, run_id=_identity(output / "wandb_run"), config=shown))
     if log.trackio_project:
         name = f"{output.name}-{_identity(output / 'trackio_run')}"
         writers.append(TrackioWriter(log.trackio_project, name=name, config=shown))
+    writers.append(LiveReport(output / "report.html", output.name, config.train.steps, text, history) if log.html else history)
     return writers
 
 

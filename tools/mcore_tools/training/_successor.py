@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from torch import nn
@@ -28,12 +29,13 @@ from mcore_parallel.training import (
 from mcore_tools.assembly import check_data, schedule
 from mcore_tools.exit_code import exit_code
 from mcore_tools.recipes import LoadConfig, RunConfig, add_fields_option, override
+from mcore_tools.reports import History
 from mcore_tools.torchrun import report_error
 from mcore_tools.training._check import check_run
 from mcore_tools.training._folder import run_checkpoints, run_writers
 from mcore_tools.training._start import first_folder
 from mcore_tools.training._stored import check_stored
-from mcore_tools.training._world import join, take_device
+from mcore_tools.training._world import join, reproducible, take_device
 
 C = TypeVar("C")
 
@@ -46,12 +48,12 @@ def build_trainer(
     data: Callable[[int], Iterator[Sequence[Batch]]],
     validation: Callable[[], Sequence[Batch]],
     *,
-    writers: Sequence[Writer] = (),
+    history: History | None = None,
     pipeline: Schedule | None = None,
     watchdog: Watchdog | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> Trainer:
-    """The loop around a model with ddp, with the lengths and folders of its run; ``writers`` are further ones of the first rank."""
+    """The loop around a model with ddp, with the lengths and folders of its run; ``history`` gets the numbers of the first rank."""
     if named := [*(["lora"] if run.lora is not None else []), *(["ddp"] if run.ddp is not None else []), *run.fields_of_train]:
         raise ValueError(f"{named[0]} is for `mcore train` and `mcore sft`; leave it at its default")
     stop = run.train.stop_of(stop)
@@ -62,7 +64,9 @@ def build_trainer(
     train = run.train
     outputs: list[Writer] = []
     if groups.world.is_first:
-        outputs = [*run_writers(run), *writers]
+        history = history or History()
+        history.extend(Path(run.output) / "train.jsonl", checkpoints.latest() or 0)
+        outputs = run_writers(run, history)
 
     def watched(consumed: int) -> Iterator[Sequence[Batch]]:
         stream = data(consumed)
@@ -96,7 +100,7 @@ def place(run: RunConfig, field: str) -> Iterator[tuple[str, Watchdog | None]]:
     """This rank's kind of device, and the watchdog of the world that torchrun or Slurm started; None without one.
 
     Args:
-        run: has the corpus.
+        run: has the corpus, and says whether torch's algorithms are deterministic meanwhile.
         field: that holds it in the command's config.
     """
     check_data(run, f"{field}.")
@@ -104,7 +108,7 @@ def place(run: RunConfig, field: str) -> Iterator[tuple[str, Watchdog | None]]:
     if dataclasses.replace(run.load, override=()) != LoadConfig():
         raise ValueError(f"{field}.load.path={run.load.path!r} is for `mcore train` only; leave {field}.load at its defaults")
     kind = take_device()
-    with join(run, kind) if "WORLD_SIZE" in os.environ else contextlib.nullcontext() as watchdog:
+    with join(run, kind) if "WORLD_SIZE" in os.environ else contextlib.nullcontext() as watchdog, reproducible(run, kind):
         yield kind, watchdog
 
 
