@@ -79,7 +79,7 @@ class DistillConfig:
     student: RunConfig
     """The run that learns."""
     teacher: RunConfig
-    """Its model, experts, dtype, and what ``load.path`` names, else the newest checkpoint of ``output``; plan, data and batches are the
+    """Its model, experts, dtype, and what ``load`` names, else the newest checkpoint of ``output``; plan, data and batches are the
     student's."""
     temperature: float = 1.0
     """Divides the logits of both."""

@@ -77,7 +77,7 @@ class EagleRun:
     run: RunConfig
     """Plan, data, batches, optimizer and output of the head; its model is not read."""
     target: RunConfig
-    """Its model, experts, dtype, and what ``load.path`` names, else the newest checkpoint of ``output``; plan and data are the head's."""
+    """Its model, experts, dtype, and what ``load`` names, else the newest checkpoint of ``output``; plan and data are the head's."""
     head: str = ""
     """JSON file of the head's architecture (``EagleConfig``); empty for one layer like the target's."""
     draft_vocab_size: int = 0

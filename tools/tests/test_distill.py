@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from mcore_ckpt import CheckpointingException
+from mcore_ckpt import CheckpointingException, CheckpointManager
 from mcore_parallel import ProcessGroups, load_communicator_options
 from mcore_parallel.training import STOPPED_EXIT_CODE, model_state
 from mcore_tools.assembly import build_stage
@@ -74,6 +74,17 @@ def test_a_teacher_of_other_fields_than_its_step_is_refused_by_them(teacher: Run
     with pytest.raises(ValueError, match=r"^teacher: .*model.rotary_base=10000.* there, 77.* here") as refused:
         distill_rank(DistillConfig(student=student(teacher, tmp_path), teacher=other), "cpu")
     assert "model.norm_epsilon=" in str(refused.value) and not (tmp_path / "checkpoints").exists()
+
+
+def test_a_step_of_a_teacher_is_that_which_is_named(teacher: RunConfig, tmp_path: Path) -> None:
+    taught = override(teacher, ["train.steps=3", "train.checkpoint_interval=1", f"output={tmp_path / 'teacher'}"])
+    train_rank(taught, "cpu")
+    named = override(taught, ["output=other", f"load.path={taught.output}"])
+    steps = CheckpointManager(tmp_path / "teacher" / "checkpoints")
+    assert str(trained_weights("teacher", named)) == str(steps.folder(3))
+    assert str(trained_weights("teacher", override(named, ["load.step=2"]))) == str(steps.folder(2))
+    with pytest.raises(ValueError, match=r"^teacher: load.step=7 is not in load.path='.*', which has \[1, 2, 3\]; name one of them"):
+        trained_weights("teacher", override(named, ["load.step=7"]))
 
 
 def test_a_published_model_teaches(teacher: RunConfig, tmp_path: Path) -> None:

@@ -20,10 +20,9 @@ from mcore_tools.training._stored import (
     open_weights,
     read_run,
     stored_model,
-    trained_weights,
     weights_identity,
 )
-from mcore_tools.training._successor import build_trainer, command, place, tell
+from mcore_tools.training._successor import build_trainer, command, place, tell, trained_weights
 from mcore_tools.training._train import Trained, train_rank, validate_rank
 from mcore_tools.training._upcycling import check_origin
 from mcore_tools.training._world import connect, device_of, join, meet, take_device

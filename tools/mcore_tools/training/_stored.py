@@ -80,21 +80,6 @@ def check_stored(config: RunConfig, folder: Folder | HuggingFaceFolder | None, *
         _check_dtype(config, folder, goes_on=is_own or config.load.take == "all")
 
 
-def trained_weights(name: str, run: RunConfig) -> Folder | HuggingFaceFolder:
-    """The weights of a run whose model another one takes, a teacher's or a target's: what ``load.path`` names, else its newest step.
-
-    Raises:
-        ValueError: they are of another model than the run says; names each field, of ``name``, with both values.
-        CheckpointingException: there are none.
-    """
-    taken = open_weights(run.load.path or Path(run.output) / "checkpoints")
-    try:
-        check_stored(run, taken)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-    return taken
-
-
 def weights_identity(weights: Folder | HuggingFaceFolder) -> str:
     """Which weights they are, in one line: their place, and the SHA-256 of a checkpoint's manifest or of what a folder's files begin with.
 

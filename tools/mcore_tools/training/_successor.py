@@ -12,7 +12,8 @@ from typing import TypeVar
 
 from torch import nn
 
-from mcore_ckpt import CheckpointingException
+from mcore_ckpt import CheckpointingException, CheckpointManager
+from mcore_ckpt.storage import Folder
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.guard import Watchdog
@@ -33,8 +34,9 @@ from mcore_tools.reports import History
 from mcore_tools.torchrun import report_error
 from mcore_tools.training._check import check_run
 from mcore_tools.training._folder import run_checkpoints, run_writers
-from mcore_tools.training._start import first_folder
-from mcore_tools.training._stored import check_stored
+from mcore_tools.training._pretrained import HuggingFaceFolder
+from mcore_tools.training._start import find_base, first_folder
+from mcore_tools.training._stored import check_stored, open_weights
 from mcore_tools.training._world import join, reproducible, take_device
 
 C = TypeVar("C")
@@ -110,6 +112,27 @@ def place(run: RunConfig, field: str) -> Iterator[tuple[str, Watchdog | None]]:
     kind = take_device()
     with join(run, kind) if "WORLD_SIZE" in os.environ else contextlib.nullcontext() as watchdog, reproducible(run, kind):
         yield kind, watchdog
+
+
+def trained_weights(name: str, run: RunConfig) -> Folder | HuggingFaceFolder:
+    """The weights of a run whose model another one takes, a teacher's or a target's: what ``load`` names, else its newest step.
+
+    Raises:
+        ValueError: ``load.step`` is not there, or they are of another model than the run says; names each field, of ``name``, with both
+            values.
+        CheckpointingException: there are none.
+    """
+    try:
+        if run.load.step is None:
+            taken = open_weights(run.load.path or Path(run.output) / "checkpoints")
+        else:
+            source = find_base(run.load)
+            assert isinstance(source, CheckpointManager), "only a folder of steps has the step"
+            taken = source.folder(run.load.step)
+        check_stored(run, taken)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return taken
 
 
 def tell(message: str) -> None:
