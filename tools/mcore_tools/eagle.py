@@ -108,8 +108,9 @@ class EagleRun:
                 f"run.train.dtype={run.train.dtype} and target.train.dtype={target.train.dtype} must be equal; set "
                 f"run.train.dtype={target.train.dtype}"
             )
-        if target.encoder:
-            raise ValueError(f"target must predict the next token; set target.{target.encoder}=none")
+        for name, trained in (("run", run), ("target", target)):
+            if trained.encoder:
+                raise ValueError(f"{name} must predict the next token; set {name}.{trained.encoder}=none")
         for name, least in (("num_steps", 1), ("shard_samples", 1), ("draft_vocab_size", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
