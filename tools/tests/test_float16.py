@@ -74,10 +74,18 @@ def test_steps_are_skipped_until_the_scale_is_found_and_a_start_goes_on_with_it(
 
 def test_an_overflow_that_no_lower_scale_helps_ends_the_run(corpus: list[str], tmp_path: Path) -> None:
     lowest = ["optimizer.initial_loss_scale=1e12", "optimizer.min_loss_scale=1e12"]
-    constant = ["optimizer.fp16=true", "optimizer.loss_scale=1e12"]
+    constant = ["optimizer.loss_scale=1e12"]
     for changes in (lowest, constant):
         with pytest.raises(NonFiniteLossError, match=r"step 1: .*1 steps were skipped, max_skipped_steps=0"):
             train_rank(override(recipe("gpt_tiny"), [*corpus, "train.dtype=float16", *changes, f"output={tmp_path}/run"]), "cpu")
+
+
+def test_a_loss_scale_needs_the_dtype_and_nothing_else() -> None:
+    run = override(recipe("gpt_tiny"), ["optimizer.loss_scale=8", "train.dtype=float16"])
+    assert run.optimizer.loss_scale == 8
+    for change in ("fp16=True", "loss_scale=8.0", "initial_loss_scale=8.0", "min_loss_scale=8.0", "loss_scale_window=8", "hysteresis=8"):
+        with pytest.raises(RecipeError, match=rf"optimizer\.{change} scales the loss of float16, and train\.dtype='bfloat16'; set train"):
+            override(run, ["train.dtype=bfloat16", "optimizer.loss_scale=none", f"optimizer.{change}"])
 
 
 @pytest.mark.parametrize(

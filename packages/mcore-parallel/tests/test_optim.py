@@ -468,8 +468,10 @@ def test_config_names_what_is_wrong() -> None:
         OptimizerConfig(lr=1e-3, optimizer_offload_fraction=0.5)
     with pytest.raises(ValueError, match=r"exp_avg_dtype=torch\.bfloat16 needs use_precision_aware_optimizer=True"):
         OptimizerConfig(lr=1e-3, exp_avg_dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"loss_scale=4\.0 must be positive and needs fp16=True"):
-        OptimizerConfig(lr=1e-3, loss_scale=4.0)
+    with pytest.raises(ValueError, match=r"loss_scale=0\.0 must be positive"):
+        OptimizerConfig(lr=1e-3, loss_scale=0.0)
+    with pytest.raises(ValueError, match=r"loss_scale=4\.0 needs fp16=True; set it"):
+        wrap(nn.Linear(1, 1), loss_scale=4.0)
     with pytest.raises(ValueError, match="optimizer='shampoo' must be one of adam, lion, muon, sgd"):
         OptimizerConfig(lr=1e-3, optimizer="shampoo")
     with pytest.raises(ValueError, match=r"lr=-1\.0 must not be negative"):

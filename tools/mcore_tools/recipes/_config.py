@@ -63,6 +63,8 @@ class FSDPConfig:
 
 
 DATA_PARALLEL = ("ddp", "fsdp", "fsdp2")
+# Fields of the optimizer that scale the loss.
+_OF_FLOAT16 = ("fp16", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis", "hysteresis_rearms")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +251,13 @@ class RunConfig:
         if self.train.dtype == "float16" and (self.fp8 or (self.lora and self.lora.base_dtype)):
             name = "fp8" if self.fp8 else "lora.base_dtype"
             raise ValueError(f"{name} widens to bfloat16, and train.dtype='float16'; set train.dtype=bfloat16, or {name}=none")
+        if self.train.dtype != "float16":
+            for name in _OF_FLOAT16:
+                if (value := getattr(self.optimizer, name)) != getattr(OptimizerConfig, name):
+                    raise ValueError(
+                        f"optimizer.{name}={value} scales the loss of float16, and train.dtype={self.train.dtype!r}; set "
+                        f"train.dtype=float16, or leave optimizer.{name} at its default"
+                    )
         if self.masked and (self.fp8 or self.backend != "torch"):
             raise ValueError("masked trains a BertModel, which has torch's layers in its dtype; set fp8=none and backend=torch")
         if self.offload and not self.moe and (parts := sorted({*EXPERT_PARTS} & {*self.offload.modules})):

@@ -128,7 +128,7 @@ class OptimizerConfig:
     fp16: bool = False
     """Scale the loss, with ``loss_scale`` or dynamically."""
     loss_scale: float | None = None
-    """Constant scale; None for a dynamic one."""
+    """Constant scale, which an optimizer without ``fp16`` refuses; None for a dynamic one."""
     initial_loss_scale: float = 2.0**32
     """First scale, where it is dynamic."""
     min_loss_scale: float = 1.0
@@ -199,8 +199,8 @@ class OptimizerConfig:
             raise ValueError(f"optimizer_offload_fraction={self.optimizer_offload_fraction} needs optimizer_cpu_offload=True")
         if not offloads and self.overlap_cpu_optimizer_d2h_h2d:
             raise ValueError("overlap_cpu_optimizer_d2h_h2d=True needs optimizer_cpu_offload=True")
-        if self.loss_scale is not None and not (self.fp16 and self.loss_scale > 0.0):
-            raise ValueError(f"loss_scale={self.loss_scale} must be positive and needs fp16=True")
+        if self.loss_scale is not None and not self.loss_scale > 0.0:
+            raise ValueError(f"loss_scale={self.loss_scale} must be positive; 2**16 is usual, or None for a dynamic one")
 
     @property
     def all_groups(self) -> tuple[ParamGroup, ...]:

@@ -93,7 +93,8 @@ class MegatronOptimizer:
 
     Raises:
         ValueError: the source is in slices and the config is not, or the other way round; a rule that cannot update a parameter;
-            parameter groups that contradict each other or match nothing, on every rank, wherever the parameter lies.
+            a ``loss_scale`` without ``fp16``; parameter groups that contradict each other or match nothing, on every rank,
+            wherever the parameter lies.
     """
 
     def __init__(self, config: OptimizerConfig, ddp: GradientSource, groups: ProcessGroups) -> None:
@@ -427,6 +428,8 @@ def _fused(units: list[PieceState], config: OptimizerConfig) -> _DeviceAdam | No
 
 def _loss_scale_rule(config: OptimizerConfig) -> DynamicLossScale | None:
     if not config.fp16:
+        if config.loss_scale is not None:
+            raise ValueError(f"loss_scale={config.loss_scale} needs fp16=True; set it, or leave loss_scale at None")
         return None
     if config.loss_scale is not None:
         return DynamicLossScale(initial=config.loss_scale, minimum=config.loss_scale, constant=True)
