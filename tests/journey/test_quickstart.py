@@ -3,6 +3,7 @@
 """The quickstart as a user starts it, at a small size, and with bad input."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -32,6 +33,26 @@ def test_text_becomes_a_reinforced_model(tmp_path: Path) -> None:
     # The tokenizer comes out of the checkpoint.
     assert (output / "hf" / "config.json").exists() and (output / "hf" / "tokenizer.json").exists()
     assert len((output / "train.jsonl").read_text().splitlines()) == 12
+
+
+@pytest.mark.parametrize(
+    ("after", "remedy"),
+    [
+        (1.1, "before saving; leave --set train.dtype out, as narrow numbers round by layout, or report this with "),
+        (1.0, "0.500 over the last; raise --iterations, which is 3, or leave --set out"),
+    ],
+    ids=["reload", "reward"],
+)
+def test_a_result_that_is_wrong_is_a_failure_with_its_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, after: float, remedy: str
+) -> None:
+    corpus = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=300), prefix="corpus")
+    served = SimpleNamespace(http_answer="")
+    results = iter([corpus, SimpleNamespace(validation_loss=1.0), after, None, served, [SimpleNamespace(mean_reward=0.5)] * 3])
+    monkeypatch.setattr("mcore_tools.quickstart.Stages.run", lambda *arguments: next(results))
+    monkeypatch.setattr("mcore_tools.quickstart.CheckpointManager.latest", lambda self: 1)
+    assert main(["--text", __file__, "--output", str(tmp_path / "run"), "--iterations", "3"]) == 1
+    assert remedy in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from mcore_ckpt import CheckpointingException
 from mcore_tools._quiet_pipe import quiet_pipe
 from mcore_tools.arguments import Parser, file, folder, integer, new_file
 from mcore_tools.evaluation import Scorer, read_choices, read_texts, score_choices, score_texts
-from mcore_tools.exit_code import exit_code
+from mcore_tools.exit_code import exit_code, under_way
 from mcore_tools.generate import add_model_arguments
 from mcore_tools.serving import open_engine, served_length
 from mcore_tools.torchrun import report_error
@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = _evaluate(options)
         text = json.dumps(results, indent=1)
         if options.output is not None:
-            options.output.write_text(text + "\n", encoding="utf-8")
+            with under_way():
+                options.output.write_text(text + "\n", encoding="utf-8")
     except (ValueError, OSError, CheckpointingException) as error:
         report_error(str(error))
         return exit_code(error)
@@ -71,6 +72,11 @@ def _evaluate(options: argparse.Namespace) -> dict[str, Any]:
         length = options.max_length or served_length(options.checkpoint)
         if options.stride >= length:
             raise ValueError(f"--stride {options.stride} must be below the length of {length} tokens; lower it, or raise --max-length")
+    tasks = None
+    if options.tasks:
+        from mcore_tools.evaluation.harness import Tasks
+
+        tasks = Tasks([name for name in options.tasks.split(",") if name], include=options.include)
     device = device_of("cuda" if torch.cuda.is_available() else "cpu")
     scorer = Scorer(
         open_engine(
@@ -84,23 +90,19 @@ def _evaluate(options: argparse.Namespace) -> dict[str, Any]:
         )
     )
     results: dict[str, Any] = {}
-    if texts:
-        measured = score_texts(scorer, texts, stride=options.stride)
-        results["text"] = {
-            **dataclasses.asdict(measured),
-            "loss": measured.loss,
-            "perplexity": measured.perplexity,
-            "bits_per_byte": measured.bits_per_byte,
-        }
-    if questions:
-        results["choices"] = dataclasses.asdict(score_choices(scorer, questions))
-    if options.tasks:
-        from mcore_tools.evaluation.harness import run_tasks
-
-        names = [name for name in options.tasks.split(",") if name]
-        results["tasks"] = run_tasks(
-            scorer, names, include=options.include, limit=options.limit, log=lambda line: print(line, file=sys.stderr)
-        )
+    with under_way():
+        if texts:
+            measured = score_texts(scorer, texts, stride=options.stride)
+            results["text"] = {
+                **dataclasses.asdict(measured),
+                "loss": measured.loss,
+                "perplexity": measured.perplexity,
+                "bits_per_byte": measured.bits_per_byte,
+            }
+        if questions:
+            results["choices"] = dataclasses.asdict(score_choices(scorer, questions))
+        if tasks is not None:
+            results["tasks"] = tasks.run(scorer, limit=options.limit, log=lambda line: print(line, file=sys.stderr))
     return results
 
 

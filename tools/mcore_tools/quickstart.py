@@ -123,7 +123,10 @@ def quickstart(text: list[Path], output: Path, assignments: list[str], iteration
         lambda loss: [("validation loss", f"{loss:.6f}"), ("difference", f"{abs(loss - trained.validation_loss):.1e}")],
     )
     if not math.isclose(reloaded, trained.validation_loss, rel_tol=1e-4):
-        raise JourneyError(f"validation loss {reloaded} after loading differs from {trained.validation_loss} before saving")
+        raise JourneyError(
+            f"validation loss {reloaded} after loading differs from {trained.validation_loss} before saving; leave --set train.dtype out, "
+            f"as narrow numbers round by layout, or report this with {output / 'config.yaml'}"
+        )
 
     export = output / "hf"
     checkpoints = CheckpointManager(output / "checkpoints")
@@ -156,7 +159,10 @@ def quickstart(text: list[Path], output: Path, assignments: list[str], iteration
     third = max(1, iterations // 3)
     start, end = (sum(report.mean_reward for report in part) / third for part in (reports[:third], reports[-third:]))
     if end <= start:
-        raise JourneyError(f"the reward did not rise: {start:.3f} over the first third of the iterations, {end:.3f} over the last")
+        raise JourneyError(
+            f"the reward did not rise: {start:.3f} over the first third of the iterations, {end:.3f} over the last; raise "
+            f"--iterations, which is {iterations}, or leave --set out"
+        )
 
     history = trained.history
     steps = [float(i + 1) for i in range(len(reports))]

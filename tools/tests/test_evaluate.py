@@ -5,6 +5,8 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -175,7 +177,41 @@ def test_tasks_of_the_harness_take_the_engine(run: RunConfig, tmp_path: Path, ca
 
 
 @pytest.mark.slow
-def test_a_task_that_the_harness_lacks_is_named(run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_that_the_harness_lacks_is_named_before_the_model_is_loaded(
+    run: RunConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("lm_eval")
+    monkeypatch.setattr("mcore_tools.evaluate.open_engine", None)
     assert main(["eval", run.output, "--tasks", "no_such_task"]) == 2
     assert "has no task 'no_such_task'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["text", "choices"])
+def test_what_goes_wrong_behind_the_loading_is_a_failure(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object, **more: object) -> None:
+        raise ValueError("the engine refused a text")
+
+    content = {"text": {"text": "a"}, "choices": QUESTIONS[0]}[option]
+    (tmp_path / "file.jsonl").write_text(json.dumps(content), encoding="utf-8")
+    monkeypatch.setattr("mcore_tools.evaluate.open_engine", lambda *arguments, **more: None)
+    for name in ("score_texts", "score_choices"):
+        monkeypatch.setattr(f"mcore_tools.evaluate.{name}", refuse)
+    monkeypatch.setattr("mcore_tools.evaluate.Scorer", lambda engine: engine)
+    assert main(["eval", str(tmp_path), f"--{option}", f"{tmp_path}/file.jsonl"]) == 1
+    assert capsys.readouterr().err == "error: the engine refused a text\n"
+
+
+def test_what_an_engine_refuses_is_told_with_its_remedy(scorer: Scorer) -> None:
+    remedy = r"; check that the tokenizer is that of the model, or raise --cache-gb$"
+    with pytest.raises(ValueError, match=f"^the engine refused a text: .*{remedy}"):
+        scorer.log_probs([([scorer.first], [10**6])])
+    pytest.importorskip("lm_eval")
+    from mcore_tools.evaluation.harness import EngineLM
+
+    alien = SimpleNamespace(
+        engine=scorer.engine, first=scorer.first, max_length=scorer.max_length, tokenizer=SimpleNamespace(tokenize=lambda text: [10**6])
+    )
+    with pytest.raises(ValueError, match=f"^the engine refused 1 prompts: .*{remedy}"):
+        EngineLM(cast(Scorer, alien)).generate_until([SimpleNamespace(args=("a", {}))])

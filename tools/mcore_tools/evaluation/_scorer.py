@@ -8,6 +8,8 @@ from typing import cast
 from mcore_inference import DynamicInferenceEngine, SamplingParams
 from mcore_parallel.data import Tokenizer
 
+REMEDY = "check that the tokenizer is that of the model, or raise --cache-gb"
+"""Where an engine refuses tokens that fit its length."""
 _BATCH = 256
 
 
@@ -44,7 +46,7 @@ class Scorer:
             pairs: (context, continuation), token ids, each at least one; of a context that is too long the beginning is left out.
 
         Raises:
-            ValueError: an empty context or continuation, or a continuation that fills the engine's length.
+            ValueError: an empty context or continuation, a continuation that fills the engine's length, or a text that the engine refuses.
         """
         params = SamplingParams(temperature=0.0, num_tokens_to_generate=0, return_log_probs=True, skip_prompt_log_probs=False)
         scores: list[list[float]] = []
@@ -53,7 +55,7 @@ class Scorer:
             records = self.engine.generate([self._fit(context, text) for context, text in batch], params)
             for record, (_, text) in zip(records, batch, strict=True):
                 if record.error is not None:
-                    raise ValueError(f"the engine refused a text: {record.error}")
+                    raise ValueError(f"the engine refused a text: {record.error}; {REMEDY}")
                 values = record.prompt_log_probs
                 assert values is not None, "they were asked for"
                 scores.append([float(value) for value in values[len(values) - len(text) :]])

@@ -13,7 +13,7 @@ from lm_eval.tasks import TaskManager
 from mcore_inference import SamplingParams
 from mcore_tools.evaluation._choices import split
 from mcore_tools.evaluation._perplexity import score_texts
-from mcore_tools.evaluation._scorer import Scorer
+from mcore_tools.evaluation._scorer import REMEDY, Scorer
 
 _MAX_TOKENS = 256
 _KNOWN = frozenset({"until", "max_gen_toks", "temperature", "do_sample", "top_p", "top_k"})
@@ -45,12 +45,12 @@ class EngineLM(LM):
         """Continuations up to a stop word.
 
         Raises:
-            ValueError: a setting of generation that is not known.
+            ValueError: a setting of generation that is not known, or a prompt that the engine refuses.
         """
         prompts, params = zip(*(self._generation(*request.args) for request in requests), strict=True)
         records = self.scorer.engine.generate(prompts, params)
         if refused := [record.error for record in records if record.error is not None]:
-            raise ValueError(f"the engine refused {len(refused)} prompts: {refused[0]}")
+            raise ValueError(f"the engine refused {len(refused)} prompts: {refused[0]}; {REMEDY}")
         return [record.generated_text for record in records]
 
     def _generation(self, context: str, settings: dict[str, Any]) -> tuple[list[int], SamplingParams]:
@@ -69,31 +69,39 @@ class EngineLM(LM):
         return tokens[-(self.scorer.max_length - length) :], params
 
 
-def run_tasks(
-    scorer: Scorer, tasks: Sequence[str], *, include: Path | None = None, limit: int | None = None, log: Callable[[str], None] = print
-) -> dict[str, dict[str, float]]:
-    """Metrics of each task of the harness.
+class Tasks:
+    """Tasks of the harness.
 
     Args:
-        scorer: of the model.
-        tasks: names.
+        names: of the tasks.
         include: a folder with tasks of one's own.
-        limit: questions of each task; None for all.
-        log: called with a line before the tasks run.
 
     Raises:
         ValueError: no such task.
     """
-    path = None if include is None else str(include)
-    manager = TaskManager(include_path=path, include_defaults=False)
-    # The harness reads the files of thousands of tasks to find its own.
-    if not set(tasks) <= set(manager.all_tasks):
-        manager = TaskManager(include_path=path)
-    if unknown := [task for task in tasks if task not in manager.all_tasks]:
-        raise ValueError(f"lm-evaluation-harness has no task {unknown[0]!r}; `lm_eval ls tasks` lists them, --include adds a folder")
-    log(f"{', '.join(tasks)}{'' if limit is None else f', {limit} questions each'}")
-    results: Any = simple_evaluate(model=EngineLM(scorer), tasks=list(tasks), task_manager=manager, limit=limit, bootstrap_iters=0)
-    return {
-        task: {name.removesuffix(",none"): value for name, value in values.items() if isinstance(value, int | float)}
-        for task, values in results["results"].items()
-    }
+
+    def __init__(self, names: Sequence[str], *, include: Path | None = None) -> None:
+        path = None if include is None else str(include)
+        manager = TaskManager(include_path=path, include_defaults=False)
+        # The harness reads the files of thousands of tasks to find its own.
+        if not set(names) <= set(manager.all_tasks):
+            manager = TaskManager(include_path=path)
+        if unknown := [task for task in names if task not in manager.all_tasks]:
+            raise ValueError(f"lm-evaluation-harness has no task {unknown[0]!r}; `lm_eval ls tasks` lists them, --include adds a folder")
+        self._names, self._manager = names, manager
+
+    def run(self, scorer: Scorer, *, limit: int | None = None, log: Callable[[str], None] = print) -> dict[str, dict[str, float]]:
+        """Metrics of each task.
+
+        Args:
+            scorer: of the model.
+            limit: questions of each task; None for all.
+            log: called with a line before the tasks run.
+        """
+        log(f"{', '.join(self._names)}{'' if limit is None else f', {limit} questions each'}")
+        model = EngineLM(scorer)
+        results: Any = simple_evaluate(model=model, tasks=list(self._names), task_manager=self._manager, limit=limit, bootstrap_iters=0)
+        return {
+            task: {name.removesuffix(",none"): value for name, value in values.items() if isinstance(value, int | float)}
+            for task, values in results["results"].items()
+        }
