@@ -289,7 +289,7 @@ def api(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
-    """The site with its API reference, without a warning, and every code block of README and docs."""
+    """The site with its API reference, without a warning and on a phone, and every code block of README and docs."""
     python = _dev(session, "test", "docs")
     # A fork's site links the fork.
     server, repository = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
@@ -299,6 +299,8 @@ def docs(session: nox.Session) -> None:
     # Its strict mode knows broken links, not docstrings that document a parameter which does not exist.
     if warnings := [line for line in str(output).splitlines() if line.startswith("griffe: ")]:
         session.error(f"{len(warnings)} docstrings disagree with their signatures")
+    # Where zensical is missing, as beside all other tests, it is skipped.
+    session.run(str(python), "-m", "pytest", "-q", "-n", "0", "tools/checks/tests/test_site_width.py", external=True)
     _check(session, python, "codeblocks", *session.posargs)
 
 

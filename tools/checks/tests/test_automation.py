@@ -58,6 +58,12 @@ def test_every_session_of_the_week_is_there_and_one_audits_the_pins():
     assert set(named) <= set(sessions) and "audit" in named
 
 
+def test_the_session_that_has_the_tools_of_the_site_looks_at_its_width():
+    docs = (ROOT / "noxfile.py").read_text().partition("\ndef docs(")[2].partition("\n@nox.session")[0]
+    named = re.findall(r'"(tools/\S+\.py)"', docs)
+    assert '"docs")' in docs and named == ["tools/checks/tests/test_site_width.py"] and (ROOT / named[0]).is_file()
+
+
 # ---- cherry-picks
 
 

@@ -61,7 +61,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of a site with that page, built with the settings of ours."""
     program = shutil.which("zensical", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])))
     if program is None:
-        pytest.skip("needs zensical, of the dependency group docs")
+        pytest.skip("needs zensical, of the dependency group docs; `nox -s docs` runs this test beside it")
     folder = tmp_path_factory.mktemp("site")
     (folder / "docs").mkdir()
     (folder / "docs" / "index.md").write_text(PAGE, encoding="utf-8")
