@@ -31,7 +31,7 @@ from mcore_tools.arguments import Parser, integer
 from mcore_tools.corpus import check_text, default_text, prepare
 from mcore_tools.exit_code import exit_code
 from mcore_tools.launch import RankError, launch
-from mcore_tools.recipes import RecipeError, RunConfig, override, recipe
+from mcore_tools.recipes import RecipeError, RunConfig, add_fields_option, override, recipe
 from mcore_tools.reports import Plot, Section, write_report
 from mcore_tools.rl import post_train_rank
 from mcore_tools.serving import serve_exported
@@ -239,6 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--set", action="append", default=[], metavar="PATH=VALUE", help="change a field of the recipe, for instance train.steps=50"
     )
+    add_fields_option(parser, RunConfig)
     parser.add_argument("--iterations", type=integer(3), default=20, help="of RL (default: %(default)s)")
     options = parser.parse_args(arguments)
     console = Console()

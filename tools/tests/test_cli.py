@@ -51,7 +51,10 @@ def test_a_verb_shows_its_own_help(name: str, capsys: pytest.CaptureFixture[str]
         main([name, "--help"])
     assert end.value.code == 0
     own = f"mcore {name}" if VERBS[name].module else VERBS[name].script
-    assert capsys.readouterr().out.startswith(f"usage: {own} ")
+    words = " ".join(capsys.readouterr().out.split())
+    assert words.startswith(f"usage: {own} ")
+    listed = "--help-fields [PREFIX] list the fields that --set takes, with type, default, meaning and unit, and end"
+    assert (" --set PATH=VALUE " in words) == (listed in words)
 
 
 @pytest.mark.parametrize(

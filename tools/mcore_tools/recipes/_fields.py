@@ -91,7 +91,7 @@ def add_fields_option(parser: argparse.ArgumentParser, config: type) -> None:
         const=_ALL,
         config=config,
         metavar="PREFIX",
-        help="list the fields that --set takes, with type, default and meaning, and end; PREFIX, such as train or train.check, for some",
+        help="list the fields that --set takes, with type, default, meaning and unit, and end; PREFIX, such as train.check, for some",
     )
 
 
