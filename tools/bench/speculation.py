@@ -107,7 +107,7 @@ def train_head(model: GPTModel, data: Iterator[torch.Tensor], steps: int, place:
     teacher, ends = Teacher(model, capture=config.aux_modules), TargetEnds(model)
     objective = EagleObjective(target=ends, num_steps=5)
     sync = DistributedDataParallel(DistributedDataParallelConfig(), learner, ONE)
-    optimizer = MegatronOptimizer(OptimizerConfig(lr=learning_rate(model.config.hidden_size, 20, steps)), sync, ONE)
+    optimizer = MegatronOptimizer(OptimizerConfig(lr=learning_rate(model.config.hidden_size, min(20, steps // 2), steps)), sync, ONE)
     for number in range(steps):
         tokens = next(data)
         batch = Batch(tokens=tokens[:, :-1], labels=tokens[:, 1:], loss_mask=torch.ones_like(tokens[:, 1:], dtype=torch.float32))

@@ -185,6 +185,6 @@ def test_a_skewed_router_loads_every_eighth_expert_four_times() -> None:
 def test_layouts_of_experts_fill_the_machine() -> None:
     for gpus in (2, 3, 8):
         assert all(run.plan.world_size == gpus for run in experts_runs(gpus))
-    assert [run.name for run in experts_runs(4, small=True)] == ["ep4", "ep4, skewed", "ep2 etp2", "ep2 pp2"]
+    assert [run.name for run in experts_runs(4, small=True)] == ["ep4", "ep4, skewed", "ep2 edp2", "ep2 etp2", "ep2 pp2"]
     direct = [run.name for run in experts_runs(4) if run.symmetric]
-    assert direct == ["ep4, symmetric", "ep4, skewed, symmetric"] and len(experts_runs(4)) == 6
+    assert direct == ["ep4, symmetric", "ep4, skewed, symmetric"] and len(experts_runs(4)) == 7

@@ -126,7 +126,7 @@ def test_noise_of_an_iteration_is_that_of_a_run_that_was_not_killed(tmp_path: Pa
     assert grad_norms[1] == pytest.approx(grad_norms[0], rel=1e-4)
 
 
-APART = ("rl.placement.num_engines=1", "rl.placement.timeout_s=60")
+APART = ("rl.placement.num_engines=1", "rl.placement.timeout_s=60", "rl.rollout_timeout_s=50")
 HALVES = [
     ("generate", 1),
     ("exchange", 0),
