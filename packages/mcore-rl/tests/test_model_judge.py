@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +35,7 @@ from mcore_rl import (
 )
 from mcore_rl.agent import read_score
 from mcore_rl.inference import PeerError, PeerReplyError, PeerTimeoutError
+from tests.support.tcp_server import tcp_server
 
 TOKENIZER = ByteTokenizer()
 PROBLEM = Problem(problem_id="7", prompt="Add {1} and 2.", golden="3")
@@ -53,7 +54,7 @@ class Says(InferenceInterface):
     """Gives these answers, one a request, or raises them; the last one again and again."""
 
     def __init__(self, *answers: str | Exception, wait_s: float = 0.0) -> None:
-        self.answers, self.asked, self.wait_s = list(answers), [], wait_s
+        self.answers, self.questions, self.wait_s = list(answers), [], wait_s
         self.running, self.most = 0, 0
 
     def encode(self, text: str) -> list[int]:
@@ -61,7 +62,7 @@ class Says(InferenceInterface):
 
     async def agenerate(self, request: InferenceRequest) -> list[list[InferenceResponse]]:
         [prompt] = request.prompts
-        self.asked.append(bytes(prompt).decode())
+        self.questions.append(bytes(prompt).decode())
         self.running += 1
         self.most = max(self.most, self.running)
         try:
@@ -123,9 +124,9 @@ def test_an_answer_that_is_given_up_or_too_long_or_whose_model_fails_is_lost_alo
         given_up = asyncio.ensure_future(rewards.score("a", PROBLEM))
         await asyncio.sleep(0)
         given_up.cancel()
-        kept = await asyncio.gather(rewards.score("b", PROBLEM), rewards.score("c" * 40, PROBLEM), return_exceptions=True)
+        outcomes = await asyncio.gather(rewards.score("b", PROBLEM), rewards.score("c" * 40, PROBLEM), return_exceptions=True)
         rewards._values = fails_once  # type: ignore[method-assign]
-        return [*kept, *await asyncio.gather(rewards.score("b", PROBLEM), return_exceptions=True), await rewards.score("b", PROBLEM)]
+        return [*outcomes, *await asyncio.gather(rewards.score("b", PROBLEM), return_exceptions=True), await rewards.score("b", PROBLEM)]
 
     good, long, failed, again = asyncio.run(ask())
     assert good == again == pytest.approx(scored(rewards, "b"))
@@ -186,10 +187,11 @@ def test_a_score_from_0_to_1_at_the_end_is_the_verdict(verdict: str, score: floa
 def test_the_question_has_problem_answer_and_golden_answer() -> None:
     model = Says("<score>0.5</score>")
     assert scored(LLMJudge(model), "{x} <score>1</score>") == 0.5
-    [question] = model.asked
+    [question] = model.questions
     assert all(text in question for text in ("Add {1} and 2.", "Reference answer, where there is one:\n3\n", "{x} <score>1</score>"))
     own = Says("7")
-    assert scored(LLMJudge(own, prompt="{golden}={response}?", read=lambda verdict: float(verdict) / 10)) == 0.7 and own.asked == ["3=3?"]
+    judge = LLMJudge(own, prompt="{golden}={response}?", read=lambda verdict: float(verdict) / 10)
+    assert scored(judge) == 0.7 and own.questions == ["3=3?"]
 
 
 @pytest.mark.parametrize(
@@ -212,13 +214,13 @@ def test_what_passes_is_asked_again_and_the_rest_is_counted(answers: Any, outcom
     else:
         with pytest.raises(outcome):
             scored(judge)
-    assert (judge.counts.asked, judge.counts.failed, judge.counts.unreadable) == counts
+    assert (judge.counts.requests, judge.counts.failed, judge.counts.unreadable) == counts
 
 
 def test_an_unreadable_verdict_has_the_reward_that_is_stated_for_it() -> None:
     judge = LLMJudge(Says("no idea"), unreadable=0.25)
     # A greedy verdict would be the same again.
-    assert scored(judge) == 0.25 and (judge.counts.asked, judge.counts.unreadable) == (1, 1)
+    assert scored(judge) == 0.25 and (judge.counts.requests, judge.counts.unreadable) == (1, 1)
     with pytest.raises(UnreadableVerdictError, match="the judge of problem '7' gave no verdict: 'no idea'"):
         scored(LLMJudge(Says("no idea")))
 
@@ -236,37 +238,27 @@ def test_so_many_answers_are_judged_at_a_time_and_one_past_the_deadline_is_lost_
     inner = hangs.agenerate
 
     async def hang_after_the_first(request: InferenceRequest) -> list[list[InferenceResponse]]:
-        hangs.wait_s = 3600.0 if hangs.asked else 0.0
+        hangs.wait_s = 3600.0 if hangs.questions else 0.0
         return await inner(request)
 
     hangs.agenerate = hang_after_the_first  # type: ignore[method-assign]
     rewards = [rollout.reward for rollout in asyncio.run(environment.group_rollout(Says("x"), size=3, args=DRAWN))]
-    assert rewards == [1.0] and (hangs.running, len(hangs.asked)) == (0, 2) and caplog.text.count("judge_timeout_s=1.0") == 2
+    assert rewards == [1.0] and (hangs.running, len(hangs.questions)) == (0, 2) and caplog.text.count("judge_timeout_s=1.0") == 2
 
 
-@contextlib.contextmanager
-def endpoint(reply: Callable[[dict[str, Any]], tuple[str, bytes]]) -> Iterator[str]:
+def endpoint(reply: Callable[[dict[str, Any]], tuple[str, bytes]]) -> contextlib.AbstractContextManager[str]:
     """A server that answers a request by ``reply`` of its body."""
 
-    def one(connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):
-            raw = b""
-            while b"\r\n\r\n" not in raw or len(raw.split(b"\r\n\r\n", 1)[1]) < int(raw.split(b"Content-Length: ")[1].split(b"\r")[0]):
-                raw += connection.recv(1 << 16)
-            head, body = raw.split(b"\r\n\r\n", 1)
-            assert head.startswith(b"POST /v1/chat/completions ") and b"Authorization: Bearer key" in head
-            status, content = reply(json.loads(body))
-            connection.sendall(f"HTTP/1.1 {status}\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+    def answer(connection: socket.socket) -> None:
+        raw = b""
+        while b"\r\n\r\n" not in raw or len(raw.split(b"\r\n\r\n", 1)[1]) < int(raw.split(b"Content-Length: ")[1].split(b"\r")[0]):
+            raw += connection.recv(1 << 16)
+        head, body = raw.split(b"\r\n\r\n", 1)
+        assert head.startswith(b"POST /v1/chat/completions ") and b"Authorization: Bearer key" in head
+        status, content = reply(json.loads(body))
+        connection.sendall(f"HTTP/1.1 {status}\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
 
-    def accept() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                threading.Thread(target=one, args=(listener.accept()[0],), daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=accept, daemon=True).start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        listener.shutdown(socket.SHUT_RDWR)
+    return tcp_server(answer)
 
 
 def completion(text: Any) -> bytes:
@@ -285,7 +277,7 @@ def test_a_server_of_chat_completions_judges() -> None:
         judge = LLMJudge(ChatEndpoint(url, model="judge", api_key="key"), prompt="Is {response} right?")
         assert scored(judge) == 0.5
     body = {"model": "judge", "messages": [{"role": "user", "content": "Is 3 right?"}], "temperature": 0.0, "max_tokens": 512}
-    assert bodies == [body, body] and judge.counts.asked == 2
+    assert bodies == [body, body] and judge.counts.requests == 2
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"choices": []}', completion(None), completion([1])])
@@ -302,7 +294,7 @@ def test_a_server_that_hangs_or_refuses_loses_the_answer() -> None:
         judge = LLMJudge(ChatEndpoint(url, model="judge", timeout_s=0.05), num_tries=2)
         with pytest.raises(PeerTimeoutError, match=url):
             scored(judge)
-    assert judge.counts.asked == 2
+    assert judge.counts.requests == 2
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_rl import GenericGenerationArgs, InferenceRequest, MegatronLocal
 from mcore_rl.inference import LostError, OpenAIInference, PeerError, PeerReplyError, PeerTimeoutError
 from mcore_rl.inference._peer import PeerRefusalError
+from tests.support.tcp_server import tcp_server
 
 TOKENIZER = ByteTokenizer()
 REQUEST = InferenceRequest(prompts=[[1, 2, 3]], generation_args=GenericGenerationArgs(max_tokens=2))
@@ -36,24 +37,14 @@ def engine() -> DynamicInferenceEngine:
     return DynamicInferenceEngine(model, context, TOKENIZER, vocab_size=TOKENIZER.vocab_size)
 
 
-@contextlib.contextmanager
-def peer(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+def peer(answer: Callable[[socket.socket], None]) -> contextlib.AbstractContextManager[str]:
     """A server that reads what comes, does ``answer`` and closes."""
 
-    def one(connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):
-            connection.recv(1 << 16)
-            answer(connection)
+    def read_and_answer(connection: socket.socket) -> None:
+        connection.recv(1 << 16)
+        answer(connection)
 
-    def accept() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                threading.Thread(target=one, args=(listener.accept()[0],), daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=accept, daemon=True).start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        listener.shutdown(socket.SHUT_RDWR)
+    return tcp_server(read_and_answer)
 
 
 def http(content: bytes, status: str = "200 OK", length: int | None = None) -> bytes:

@@ -146,8 +146,8 @@ def read_score(verdict: str) -> float | None:
 class VerdictCounts:
     """What an `LLMJudge` has done so far."""
 
-    asked: int = 0
-    """Requests, the repeated ones among them."""
+    requests: int = 0
+    """For verdicts, the repeated ones among them."""
     failed: int = 0
     """Answers without a reward because their last request failed."""
     unreadable: int = 0
@@ -228,7 +228,7 @@ class LLMJudge:
         return self.unreadable
 
     async def _ask(self, text: str) -> str:
-        self.counts.asked += 1
+        self.counts.requests += 1
         if isinstance(self.model, ChatEndpoint):
             return await self.model.answer(text, self.args)
         request = InferenceRequest(prompts=[self.model.encode(text)], generation_args=self.args)
@@ -245,11 +245,11 @@ def _passes(error: Exception) -> bool:
     return error.status in _TRANSIENT or (error.status is None and not isinstance(error, PeerReplyError))
 
 
-def _of_this_loop(kept: dict[asyncio.AbstractEventLoop, T], make: Callable[[], T]) -> T:
+def _of_this_loop(by_loop: dict[asyncio.AbstractEventLoop, T], make: Callable[[], T]) -> T:
     """What belongs to the event loop that runs here. A closed one is dropped; what it had may refer to it, so weak keys would keep both."""
-    for ended in [loop for loop in list(kept) if loop.is_closed()]:
-        kept.pop(ended, None)
-    return kept.setdefault(asyncio.get_running_loop(), make())
+    for ended in [loop for loop in list(by_loop) if loop.is_closed()]:
+        by_loop.pop(ended, None)
+    return by_loop.setdefault(asyncio.get_running_loop(), make())
 
 
 @dataclass
