@@ -76,12 +76,16 @@ def compare(dispatcher: Any, experts: GroupedMLP | SequentialMLP, x: Tensor, rou
     torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-11)
 
 
+def draw_sizes(data: st.DataObject) -> tuple[int, int, int]:
+    """Experts, those of a token, and tokens."""
+    experts = data.draw(st.integers(1, 9), label="experts")
+    return experts, data.draw(st.integers(1, experts), label="topk"), data.draw(st.integers(0, 12), label="tokens")
+
+
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_any_sizes_with_empty_experts_equal_the_loop(data: st.DataObject) -> None:
-    experts = data.draw(st.integers(1, 9), label="experts")
-    topk = data.draw(st.integers(1, experts), label="topk")
-    tokens = data.draw(st.integers(0, 12), label="tokens")
+    experts, topk, tokens = draw_sizes(data)
     masked, dropped, grouped = (data.draw(st.booleans(), label=name) for name in ("masked", "dropped", "grouped"))
     torch.manual_seed(data.draw(st.integers(0, 99), label="seed"))
     stack = (GroupedMLP if grouped else SequentialMLP)(experts, 5, 3, ALONE, dtype=F64)
@@ -100,9 +104,7 @@ def dispatchers_of(experts: int) -> tuple[Any, ...]:
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_any_capacity_and_rows_of_zeros_equal_the_loop(data: st.DataObject) -> None:
-    experts = data.draw(st.integers(1, 9), label="experts")
-    topk = data.draw(st.integers(1, experts), label="topk")
-    tokens = data.draw(st.integers(0, 12), label="tokens")
+    experts, topk, tokens = draw_sizes(data)
     factor = data.draw(st.sampled_from([0.05, 0.5, 1.0, 20.0]), label="factor")
     policy = data.draw(st.sampled_from(["probs", "position"]), label="policy")
     busy = data.draw(st.none() | st.integers(0, experts - 1), label="busy")
