@@ -114,14 +114,14 @@ def _watch(start: Start) -> None:
 
 
 def _draw_alike() -> None:
-    asked: Counter[tuple[int, ...]] = Counter()
+    num_requests: Counter[tuple[int, ...]] = Counter()
     inner = MegatronLocal._answer
 
     async def answer(interface: Any, runner: Any, prompt: Any, params: Any) -> Any:
         # Those of an evaluation are not drawn.
         if params.temperature:
-            asked[tuple(prompt)] += 1
-            params = dataclasses.replace(params, seed=zlib.crc32(repr((list(prompt), asked[tuple(prompt)])).encode()))
+            num_requests[tuple(prompt)] += 1
+            params = dataclasses.replace(params, seed=zlib.crc32(repr((list(prompt), num_requests[tuple(prompt)])).encode()))
         return await inner(interface, runner, prompt, params)
 
     MegatronLocal._answer = answer  # type: ignore[method-assign]

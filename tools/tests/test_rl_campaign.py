@@ -22,7 +22,7 @@ FAST = ["stragglers", "crashes", "refits", "layouts", "packing"]
 def test_nothing_is_lost_doubled_or_untold(parts: list[str], share: float, tmp_path: Path) -> None:
     output = tmp_path / "trust.json"
     words = ["--share", str(share), "--output", str(output), "--parts", *parts]
-    code, *said = run_command(main, words, timeout_s=580)
+    code, *outputs = run_command(main, words, timeout_s=580)
     rows = json.loads(output.read_text())["rows"] if output.exists() else []
-    assert code == 0, [words[-2000:] for words in said]
+    assert code == 0, [words[-2000:] for words in outputs]
     assert [row["part"] for row in rows] == parts and all(row["ok"] for row in rows)

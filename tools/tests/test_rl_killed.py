@@ -64,16 +64,16 @@ def curve(output: Path) -> list[dict[str, Any]]:
 
 def stored(output: Path) -> dict[str, list[str]]:
     """Digests of the newest checkpoints of policy, critic and reference, and what is said beside."""
-    kept = {}
+    contents = {}
     for name in ("checkpoints", CRITIC, REFERENCE):
         manager = CheckpointManager(output / name)
         step = manager.latest()
         if step is not None:
             files = sorted(manager.path(step).glob("*.safetensors"))
-            kept[name] = sorted(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
+            contents[name] = sorted(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
             extra = read_manifest(manager.folder(step)).extra
-            kept[name].append(json.dumps([extra.get(key) for key in ("trainer", "optimizer_step", "rl")]))
-    return kept
+            contents[name].append(json.dumps([extra.get(key) for key in ("trainer", "optimizer_step", "rl")]))
+    return contents
 
 
 @pytest.mark.parametrize(

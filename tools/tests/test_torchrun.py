@@ -64,8 +64,8 @@ def test_a_mistake_is_said_once_and_shown_by_torchrun(tmp_path: Path) -> None:
     before = files(tmp_path)
     lines = ended(started(tmp_path, "load.path=nothing")).splitlines()
     words = "load.path='nothing' has nothing to begin with: nothing is not a checkpoint: there is no such folder"
-    said = [line for line in lines if line.startswith("error: ")]
-    assert len(said) == 1 and said[0].startswith(f"error: {words}"), lines
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert len(errors) == 1 and errors[0].startswith(f"error: {words}"), lines
     # The launcher's own report ends with it.
     assert any(words in line for line in lines[-3:]), lines
     assert files(tmp_path) == before
@@ -92,8 +92,8 @@ def test_other_mistakes_are_said_once(
         assert first.wait() == 2
         other.terminate()
         other.wait()
-        (said,) = [line for line in (first.errors + other.errors).splitlines() if line.startswith("error: ")]
-    assert said.startswith(f"error: {words}")
+        (error,) = [line for line in (first.errors + other.errors).splitlines() if line.startswith("error: ")]
+    assert error.startswith(f"error: {words}")
     assert json.loads((reasons / "0").read_text())["message"]["message"].startswith(words)
     assert files(tmp_path) == before
     del store

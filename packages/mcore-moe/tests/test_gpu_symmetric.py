@@ -156,8 +156,8 @@ def check_captured(patterns: tuple[str, ...]) -> None:
 
     for _ in range(8):
         tokens = torch.randint(64, (2, 64), generator=generator).cuda()
-        expected, found = train(plain, tokens), train(graphed, tokens)
-        assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+        launched, replayed = train(plain, tokens), train(graphed, tokens)
+        assert len(replayed) == len(launched) and all(map(torch.equal, replayed, launched))
     report = graphs.report()
     assert report.graphs and report.replays >= 2 * (8 - 3) and set(report.eager) <= {"warm-up"}, report
     # Where all ranks have more, memory grows, but for graphs.

@@ -111,11 +111,11 @@ def test_a_recomputation_asks_for_nothing_and_padding_neither() -> None:
 def test_what_is_asked_for_is_added_up_in_one_place_wherever_the_model_was_made() -> None:
     # A graph adds to what was there before it was recorded.
     layer, moved = (filled_layer(MODEL, MoEConfig(**QUANTILES), ALONE) for _ in range(2))
-    place = layer.router._asked
-    moved.router._asked = place.to("meta")
+    place = layer.router._bias_sums
+    moved.router._bias_sums = place.to("meta")
     for one in (layer, moved):
         one(tokens_of(0, 20), Step.causal(1, 20))
-    assert layer.router._asked is place and place[-1] == 1
+    assert layer.router._bias_sums is place and place[-1] == 1
     assert torch.equal(end(layer), end(moved)) and not place.any()
 
 

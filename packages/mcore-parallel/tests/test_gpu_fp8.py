@@ -206,12 +206,12 @@ def test_experts_are_multiplied_one_by_one(name, fp8, rows) -> None:
     leaf = x.clone().requires_grad_()
     y = (grouped_matmul if products is None else products.matmul)(leaf, weight, ends_of(rows, "cuda"), None)[: sum(rows)]
     grad_x, grad_weight = torch.autograd.grad(y, [leaf, weight], grad)
-    found = [y.detach(), grad_x[: sum(rows)], grad_weight]
+    ours = [y.detach(), grad_x[: sum(rows)], grad_weight]
     wide, exact_weight = x[: sum(rows)].float().requires_grad_(), weight.detach().float().requires_grad_()
     exact = torch.cat([part @ expert.t() for part, expert in zip(wide.split(rows), exact_weight, strict=True)])
     wanted = [exact.detach(), *torch.autograd.grad(exact, [wide, exact_weight], grad.float())]
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert not sum(rows) or relative(ours, theirs) < (0.006 if fp8 is None else 0.08)
+    for own, other in zip(ours, wanted, strict=True):
+        assert not sum(rows) or relative(own, other) < (0.006 if fp8 is None else 0.08)
     assert sum(rows) or not grad_weight.any()
 
 

@@ -125,8 +125,8 @@ def check_bounded_scan(device: str, dtype: torch.dtype, tolerance: float, sizes:
         inner = [part[3 : 3 + tokens] for part in x]
         known = kernel_plan(plan_chunks(PACKED, 16, torch.device(device)), dtype)
         wanted, last = fused_ssd(inner[0], inner[1], *numbers, known, *options, initial[:-1])
-        for found, other in ((y[3 : 3 + tokens], wanted), (behind[:-1], last)):
-            torch.testing.assert_close(found, other, rtol=0.0, atol=tolerance * other.abs().max().item())
+        for part, other in ((y[3 : 3 + tokens], wanted), (behind[:-1], last)):
+            torch.testing.assert_close(part, other, rtol=0.0, atol=tolerance * other.abs().max().item())
         assert torch.equal(behind[-1], initial[-1])
 
 
@@ -147,8 +147,8 @@ def check_delta(device: str, dtype: torch.dtype, tolerance: float, sizes: tuple[
         with torch.no_grad():
             one = delta_chunked(*inner, known, initial[:-1])
             y, behind = delta_chunked(*x, bounded(device).plan(32, tokens + 9), initial)
-        for found, states in (one, (y[3 : 3 + tokens], behind[:-1])):
-            torch.testing.assert_close(found.double(), wanted, rtol=0.0, atol=tolerance * wanted.abs().max().item())
+        for mixed, states in (one, (y[3 : 3 + tokens], behind[:-1])):
+            torch.testing.assert_close(mixed.double(), wanted, rtol=0.0, atol=tolerance * wanted.abs().max().item())
             torch.testing.assert_close(states.double(), last, rtol=0.0, atol=tolerance * last.abs().max().item())
         assert torch.equal(behind[-1], initial[-1])
 

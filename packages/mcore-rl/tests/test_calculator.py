@@ -137,8 +137,8 @@ def test_calls_are_answered_and_other_texts_end_the_conversation(answer: str, re
     async def talk() -> tuple[Any, float]:
         return await episode.reply(answer), await episode.reward()
 
-    said, reward = asyncio.run(talk())
-    assert list(said) == [{"role": "tool", "content": reply} for reply in replies]
+    messages, reward = asyncio.run(talk())
+    assert list(messages) == [{"role": "tool", "content": reply} for reply in replies]
     assert reward == (1.0 if answer == "7" else 0.0)
 
 

@@ -207,8 +207,8 @@ def die_between() -> str:
 
 @pytest.mark.world(2)
 def test_a_rank_that_dies_between_two_buckets_is_named(world) -> None:
-    told = world(die_between, doomed=(1,))[0]
-    assert "rank 1" in told and "look at the log of that rank" in told
+    error = world(die_between, doomed=(1,))[0]
+    assert "rank 1" in error and "look at the log of that rank" in error
 
 
 def stay_away() -> str:

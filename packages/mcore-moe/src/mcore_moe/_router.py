@@ -70,7 +70,7 @@ class TopKRouter(nn.Module):
         self.register_buffer("expert_bias", expert_bias)
         # Of quantile balancing: the biases that the micro-batches of this global batch ask for, added up, and their number. [E + 1]. Made
         # here, because what a graph makes it makes again at every replay.
-        self._asked = torch.zeros(num_experts + 1, dtype=torch.float32, device=device)
+        self._bias_sums = torch.zeros(num_experts + 1, dtype=torch.float32, device=device)
         if config.moe_router_force_load_balancing:
             warnings.warn("moe_router_force_load_balancing=True routes at random: for benchmarks only", stacklevel=2)
 
@@ -100,7 +100,7 @@ class TopKRouter(nn.Module):
         chosen_TE = apply_random_logits(logits_TE, self.replicas) if config.moe_router_force_load_balancing else logits_TE
         routing = self._routing(chosen_TE, step, tokens)
         if learns and config.moe_router_load_balancing_type == "quantile_balancing":
-            self._ask(chosen_TE, tokens)
+            self._add_quantile_bias(chosen_TE, tokens)
         if step.routing_recorder is not None:
             step.routing_recorder(self.layer, routing.experts_TK, routing.probs_TK.detach())
         routing = self._limited(routing)
@@ -118,13 +118,13 @@ class TopKRouter(nn.Module):
         if bias_E is None or not rate or not self.training:
             return
         if self.config.moe_router_load_balancing_type == "quantile_balancing":
-            moved_E = self._mean_asked(bias_E)
+            moved_E = self._mean_quantile_bias(bias_E)
         else:
             moved_E = get_updated_expert_bias(counts_E, bias_E, rate)
         bias_E.copy_(torch.where(skipped, bias_E, moved_E))
 
     @torch.no_grad()
-    def _ask(self, logits_TE: Tensor, tokens: LocalTokens) -> None:
+    def _add_quantile_bias(self, logits_TE: Tensor, tokens: LocalTokens) -> None:
         """Add the bias that the tokens of this micro-batch ask for, those of the tp and cp ranks together."""
         config, bias_E, group = self.config, self.expert_bias, self.groups.tp_cp
         if bias_E is None or not config.moe_router_bias_update_rate or not len(logits_TE):
@@ -134,24 +134,24 @@ class TopKRouter(nn.Module):
             return
         scores_TE = selection_scores(logits_TE, config.moe_router_score_function, pre_softmax=config.moe_router_pre_softmax)
         valid_T = None if tokens.valid_T is None else all_gather(tokens.valid_T.to(torch.uint8), group).bool()
-        asked_E = quantile_bias(all_gather(scores_TE, group), bias_E, config.moe_router_topk, valid_T)
-        asked = torch.cat([asked_E, asked_E.new_ones(1)])
-        self._asked_at(bias_E.device).add_(asked if valid_T is None else torch.where(valid_T.any(), asked, 0))
+        quantile_E = quantile_bias(all_gather(scores_TE, group), bias_E, config.moe_router_topk, valid_T)
+        bias_and_one = torch.cat([quantile_E, quantile_E.new_ones(1)])
+        self._bias_sums_on(bias_E.device).add_(bias_and_one if valid_T is None else torch.where(valid_T.any(), bias_and_one, 0))
 
-    def _mean_asked(self, bias_E: Tensor) -> Tensor:
+    def _mean_quantile_bias(self, bias_E: Tensor) -> Tensor:
         """Of all micro-batches and ranks, around 0; the bias as it is where none asked."""
-        asked = self._asked_at(bias_E.device)
-        total = all_reduce(asked, self.groups.tp_dp_cp)
+        sums = self._bias_sums_on(bias_E.device)
+        total = all_reduce(sums, self.groups.tp_dp_cp)
         mean_E = total[:-1] / total[-1].clamp(min=1)
         moved_E = torch.where(total[-1] > 0, mean_E - mean_E.mean(), bias_E)
-        asked.zero_()
+        sums.zero_()
         return moved_E
 
-    def _asked_at(self, device: torch.device) -> Tensor:
-        """``_asked`` where the bias is, which moves with the model, or is given a place there later."""
-        if self._asked.device != device:
-            self._asked = torch.zeros_like(self._asked, device=device)
-        return self._asked
+    def _bias_sums_on(self, device: torch.device) -> Tensor:
+        """``_bias_sums`` where the bias is, which moves with the model, or is given a place there later."""
+        if self._bias_sums.device != device:
+            self._bias_sums = torch.zeros_like(self._bias_sums, device=device)
+        return self._bias_sums
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before = self.expert_bias

@@ -87,7 +87,7 @@ class DraftRunner:
             settings: of the S requests, positions those of their first proposals.
         """
         heads, hidden_TD = self._heads, self._hidden_TD
-        tokens, kept = list[Tensor](), list[tuple[Tensor, Tensor]]()
+        tokens, last_states = list[Tensor](), list[tuple[Tensor, Tensor]]()
         for number, one in enumerate(passes, 1):
             if 1 < number <= heads.num_heads:
                 hidden_TD = torch.cat([self._kept_MD[number - 2], hidden_TD])
@@ -95,7 +95,7 @@ class DraftRunner:
             hidden_TD = heads.advance(head, hidden_TD[one.sources_T], inputs.tokens_T, inputs.step)
             drawn_S, places_S, kept_S, lines_S = one.places_4S
             if number < heads.num_heads:
-                kept.append((lines_S, hidden_TD[kept_S]))
+                last_states.append((lines_S, hidden_TD[kept_S]))
             if one.draws:
                 rows = DrawRows(
                     settings=dataclasses.replace(settings, position=settings.position + (number - 1)),
@@ -106,6 +106,6 @@ class DraftRunner:
                 )
                 tokens.append(self._sampler.draw_tokens(heads.logits(hidden_TD[drawn_S]), rows))
         # Passes read what was kept the last time.
-        for all_MD, (lines_S, own_SD) in zip(self._kept_MD, kept, strict=False):
+        for all_MD, (lines_S, own_SD) in zip(self._kept_MD, last_states, strict=False):
             all_MD[lines_S] = own_SD
         return torch.stack(tokens) if tokens else settings.seed.new_zeros((0, len(settings.seed)))

@@ -157,9 +157,9 @@ class ModelDrafts:
     def _run(self, passes: Sequence[DraftPass], segments: Sequence[_Segment]) -> Tensor:
         """As of ``DraftRunner.run``."""
         entries = [segment.entry for segment in segments]
-        asked = [entry.params for entry in entries], [entry.seed for entry in entries], [entry.position for entry in entries]
+        settings = [entry.params for entry in entries], [entry.seed for entry in entries], [entry.position for entry in entries]
         if self.graphs is not None:
-            tokens_NS = self.graphs.run(passes, SamplingRows.of(*asked, self._vocab_size))
+            tokens_NS = self.graphs.run(passes, SamplingRows.of(*settings, self._vocab_size))
             if tokens_NS is not None:
                 return tokens_NS
         send, build = self._builder.send, self._builder.build
@@ -169,7 +169,7 @@ class ModelDrafts:
             )
             for one in passes
         ]
-        return self._runner.run(inputs, SamplingRows.of(*asked, self._vocab_size, self._context.device))
+        return self._runner.run(inputs, SamplingRows.of(*settings, self._vocab_size, self._context.device))
 
     def _plan(self, known: Sequence[_Segment], counts: Mapping[ActiveRequest, int]) -> list[DraftPass]:
         """The passes behind the step in which these segments were computed."""
