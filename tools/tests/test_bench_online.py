@@ -50,8 +50,12 @@ def run_scripted(load: PoissonLoad, complete: Callable[[dict[str, Any], Write], 
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = False
+    class Server(ThreadingHTTPServer):
+        # A connection that finds five others waiting is tried again a second later.
+        request_queue_size = 128
+        daemon_threads = False
+
+    with Server(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
