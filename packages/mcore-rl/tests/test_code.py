@@ -81,9 +81,9 @@ def test_responses_without_a_program_earn_nothing_and_the_last_one_counts(enviro
         (f"{right}\n```\n1\n```", 0.1),
     ):
         assert asyncio.run(environment.get_reward(response, problem)) == earned, response
-    begin = time.monotonic()
+    begin = time.process_time()
     assert asyncio.run(environment.get_reward("```" * 20000, problem)) == 0.0
-    assert time.monotonic() - begin < 0.05
+    assert time.process_time() - begin < 0.05
 
 
 def test_only_so_many_programs_run_at_a_time(environment: Code, monkeypatch: pytest.MonkeyPatch) -> None:
