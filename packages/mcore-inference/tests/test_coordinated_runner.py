@@ -292,6 +292,21 @@ def test_a_runner_that_is_told_that_no_engine_will_come_ends_and_its_server_with
         assert closed.failure is None
 
 
+def test_what_is_open_when_a_runner_is_closed_may_be_sent_again(runners: list[EngineRunner]) -> None:
+    async def ask(runner: CoordinatedRunner) -> None:
+        stream = await runner.submit("x", LONG)
+        await asyncio.to_thread(runner.close)
+        # Not an error of the request, which no client would send again.
+        with pytest.raises(EngineDeadError, match="the runner was closed"):
+            await stream.record()
+
+    with ExitStack() as stack:
+        coordinator = start(stack)
+        join(stack, runners[0], coordinator)
+        coordinator.wait_for_engines(1)
+        asyncio.run(asyncio.wait_for(ask(stack.enter_context(CoordinatedRunner(coordinator.address))), 60))
+
+
 def test_a_client_without_the_control_secret_generates_and_controls_nothing(runners: list[EngineRunner]) -> None:
     security = CoordinatorSecurity(secret="job", control_secret="control")
     weights = [(shard.name, shard.parameter.detach().clone()) for shard in named_shards(runners[0].engine.model)]

@@ -181,7 +181,7 @@ class CoordinatedRunner:
                 self._loop.call_soon_threadsafe(self._cancel, request_id)
 
     def close(self) -> None:
-        """Abort what is open and end the thread; the engines go on. May be called again."""
+        """Abort what is open, which gets ``EngineDeadError``, and end the thread; the engines go on. May be called again."""
         self._end()
         self._thread.join()
 
@@ -218,8 +218,9 @@ class CoordinatedRunner:
             await self._closing.wait()
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
+            error = EngineDeadError("the runner was closed") if self._failure is None else self._ended()
             for number in list(self._open):
-                self._cancel(number)
+                self._cancel(number, error)
             self._deliver()
 
     async def _watch(self) -> None:
@@ -247,12 +248,11 @@ class CoordinatedRunner:
         self._open[remote.request_id] = (remote, stream)
         return remote.request_id
 
-    def _cancel(self, request_id: int) -> None:
+    def _cancel(self, request_id: int, error: Exception | None = None) -> None:
         remote, stream = self._open.pop(request_id, (None, None))
         if remote is not None and stream is not None:
             remote.abort()
-            aborted = RequestError(request_id, "the request was aborted")
-            self._add((stream, aborted if self._failure is None else self._ended()))
+            self._add((stream, error or RequestError(request_id, "the request was aborted")))
 
     def _add(self, news: tuple[RequestStream, Increment | Exception]) -> None:
         if not self._news:
