@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Several processes that answer HTTP at one address: they count as one, and what becomes of the service when one ends or hangs."""
 
+import asyncio
 import contextlib
 import functools
 import json
@@ -22,7 +23,13 @@ import pytest
 import torch
 
 from mcore_inference import EngineDeadError, EngineRunner
-from mcore_inference.coordinator import CoordinatedRunner, CoordinatorSecurity, DataParallelInferenceCoordinator, EngineWorker
+from mcore_inference.coordinator import (
+    CoordinatedRunner,
+    CoordinatorSecurity,
+    DataParallelInferenceCoordinator,
+    EngineWorker,
+    InferenceClient,
+)
 from mcore_inference.server import ConnectionLimits, GroupMember, InferenceServer, ServerGroup, ServerLimits, StopSignals, serve_runner
 from mcore_inference.server._group import _FIRST_STATUS, _ROW
 from mcore_parallel.data import ByteTokenizer
@@ -252,6 +259,29 @@ def test_a_signal_lets_open_streams_end_and_refuses_new_connections(coordinator:
         until(lambda: refused(ending), "nobody listens")
         assert all(len(stream.result(60)[2]) >= 1 for stream in streams)
         ending.join()
+        assert ending.error is None and [process.exitcode for process in processes] == [0, 0]
+
+
+def test_two_signals_at_once_end_the_patience(coordinator: DataParallelInferenceCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def control(call: Callable[[InferenceClient], Any]) -> None:
+        async with InferenceClient(coordinator.address) as client:
+            await call(client)
+
+    # Servers that wait for the end of their streams are not killed.
+    monkeypatch.setattr(_api_servers, "_LAST_ANSWERS_S", 50.0)
+    with service(coordinator, drain_s=1000.0) as ending, ThreadPoolExecutor(8) as pool:
+        assert ending.is_open.wait(60), ending.error
+        asyncio.run(control(InferenceClient.pause_engines))
+        try:
+            streams = [pool.submit(complete, ending, number) for number in range(8)]
+            until(lambda: coordinator.num_open_requests == 8, "all are under way")
+            processes = ending.processes
+            ending.signals.count = 2
+            errors = [str(stream.exception(60)) for stream in streams]
+            assert all("EngineDeadError" in error for error in errors), errors
+            ending.join()
+        finally:
+            asyncio.run(control(InferenceClient.unpause_engines))
         assert ending.error is None and [process.exitcode for process in processes] == [0, 0]
 
 

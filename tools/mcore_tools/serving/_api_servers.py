@@ -6,6 +6,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -34,6 +35,8 @@ _HUNG_S = 10.0
 """Without a sign of life of a server's event loop, after which its process is killed."""
 _LAST_ANSWERS_S = 5.0
 """That processes get to answer what is open, beyond the time to drain, or once the engines failed."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""That a process gets for the first and for the second of those that came: two of one kind may reach it as one."""
 _MAX_EARLY_ENDS = 3
 _EARLY_S = 60.0
 
@@ -106,10 +109,12 @@ class _ApiServer:
             return f"{self.name} (process {self.process.pid}) gave no sign of life for {patience_s:g} s"
         return None
 
-    def terminate(self) -> None:
-        """Let it drain; once more, and it hurries."""
-        if self.process.exitcode is None:
-            self.process.terminate()
+    def send_signal(self, number: signal.Signals) -> None:
+        """Let it drain; at the second, hurry."""
+        pid = self.process.pid
+        if self.process.exitcode is None and pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def kill(self) -> None:
         self.process.kill()
@@ -195,17 +200,17 @@ class ApiServers:
         server.open(engines)
 
     def _drain(self, engines: CoordinatedEngines, signals: "StopSignals") -> None:
-        deadline, sent = time.monotonic() + self._drain_s + _LAST_ANSWERS_S, 0
+        deadline, num_sent = time.monotonic() + self._drain_s + _LAST_ANSWERS_S, 0
         while any(server.process.exitcode is None for server in self._servers) and time.monotonic() < deadline:
             if engines.failure is not None or signals.count > 1:
                 deadline = min(deadline, time.monotonic() + _LAST_ANSWERS_S)
             if engines.failure is not None:
                 for server in self._servers:
                     server.fail(engines.failure)
-            if sent < signals.count:
-                sent = signals.count
+            for number in _SIGNALS[num_sent : signals.count]:
+                num_sent += 1
                 for server in self._servers:
-                    server.terminate()
+                    server.send_signal(number)
             time.sleep(_POLL_S)
         if engines.failure is not None:
             raise EngineDeadError(engines.failure)
