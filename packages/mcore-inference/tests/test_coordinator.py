@@ -39,6 +39,7 @@ from mcore_inference.coordinator import (  # noqa: E402
     EngineWorker,
     GroupState,
     InferenceClient,
+    _coordinator,
 )
 from mcore_inference.coordinator._messages import Message, Partials, encode  # noqa: E402
 from mcore_parallel import named_shards  # noqa: E402
@@ -412,6 +413,36 @@ def test_an_engine_that_is_known_to_have_ended_is_lost_at_once(runners: list[Eng
         # It lives, and so it comes back.
         coordinator.wait_for_engines(1)
     coordinator.lose_engine("dp-1", "after the end")
+
+
+def test_time_in_which_nobody_looked_is_no_time() -> None:
+    times = iter([100.0, 100.5, 101.25, 103.25, 7000.0, 7001.0, 7003.0, 7005.5])
+    clock = _coordinator._AwakeClock(2.0, lambda: next(times))
+    assert [clock.now() for _ in range(7)] == [100.5, 101.25, 103.25, 103.25, 104.25, 106.25, 106.25]
+
+
+def test_a_coordinator_that_was_frozen_loses_neither_engines_nor_clients(runners: list[EngineRunner]) -> None:
+    async def ask(coordinator: DataParallelInferenceCoordinator) -> None:
+        async with InferenceClient(coordinator.address) as client:
+            stream = await client.submit("x", LONG)
+            await anext(aiter(stream))
+            num_looks = 0
+
+            def read() -> float:
+                nonlocal num_looks
+                num_looks += 1
+                return time.monotonic() + 3600.0
+
+            # As its process sees it that goes on an hour later, before it reads what came meanwhile.
+            coordinator._clock._read = read
+            record = await stream.record()
+            while num_looks < 20:
+                await asyncio.sleep(0.01)
+            assert len(record.generated_tokens) == 400
+            assert (await client.status()).past["lost_engines"] == 0 and coordinator.num_engines == 2
+
+    with ExitStack() as stack:
+        asyncio.run(asyncio.wait_for(ask(serve(stack, runners)), 60))
 
 
 def test_a_stuck_engine_is_given_up_and_comes_back(runners: list[EngineRunner], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -53,6 +54,8 @@ class DataParallelInferenceCoordinator:
     def __init__(self, config: CoordinatorConfig | None = None) -> None:
         self.config = CoordinatorConfig() if config is None else config
         self._core = CoordinatorCore(self.config)
+        # An engine that sends signs of life has time for another one behind a shorter pause.
+        self._clock = _AwakeClock(self.config.engine_timeout_s / 2)
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._closing: asyncio.Event | None = None
@@ -202,7 +205,7 @@ class DataParallelInferenceCoordinator:
             self._core.num_refused_messages += 1
             return
         peer, frame = frames
-        now = time.monotonic()
+        now = self._clock.now()
         is_stranger = not self._core.knows(peer)
         if is_stranger and not is_greeting(frame):
             # Nothing of it is read.
@@ -224,12 +227,12 @@ class DataParallelInferenceCoordinator:
     async def _tick(self, router: zmq.asyncio.Socket) -> None:
         while True:
             await asyncio.sleep(self.config.heartbeat_s / 4)
-            self._deliver_beside(router, self._core.tick(time.monotonic()))
+            self._deliver_beside(router, self._core.tick(self._clock.now()))
 
     async def _lose_engines(self, router: zmq.asyncio.Socket) -> None:
         while True:
             name, reason, done = await self._ended_engines.get()
-            self._deliver_beside(router, self._core.lose(name, reason, time.monotonic()))
+            self._deliver_beside(router, self._core.lose(name, reason, self._clock.now()))
             done.set()
 
     def _deliver_beside(self, router: zmq.asyncio.Socket, outbox: Outbox) -> None:
@@ -254,7 +257,26 @@ class DataParallelInferenceCoordinator:
             except zmq.ZMQError as error:
                 if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                     raise
-                left.extend(self._core.unreachable(peer, time.monotonic()))
+                left.extend(self._core.unreachable(peer, self._clock.now()))
+
+
+class _AwakeClock:
+    """Seconds without those in which nobody looked: of a process that was frozen, peers were not silent, only not heard.
+
+    Args:
+        pause_s: between two looks, from which on they count as a pause; whoever is awake looks more often.
+        read: seconds of a clock that never goes back.
+    """
+
+    def __init__(self, pause_s: float, read: Callable[[], float] = time.monotonic) -> None:
+        self._pause_s, self._read = pause_s, read
+        self._last, self._paused_s = read(), 0.0
+
+    def now(self) -> float:
+        before, self._last = self._last, self._read()
+        if self._last - before > self._pause_s:
+            self._paused_s += self._last - before
+        return self._last - self._paused_s
 
 
 class _Budget:
