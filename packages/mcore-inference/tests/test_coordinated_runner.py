@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,10 @@ from mcore_inference.coordinator import (  # noqa: E402
 from mcore_inference.coordinator._messages import (  # noqa: E402
     PROTOCOL,
     ConnectAck,
+    EngineReply,
     Heartbeat,
+    Partial,
+    Partials,
     Refusal,
     Register,
     RegisterAck,
@@ -431,6 +435,22 @@ def test_requests_and_answers_that_are_too_long_fail_alone(runners: list[EngineR
             CoordinatedRunner(coordinator.address, max_message_bytes=0)
         with pytest.raises(ValueError, match="max_message_bytes=0 must be"):
             EngineWorker(runners[1], coordinator.address, max_message_bytes=0)
+
+
+@pytest.mark.parametrize(("num_items", "num_replies"), [(30, 0), (0, 30), (7, 24), (25, 6)])
+def test_a_bundle_that_longer_numbers_make_too_long_is_sent_in_parts(num_items: int, num_replies: int) -> None:
+    items = [Partial(request_id=2**40 + i, tokens=[i] * 60, log_probs=[], top_n_logprobs=[], text="") for i in range(num_items)]
+    replies = [EngineReply(request_id=2**41 + i, record={"tokens": [i] * 60}) for i in range(num_replies)]
+    limit = len(encode(Partials(items=items, replies=replies))) - 65
+    # It was shorter where the engine's numbers have a byte, not nine.
+    assert limit > len(encode(Partials(items=items, replies=replies))) - 8 * (num_items + num_replies)
+    sent: list[list[bytes]] = []
+    socket: Any = SimpleNamespace(send_multipart=lambda frames, flags: sent.append(frames))
+    coordinator = DataParallelInferenceCoordinator(CoordinatorConfig(max_message_bytes=limit))
+    coordinator._deliver(socket, [(b"c0", Partials(items=items, replies=replies)), (b"c1", Heartbeat())])
+    assert [peer for peer, _ in sent] == [b"c0", b"c0", b"c1"] and all(len(frame) <= limit + 64 for _, frame in sent)
+    parts: list[Any] = [decode_for_client(frame) for _, frame in sent[:2]]
+    assert [each for part in parts for each in (*part.items, *part.replies)] == [*items, *replies]
 
 
 def test_an_engine_takes_no_longer_message_than_it_was_told(runners: list[EngineRunner]) -> None:

@@ -18,7 +18,16 @@ from mcore_inference._stability import experimental_api
 from mcore_inference.coordinator._config import CoordinatorConfig
 from mcore_inference.coordinator._core import CoordinatorCore
 from mcore_inference.coordinator._group import Outbox
-from mcore_inference.coordinator._messages import UNKNOWN, Refusal, decode_incoming, encode, is_greeting, is_too_long
+from mcore_inference.coordinator._messages import (
+    NUMBER_BYTES,
+    UNKNOWN,
+    Partials,
+    Refusal,
+    decode_incoming,
+    encode,
+    is_greeting,
+    is_too_long,
+)
 from mcore_inference.coordinator._states import GroupState
 from mcore_inference.requests import PortInUseError
 
@@ -251,6 +260,10 @@ class DataParallelInferenceCoordinator:
             except (OverflowError, RecursionError) as error:
                 _LOG.error("a %s cannot be sent: %s", type(message).__name__, error)
                 left.extend(self._core.unsendable(peer, message))
+                continue
+            if len(frame) > self.config.max_message_bytes + NUMBER_BYTES and isinstance(message, Partials) and message.num_parts > 1:
+                # Each of its requests may have got a longer number, and its reader would cut the connection.
+                left.extendleft((peer, half) for half in reversed(message.halves()))
                 continue
             try:
                 socket.send_multipart([peer, frame], flags=zmq.DONTWAIT)

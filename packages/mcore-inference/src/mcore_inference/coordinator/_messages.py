@@ -13,6 +13,8 @@ PROTOCOL = 6
 """Version that both sides name when they meet."""
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Default of the longest message."""
+NUMBER_BYTES = 64
+"""By which a message to engines and clients may be longer: the coordinator gives requests numbers of its own, and back."""
 SHORT_BYTES = 2**20
 """Longest message of those that carry neither tokens nor weights."""
 GREETING_BYTES = 64 * 2**10
@@ -291,6 +293,19 @@ class Partials(Message, tag=14):
     items: list[Partial]
     replies: list[EngineReply] = []
     """Of requests that it ended; ``items`` may have tokens before those."""
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.items) + len(self.replies)
+
+    def halves(self) -> tuple["Partials", "Partials"]:
+        """What it says in two messages, for one that is too long; it has two parts or more."""
+        middle = self.num_parts // 2
+        behind = max(0, middle - len(self.items))
+        return (
+            Partials(items=self.items[:middle], replies=self.replies[:behind]),
+            Partials(items=self.items[middle:], replies=self.replies[behind:]),
+        )
 
 
 Incoming = (

@@ -8,9 +8,7 @@ import zmq
 import zmq.asyncio
 
 from mcore_inference.coordinator._config import CoordinatorSecurity
-
-_NUMBER_BYTES = 64
-"""By which a message may grow on its way: the coordinator gives it a number of its own."""
+from mcore_inference.coordinator._messages import NUMBER_BYTES
 
 
 def connect(context: zmq.asyncio.Context, address: str, security: CoordinatorSecurity, max_message_bytes: int) -> zmq.asyncio.Socket:
@@ -22,7 +20,7 @@ def connect(context: zmq.asyncio.Context, address: str, security: CoordinatorSec
     socket = context.socket(zmq.DEALER)
     socket.linger = 200
     socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 1000
-    socket.maxmsgsize = max_message_bytes + _NUMBER_BYTES
+    socket.maxmsgsize = max_message_bytes + NUMBER_BYTES
     socket.ipv6 = "[" in address
     if security.public_key is not None:
         public, secret = zmq.curve_keypair()

@@ -375,7 +375,7 @@ class EngineWorker:
 
     def _bundle(self) -> Partials:
         """Of this turn of the loop."""
-        if not (self._turn.items or self._turn.replies):
+        if not self._turn.num_parts:
             # Behind the other streams that the step has news of.
             asyncio.get_running_loop().call_soon(self._send_bundle)
         return self._turn
@@ -383,18 +383,23 @@ class EngineWorker:
     def _send_bundle(self) -> None:
         """Queued at once, before all that is sent later; nobody waits for the rest."""
         bundle, self._turn = self._turn, Partials(items=[])
-        if not (bundle.items or bundle.replies):
-            return
+        if bundle.num_parts:
+            self._send_parts(bundle)
+
+    def _send_parts(self, bundle: Partials) -> None:
         with contextlib.suppress(*_UNWRITABLE):
             frame = encode(bundle)
             # The connection would be cut by a longer message, and with it every other request.
             if len(frame) <= self._max_bytes:
                 self._socket.send(frame)
                 return
-        for part in bundle.items:
-            self._socket.send(encode(Partials(items=[part])))
-        for reply in bundle.replies:
-            self._socket.send(self._reply_frame(reply))
+        if bundle.num_parts > 1:
+            for half in bundle.halves():
+                self._send_parts(half)
+        elif bundle.replies:
+            self._socket.send(self._reply_frame(bundle.replies[0]))
+        else:
+            self._socket.send(encode(bundle))
 
     def _reply_frame(self, reply: EngineReply) -> bytes:
         """Of one request, or why there is none."""
