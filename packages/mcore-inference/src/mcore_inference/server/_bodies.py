@@ -10,12 +10,15 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from mcore_inference.server._errors import ApiError
+from mcore_inference.server._schema import MAX_MODEL_NAME, DetokenizeBody
 from mcore_inference.server._stream import read_body
 from mcore_parallel.graphs import collection_paused
 
 Body = TypeVar("Body", bound=BaseModel)
 _MAX_BRACKETS = 2**18
 """Lists and objects cost most to read, by their bytes. Those in texts count: a text of so many has more tokens than any model takes."""
+_MAX_NAMES = 2**16
+"""Names cost most behind those, as each is a text to remember. A quote within a text has a backslash, so JSON in texts does not count."""
 
 
 class BodyReader:
@@ -65,6 +68,12 @@ def _read(model: type[Body], raw: bytes, longest: int) -> Body | ApiError:
     """The body, or why it is none; what was read of such a one is gone."""
     if (brackets := raw.count(b"[") + raw.count(b"{")) > _MAX_BRACKETS:
         return ApiError(422, f"the body has {brackets} brackets [ and {{; at most {_MAX_BRACKETS} are read", code="invalid_body")
+    if (names := raw.count(b'":') - raw.count(b'\\":')) > _MAX_NAMES:
+        return ApiError(422, f"the body has {names} names of fields; at most {_MAX_NAMES} are read", code="invalid_body")
+    # The one text of these ids is the name of a model.
+    if model is DetokenizeBody and longest and raw.count(b",") > longest + MAX_MODEL_NAME:
+        message = f"tokens holds more than max_sequence_length={longest} tokens; send fewer"
+        return ApiError(400, message, code="context_length_exceeded", param="tokens")
     # Each few hundred lists of a body begin one of Python's collections, which would cost ten times the reading of them all.
     with collection_paused(freeze=False):
         return _checked(model, raw, longest)

@@ -11,6 +11,8 @@ from mcore_inference.server._errors import ApiError
 from mcore_inference.server._messages import EXACT, ChosenTool, Messages, Schema, Text, Tools
 
 MAX_CHOICES = 128
+MAX_MODEL_NAME = 256
+"""Characters."""
 MAX_PROMPTS = 128
 _MAX_TOKENS = 2**20
 
@@ -40,7 +42,7 @@ def _prompt_kind(prompt: object) -> str:
     return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "tokens"
 
 
-ModelName = Annotated[str, StringConstraints(max_length=256)]
+ModelName = Annotated[str, StringConstraints(max_length=MAX_MODEL_NAME)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 # JSON's names of fields are strings; one spelling of each id, so that none comes twice.
