@@ -6,9 +6,10 @@ mcore sft path/to/Qwen3-0.6B --data chat.jsonl --output runs/tuned
 torchrun --nproc-per-node 8 -m mcore_tools.sft path/to/Llama-3.1-8B-Instruct --data chat.jsonl --layout llama3_8b@8
 
 MODEL is a Hugging Face folder, a checkpoint, or the folder of a run. Conversations are JSON lines or Parquet with `messages` (or ShareGPT's
-`conversations`), written by the tokenizer's own chat template; only what the assistant writes is learnt. The output folder holds the
-checkpoints, and `hf`, the tuned model with its tokenizer and chat template, which `mcore serve` and transformers load. The same command
-goes on where it was stopped. `--set lora.rank=16` trains adapters alone; `--set sft.export=adapter` exports them in PEFT's format.
+`conversations`), and maybe `tools`, written by the tokenizer's own chat template; only what the assistant writes is learnt, its calls of
+tools included. The output folder holds the checkpoints, and `hf`, the tuned model with its tokenizer and chat template, which `mcore serve`
+and transformers load. The same command goes on where it was stopped. `--set lora.rank=16` trains adapters alone; `--set
+sft.export=adapter` exports them in PEFT's format.
 
 Exit status: as of `mcore train`.
 """

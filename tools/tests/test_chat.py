@@ -42,6 +42,43 @@ MARKED = LLAMA3.replace(
     "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' }}{% if m['role'] == 'assistant' %}{% generation %}"
     "{{ m['content'] | trim + '<|eot_id|>' }}{% endgeneration %}{% else %}{{ m['content'] | trim + '<|eot_id|>' }}{% endif %}",
 )
+# Tools in a system turn, calls as JSON between tags, results as user turns that neighbours share; the last answer begins with thoughts.
+QWEN_TOOLS = (
+    "{% if tools %}{{ '<|im_start|>system\nTools:' }}{% for t in tools %}{{ '\n' + (t | tojson) }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '\n' if m.content or not loop.first else '' }}{{ '<tool_call>\n{\"name\": \"' + c.function.name }}"
+    "{{ '\", \"arguments\": ' + (c.function.arguments | tojson) + '}\n</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# Tools in the first user turn, one call a turn with "parameters", results of a role of their own.
+LLAMA_TOOLS = (
+    "{{ '<|begin_of_text|>' }}{% for m in messages %}{% set head = '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' %}"
+    "{% if m.role == 'tool' %}{{ head | replace('tool', 'ipython') }}{{ m.content | tojson }}{{ '<|eot_id|>' }}"
+    "{% elif m.tool_calls %}{% if m.tool_calls | length != 1 %}{{ raise_exception('one call a turn') }}{% endif %}"
+    "{% set f = m.tool_calls[0].function %}"
+    "{{ head + '{\"name\": \"' + f.name + '\", \"parameters\": ' }}{{ f.arguments | tojson }}{{ '}<|eot_id|>' }}"
+    "{% else %}{{ head }}{% if loop.first and tools %}{% for t in tools %}{{ t | tojson }}{{ '\n' }}{% endfor %}{% endif %}"
+    "{{ m.content | trim + '<|eot_id|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+# Arguments are joined to text, as releases of DeepSeek do.
+TEXT_ARGUMENTS = (
+    "{% for m in messages %}{{ m.role + ':' + m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}{{ '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+MARKED_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role + ':' }}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
 BACKWARDS = "{% for m in messages | reverse %}{{ m['role'] + m['content'] }}{% endfor %}"
 CHAT = [
     {"role": "user", "content": "one and one?"},
@@ -104,6 +141,98 @@ def test_tools_calls_and_results_are_written_by_the_template(folder: Path) -> No
     written = 'user:one and one?\nassistant:add({"one": 1})\ntool:two\n'
     assert tokenizer.detokenize(chat_tokens(tokenizer, messages)) == written
     assert tokenizer.detokenize(chat_tokens(tokenizer, messages, tools=[{"name": "add"}])) == '[{"name": "add"}]' + written
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def call(**arguments: int) -> dict[str, object]:
+    return {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
+AGENT = [
+    {"role": "user", "content": "one and one?"},
+    {"role": "assistant", "content": "", "tool_calls": [call(one=1)]},
+    {"role": "tool", "tool_call_id": "call00001", "content": "two"},
+    {"role": "assistant", "content": "two, yes"},
+    {"role": "user", "content": "sure?"},
+    {"role": "assistant", "content": "yes.", "tool_calls": [call(two=2)]},
+    {"role": "tool", "tool_call_id": "call00001", "content": "4"},
+    {"role": "assistant", "content": "sure"},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "answers"),
+    [
+        (
+            QWEN_TOOLS,
+            [
+                '<tool_call>\n{"name": "add", "arguments": {"one": 1}}\n</tool_call><|im_end|>',
+                "two, yes<|im_end|>",
+                'yes.\n<tool_call>\n{"name": "add", "arguments": {"two": 2}}\n</tool_call><|im_end|>',
+                "<think>\n\n</think>\n\nsure<|im_end|>",
+            ],
+        ),
+        (
+            LLAMA_TOOLS,
+            [
+                '{"name": "add", "parameters": {"one": 1}}<|eot_id|>',
+                "two, yes<|eot_id|>",
+                '{"name": "add", "parameters": {"two": 2}}<|eot_id|>',
+                "sure<|eot_id|>",
+            ],
+        ),
+        (TEXT_ARGUMENTS, ['add {"one": 1}<|im_end|>', "two, yes<|im_end|>", 'yes.add {"two": 2}<|im_end|>', "sure<|im_end|>"]),
+    ],
+    ids=["qwen", "llama31", "text"],
+)
+def test_calls_are_learnt_and_tools_and_results_are_not(folder: Path, template: str, answers: list[str]) -> None:
+    tokenizer = TemplateTokenizer(folder, template)
+    tools = [TOOL] if template is not TEXT_ARGUMENTS else []
+    turns = tokenizer.chat_turns(AGENT, tools)
+    assert [tokenizer.detokenize(turn.body, skip_special=False) for turn in turns if turn.role == "assistant"] == answers
+    given = tokenizer.detokenize([token for turn in turns for token in turn.header], skip_special=False)
+    assert "two" in given and ("add" in given) == bool(tools)
+    # A call follows what a server gives the model.
+    assert turns[0].header == tokenizer.apply_tool_template(AGENT[:1], tools, add_generation_prompt=True)
+    if tools:
+        assert [token for turn in turns for token in (*turn.header, *turn.body)] == tokenizer.apply_tool_template(AGENT, tools)
+
+
+def test_two_calls_of_a_turn_are_learnt_whole(folder: Path) -> None:
+    twice = [AGENT[0], {**AGENT[1], "tool_calls": [call(one=1), call(one=1)]}, AGENT[2], AGENT[2], AGENT[3]]
+    turns = TemplateTokenizer(folder, QWEN_TOOLS).chat_turns(twice, [TOOL])
+    one = '<tool_call>\n{"name": "add", "arguments": {"one": 1}}\n</tool_call>'
+    assert TemplateTokenizer(folder, QWEN_TOOLS).detokenize(turns[0].body, skip_special=False) == f"{one}\n{one}<|im_end|>"
+    with pytest.raises(TemplateError, match="one call a turn"):
+        TemplateTokenizer(folder, LLAMA_TOOLS).chat_turns(twice, [TOOL])
+
+
+def test_a_marked_template_is_given_the_tools(folder: Path) -> None:
+    tokenizer = TemplateTokenizer(folder, MARKED_TOOLS)
+    turns = tokenizer.chat_turns(AGENT[:3], [TOOL])
+    assert tokenizer.detokenize(turns[0].body, skip_special=False) == '{"name": "add", "arguments": {"one": 1}}<|endoftext|>'
+    assert '"add"' in tokenizer.detokenize(turns[0].header)
+    assert tokenizer.detokenize(turns[1].header) == "tool:two"
+
+
+@pytest.mark.parametrize(
+    ("template", "number", "tools", "words"),
+    [
+        (TEMPLATES["chatml"], 1, [TOOL], "does not write tools"),
+        (TEMPLATES["chatml"], 2, [], r"does not write messages\[1\]\.tool_calls"),
+        (LLAMA3, 2, [], r"does not write messages\[1\]\.tool_calls"),
+        (TEXT_ARGUMENTS, 4, [TOOL], "does not write tools"),
+        (QWEN_TOOLS.replace("m.content + '\n</tool_response>'", "'</tool_response>'"), 4, [], r"does not write messages\[2\] of role tool"),
+    ],
+    ids=["tools", "calls", "llama3", "text", "results"],
+)
+def test_what_a_template_would_drop_is_refused_by_name(
+    folder: Path, template: str, number: int, tools: list[dict[str, object]], words: str
+) -> None:
+    with pytest.raises(TemplateError, match=f"the chat template {words}; name one that does with sft.template=FILE"):
+        TemplateTokenizer(folder, template).chat_turns(AGENT[:number], tools)
 
 
 def test_a_template_that_is_not_prefix_stable_is_refused(folder: Path) -> None:

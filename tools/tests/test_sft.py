@@ -13,6 +13,8 @@ import torch
 from mcore_ckpt import CheckpointManager
 from mcore_ckpt.hf import import_hf
 from mcore_inference.server import serve
+from mcore_parallel.data import HuggingFaceTokenizer, IndexedDataset
+from mcore_parallel.data.corpus import HAS_LOSS
 from mcore_tools import sft
 from mcore_tools.launch import launch
 from mcore_tools.recipes import override
@@ -111,6 +113,30 @@ def test_evaluation_conversations_are_not_trained_on(published: Path, chat: Path
     assert (tmp_path / "run" / "chat" / "eval.idx").is_file()
 
 
+def test_a_run_learns_calls_of_tools_and_not_their_results(published: Path, tmp_path: Path) -> None:
+    template = tmp_path / "tools.jinja"
+    template.write_text(
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name + '(' + (c.function.arguments | tojson) + ')' }}{% endfor %}"
+        "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    turns = [
+        ("human", "red?"),
+        ("function_call", '{"name": "find", "arguments": {"hue": "red"}}'),
+        ("observation", "lime"),
+        ("gpt", "apple"),
+    ]
+    entry = {"conversations": [{"from": role, "value": value} for role, value in turns], "tools": '[{"name": "find"}]'}
+    (tmp_path / "chat.jsonl").write_text(f"{json.dumps(entry)}\n" * 4)
+    output = tmp_path / "run"
+    assert tune(published, tmp_path / "chat.jsonl", output, f"sft.template={template}", "train.steps=1") == 0
+    corpus = IndexedDataset(output / "chat" / "train", multimodal=True)
+    tokenizer = HuggingFaceTokenizer(output / "chat" / "tokenizer")
+    parts = [(tokenizer.detokenize(ids.tolist(), skip_special=False), mode) for ids, mode in (corpus[number] for number in range(4))]
+    assert [text for text, mode in parts if mode == HAS_LOSS] == ['find({"hue": "red"})<|im_end|>', "apple<|im_end|>"]
+    assert '"name": "find"' in parts[0][0] and "lime" in parts[2][0]
+
+
 @pytest.mark.parametrize("layout", [["plan.tp=2"], ["plan.cp=2"], ["plan.dp=2", "data_parallel=fsdp"]], ids=lambda layout: layout[0])
 def test_every_layout_learns_the_same(published: Path, chat: Path, tmp_path: Path, layout: list[str]) -> None:
     # With cp conversations are padded, which packs them differently: one a row, and the first step, then.
@@ -131,7 +157,14 @@ def test_every_layout_learns_the_same(published: Path, chat: Path, tmp_path: Pat
     [
         ('{"prompt": "a"}', "chat.jsonl:1 has no list of messages in the field 'messages' (fields are prompt)"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "no conversation with a turn of assistant"),
-        ('{"messages": [{"role": "assistant", "tool_calls": [1]}]}', "has tool_calls"),
+        (
+            '{"messages": [{"role": "assistant", "tool_calls": [1]}]}',
+            'chat.jsonl:1: messages[0].tool_calls[0] must be a function with a "name"',
+        ),
+        (
+            '{"messages": [{"role": "assistant", "tool_calls": [{"name": "add"}]}]}',
+            "chat.jsonl:1: the chat template does not write messages[0].tool_calls; name one that does with sft.template=FILE",
+        ),
     ],
 )
 def test_conversations_that_cannot_be_learnt_are_one_line(

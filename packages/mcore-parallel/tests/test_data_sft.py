@@ -234,15 +234,82 @@ def test_the_shapes_of_data_sets_are_one_conversation(tmp_path, key, messages, e
         import pyarrow
 
         parquet.write_table(pyarrow.Table.from_pylist([{key: messages, "source": "a"}] * 2), path)
-    assert list(read_conversations(path)) == [ASK, ASK]
+    assert [conversation.messages for conversation in read_conversations(path)] == [ASK, ASK]
+
+
+CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": {"one": 1}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+AGENT = [
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "2"},
+    {"role": "assistant", "content": "2"},
+]
+
+
+def written_agents():
+    """The same conversation in each of the shapes that data sets have, and its call."""
+    user, call, result, answer = AGENT
+    bare = {"type": "function", "function": CALL["function"]}
+    text = {"name": "add", "arguments": json.dumps({"one": 1})}
+    yield {"messages": AGENT, "tools": [TOOL]}, CALL
+    yield {"messages": [user, {**call, "content": None, "tool_calls": [{**CALL, "function": text}]}, result, answer], "tools": [TOOL]}, CALL
+    old = [user, {"role": "assistant", "function_call": text}, {**result, "role": "function"}, answer]
+    yield {"messages": old, "tools": [TOOL]}, bare
+    turns = [("human", "1+1?"), ("function_call", json.dumps(bare["function"])), ("observation", "2"), ("gpt", "2")]
+    yield {"conversations": [{"from": role, "value": value} for role, value in turns], "tools": json.dumps([TOOL["function"]])}, bare
+    turns[1:3] = [("function_call", json.dumps([bare["function"]])), ("function_response", "2")]
+    yield {"conversations": [{"from": role, "value": value} for role, value in turns], "tools": json.dumps([TOOL])}, bare
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+@pytest.mark.parametrize("number", range(5), ids=["openai", "text", "function_call", "sharegpt", "list"])
+def test_tools_calls_and_results_come_out_in_one_form(tmp_path, number, ending):
+    entry, call = list(written_agents())[number]
+    path = tmp_path / f"chat.{ending}"
+    # A column of Parquet has the keys of all rows.
+    other = {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "b", "arguments": {"c": "d"}}}]}]}
+    entries = [entry, other] if number == 0 else [entry]
+    if ending == "jsonl":
+        path.write_text("".join(json.dumps(one) + "\n" for one in entries))
+    else:
+        parquet = pytest.importorskip("pyarrow.parquet")
+        import pyarrow
+
+        parquet.write_table(pyarrow.Table.from_pylist(entries), path)
+    conversation = next(read_conversations(path))
+    assert conversation.messages == [AGENT[0], {**AGENT[1], "tool_calls": [call]}, *AGENT[2:]]
+    assert conversation.tools == [TOOL]
+
+
+def test_tokenizers_without_templates_refuse_tools(tmp_path):
+    for entry, words in (
+        ({"messages": AGENT}, r"messages\[1\] has tool_calls"),
+        ({"messages": ASK, "tools": [TOOL]}, "conversation has tools"),
+    ):
+        (tmp_path / "chat.jsonl").write_text(json.dumps(entry))
+        with pytest.raises(DocumentError, match=f"chat.jsonl:1: .*{words}"):
+            preprocess_conversations([tmp_path / "chat.jsonl"], tmp_path / "c", BYTES)
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, r"messages\[0\] has a part of type 'image_url'"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, r"messages\[0\] has tool_calls"),
-        ({"messages": ASK, "tools": [{"type": "function"}]}, "has tools"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]},
+            r'messages\[0\]\.tool_calls\[0\] must be a function with a "name"',
+        ),
+        ({"messages": [{"role": "user", "content": "", "tool_calls": [CALL]}]}, "has tool_calls and the role 'user'"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": "{"}}]}, "arguments is no JSON"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]}]},
+            "arguments must be an object.* found list",
+        ),
+        ({"conversations": [{"from": "function_call", "value": "f(1)"}]}, r"conversations\[0\]: its value is no JSON"),
+        ({"messages": ASK, "tools": [{"type": "function"}]}, r'tools\[0\] must be a function with a "name"'),
+        ({"messages": ASK, "tools": "add"}, "tools is no JSON"),
+        ({"messages": ASK, "tools": {"add": {}}}, "tools must be a list of functions"),
         ({"conversation": ASK}, "no list of messages in the field 'messages'"),
     ],
 )

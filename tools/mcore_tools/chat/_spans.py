@@ -29,10 +29,10 @@ def assistant_spans(messages: Messages, render: Render, special: Sequence[str] =
 
     A turn begins where the text of the messages before it ends, with an open turn of the assistant: what a server gives the model. It
     ends where the text of the messages up to it ends, or, where a template writes its last turn differently (Qwen3 drops the thoughts of
-    earlier ones), behind its content and whatever follows the content there. Both are checked against the whole text.
+    earlier ones), behind its content (or the name of its last call) and whatever follows there. Both are checked against the whole text.
 
     Args:
-        messages: ``{"role", "content"}``.
+        messages: ``{"role", "content"}``, and ``tool_calls`` of some.
         render: the template.
         special: tokens of which one ends a turn; white space behind it belongs to nobody.
 
@@ -45,9 +45,9 @@ def assistant_spans(messages: Messages, render: Render, special: Sequence[str] =
         if message.get("role") != "assistant":
             continue
         before = render(messages[:number], True) if number else ""
-        if not text.startswith(before):
+        if not text.startswith(before) or (spans and len(before) < spans[-1][1]):
             raise _unstable(number, "before")
-        end = _end(text, len(before), render(messages[: number + 1], False), str(message.get("content", "")).strip(), number)
+        end = _end(text, len(before), render(messages[: number + 1], False), _landmark(message), number)
         shorter = text[:end].rstrip()
         if shorter.endswith(tuple(special)):
             end = len(shorter)
@@ -55,15 +55,22 @@ def assistant_spans(messages: Messages, render: Render, special: Sequence[str] =
     return AssistantSpans(text=text, spans=spans)
 
 
-def _end(text: str, begin: int, after: str, content: str, number: int) -> int:
+def _landmark(message: Mapping[str, Any]) -> str:
+    """Text of a turn that a template writes wherever the turn stands."""
+    calls = message.get("tool_calls") or []
+    return str(message.get("content", "")).strip() or (calls[-1]["function"]["name"] if calls else "")
+
+
+def _end(text: str, begin: int, after: str, landmark: str, number: int) -> int:
     if text.startswith(after) and len(after) >= begin:
         return len(after)
-    # Another last turn: the content, and what closes it.
-    found, last = text.find(content, begin), after.rfind(content)
-    closing = after[last + len(content) :]
-    if not content or found < 0 or last < 0 or not text.startswith(closing, found + len(content)):
+    # Another last turn: the landmark, and what closes it.
+    last = after.rfind(landmark)
+    closed = after[last:]
+    found = text.find(closed, begin)
+    if not landmark or last < 0 or found < 0:
         raise _unstable(number, "after")
-    return found + len(content) + len(closing)
+    return found + len(closed)
 
 
 def _unstable(number: int, side: str) -> TemplateError:

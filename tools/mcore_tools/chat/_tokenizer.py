@@ -12,7 +12,8 @@ from typing import Any
 
 from mcore_parallel.data import ChatTurn, HuggingFaceTokenizer
 from mcore_tools.chat._generation import end_tokens, read_generation
-from mcore_tools.chat._spans import TemplateError, assistant_spans
+from mcore_tools.chat._spans import Messages, TemplateError, assistant_spans
+from mcore_tools.chat._tool_support import Tools, ToolSupport, find_tool_support
 
 
 def _base_template(begin: str, header: str, body: str, end: str, given_end: str) -> str:
@@ -145,13 +146,19 @@ class TemplateTokenizer:
         """Ids of a conversation with tools, in OpenAI's form; none for messages that only hold calls."""
         return self.tokenize(self._render(messages, add_generation_prompt, tools))
 
-    def chat_turns(self, messages: Sequence[Mapping[str, Any]]) -> list[ChatTurn]:
-        """Ids of a conversation, apart by who writes them: ``body`` of the assistant's turns is what the model writes.
+    def chat_turns(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[ChatTurn]:
+        """Ids of a conversation, apart by who writes them: ``body`` of the assistant's turns is what the model writes, its calls included.
+
+        Args:
+            messages: ``{"role", "content"}``; ``tool_calls`` of an assistant have their arguments as objects.
+            tools: that it may call, in OpenAI's form.
 
         Raises:
-            TemplateError: the template refuses the messages, or does not say what the assistant writes.
+            TemplateError: the template refuses the messages, does not write their tools, calls or results, or does not say what the
+                assistant writes.
         """
-        ids, mask = self._marked(messages) if _MARKED.search(str(self.template)) else self._by_prefixes(messages)
+        messages = self._with_tools(messages, tools)
+        ids, mask = self._marked(messages, tools) if _MARKED.search(str(self.template)) else self._by_prefixes(messages, tools)
         turns, header, begin = [], [], 0
         for place in range(1, len(ids) + 1):
             if place < len(ids) and mask[place] == mask[begin]:
@@ -164,18 +171,38 @@ class TemplateTokenizer:
             begin = place
         return [*turns, ChatTurn(role="", header=header, body=[], tail=[])] if header else turns
 
-    def _marked(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+    @functools.cached_property
+    def _tool_support(self) -> ToolSupport:
+        return find_tool_support(lambda messages, tools: self._render(messages, False, tools))
+
+    def _with_tools(self, messages: Messages, tools: Tools) -> Messages:
+        """``messages`` in the form that the template writes; what it would drop is refused."""
+        called = [number for number, message in enumerate(messages) if message.get("tool_calls")]
+        answered = [number for number, message in enumerate(messages) if message.get("role") == "tool"]
+        if not (tools or called or answered):
+            return messages
+        support = self._tool_support
+        for what, is_written in (
+            ("tools", support.tools or not tools),
+            (f"messages[{called[0]}].tool_calls" if called else "", support.calls or not called),
+            (f"messages[{answered[0]}] of role tool" if answered else "", support.results or not answered),
+        ):
+            if not is_written:
+                raise TemplateError(f"the chat template does not write {what}; name one that does with sft.template=FILE, or remove them")
+        return [_with_text(message) for message in messages] if support.arguments_as_text else messages
+
+    def _marked(self, messages: Messages, tools: Tools) -> tuple[list[int], list[int]]:
         """By the ``generation`` blocks of the template."""
         try:
             rendered: Any = self._inner.apply_chat_template(
-                list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+                list(messages), tools=list(tools) or None, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
             )
         except Exception as error:
             raise _refused(error) from None
         return list(rendered["input_ids"]), list(rendered["assistant_masks"])
 
-    def _by_prefixes(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
-        rendered = assistant_spans(messages, self._render, self._special)
+    def _by_prefixes(self, messages: Messages, tools: Tools) -> tuple[list[int], list[int]]:
+        rendered = assistant_spans(messages, functools.partial(self._render, tools=tools), self._special)
         encoded = self._inner(rendered.text, add_special_tokens=False, return_offsets_mapping=True)
         mask, spans = [], list(rendered.spans)
         for first, last in encoded["offset_mapping"]:
@@ -184,12 +211,21 @@ class TemplateTokenizer:
             mask.append(int(bool(spans) and last > spans[0][0] and first < spans[0][1]))
         return list(encoded["input_ids"]), mask
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def _render(self, messages: Messages, add_generation_prompt: bool, tools: Tools = ()) -> str:
         more = {"tools": list(tools)} if tools else {}
         try:
             return str(self._inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **more))
         except Exception as error:
             raise _refused(error) from None
+
+
+def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose calls have their arguments as JSON text."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _refused(error: Exception) -> TemplateError:

@@ -15,7 +15,7 @@ class SFTConfig:
     """
 
     data: tuple[str, ...]
-    """JSON lines or Parquet files, or folders of them; each line has ``messages`` (or ShareGPT's ``conversations``)."""
+    """JSON lines or Parquet files, or folders of them; a line has ``messages`` or ``conversations``, and maybe ``tools``."""
     eval_data: tuple[str, ...] = ()
     """Conversations of the evaluation; empty for a share of ``data``, which is not trained on."""
     eval_share: float = 0.05

@@ -29,6 +29,7 @@ from mcore_parallel.data.datasets import (
 )
 from mcore_parallel.data.preprocessing import (
     ChatTokenizer,
+    Conversation,
     PreprocessReport,
     preprocess,
     preprocess_conversations,
@@ -55,6 +56,7 @@ __all__ = [
     "ByteTokenizer",
     "ChatTokenizer",
     "ChatTurn",
+    "Conversation",
     "DataError",
     "DocumentError",
     "GPTDataset",

@@ -5,6 +5,7 @@
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -12,48 +13,24 @@ import numpy as np
 from mcore_parallel.data._errors import DataError, DocumentError
 from mcore_parallel.data.corpus import HAS_LOSS, IndexedDatasetBuilder, token_dtype
 from mcore_parallel.data.preprocessing._documents import document_files, read_entries
+from mcore_parallel.data.preprocessing._messages import as_message, as_tools
 from mcore_parallel.data.preprocessing._preprocess import PreprocessReport
 from mcore_parallel.data.tokenizers import ChatTurn
 
-SHAREGPT_KEY = "conversations"
-"""Field of a ShareGPT line."""
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
-
-
-def as_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """``message`` with its role and its content as text; entries without a value are left out.
-
-    Args:
-        message: ``{"role", "content"}`` or ``{"from", "value"}``; content is text, or a list of text parts.
-        place: for messages of errors.
-
-    Raises:
-        DocumentError: no role, content that is neither, or calls of tools.
-    """
-    fields = {name: value for name, value in message.items() if value is not None}
-    if "role" not in fields and "from" in fields:
-        role, content = fields.pop("from"), fields.pop("value", None)
-        fields = {"role": _ROLES.get(role, role) if isinstance(role, str) else role, "content": content, **fields}
-    for name in ("tool_calls", "function_call"):
-        if fields.get(name):
-            raise DocumentError(f"{place} has {name}, which no conversation is rendered with; write it into the content, or remove it")
-    content = fields.get("content")
-    if isinstance(content, list):
-        fields["content"] = "".join(_part(part, place) for part in content)
-    if not (isinstance(fields.get("role"), str) and isinstance(fields.get("content"), str)):
-        raise DocumentError(f'{place} must have "role" and "content" as text, found {str(fields)[:80]}')
-    return fields
-
-
-def _part(part: Any, place: str) -> str:
-    text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
-    if not isinstance(text, str):
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        raise DocumentError(f"{place} has a part of type {kind!r} in its content; only text is learnt, remove the others")
-    return text
-
-
+_SHAREGPT_KEY = "conversations"
 _OPENAI_KEY = "messages"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """A conversation as chat templates take it."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """``role`` and ``content`` of each as text; an assistant's that calls tools has ``tool_calls``, their arguments as objects."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """That the assistant may call: ``{"type": "function", "function": {"name", ...}}``."""
+    place: str = ""
+    """File and line, for messages of errors."""
 
 
 @runtime_checkable
@@ -62,14 +39,18 @@ class ChatTokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
-    def chat_turns(self, messages: Sequence[Mapping[str, str]]) -> list[ChatTurn]: ...
+    def chat_turns(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[ChatTurn]: ...
 
 
-def read_conversations(path: str | os.PathLike[str], *, json_key: str = "messages") -> Iterator[list[Mapping[str, Any]]]:
+def read_conversations(path: str | os.PathLike[str], *, json_key: str = "messages") -> Iterator[Conversation]:
     """Conversations of a JSON lines or Parquet file, or of all such files of a folder, gzipped ones too.
 
     Messages are ``{"role", "content"}``, as OpenAI writes them (content may be a list of text parts), or ``{"from", "value"}``, as
     ShareGPT does; both come out as the first. Where ``messages`` is not there, ``conversations`` is read.
+
+    Calls are an assistant's ``tool_calls``, with arguments as an object or its JSON, or a turn ``function_call`` of ShareGPT; results are
+    messages of role ``tool`` (in ShareGPT ``observation`` or ``function_response``, too). ``tools`` beside the messages is a list of
+    functions, or its JSON. In Parquet, whose columns have one type, entries without a value are those that are not there.
 
     Args:
         path: file or folder, see `read_documents`.
@@ -79,13 +60,12 @@ def read_conversations(path: str | os.PathLike[str], *, json_key: str = "message
         DocumentError: a file cannot be read, a line is no JSON object or lacks the list, or a message has another form.
     """
     for place, entry in read_entries(path):
-        key = SHAREGPT_KEY if json_key == _OPENAI_KEY and json_key not in entry else json_key
+        key = _SHAREGPT_KEY if json_key == _OPENAI_KEY and json_key not in entry else json_key
         messages = entry.get(key)
         if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
             raise DocumentError(f"{place} has no list of messages in the field {json_key!r} (fields are {', '.join(sorted(entry)[:8])})")
-        if entry.get("tools"):
-            raise DocumentError(f"{place} has tools, which no conversation is rendered with; remove the field, or write them into the text")
-        yield [as_message(message, f"{place}: {key}[{number}]") for number, message in enumerate(messages)]
+        plain = [as_message(message, f"{place}: {key}[{number}]") for number, message in enumerate(messages)]
+        yield Conversation(messages=plain, tools=as_tools(entry.get("tools"), place), place=place)
 
 
 def preprocess_conversations(
@@ -109,8 +89,8 @@ def preprocess_conversations(
         json_key: which field holds the messages.
 
     Raises:
-        DocumentError: a conversation is missing, unreadable or none is left.
-        TokenizerError: a message lacks role or content, or the tokenizer has no turns.
+        DocumentError: a conversation is missing, unreadable, refused by the tokenizer (as one with tools is by those of this wheel), or
+            none is left.
         IndexedDatasetError: the output cannot be written.
     """
     if not inputs or not trained_roles:
@@ -122,8 +102,8 @@ def preprocess_conversations(
     started = time.perf_counter()
     num_documents = num_tokens = num_skipped = 0
     with IndexedDatasetBuilder(prefix + ".bin", dtype=dtype, multimodal=True) as builder:
-        for messages in (messages for path in inputs for messages in read_conversations(path, json_key=json_key)):
-            parts, modes = _parts(tokenizer.chat_turns(messages), trained_roles)
+        for conversation in (one for path in inputs for one in read_conversations(path, json_key=json_key)):
+            parts, modes = _parts(_turns(tokenizer, conversation), trained_roles)
             if HAS_LOSS not in modes:
                 num_skipped += 1
                 continue
@@ -140,6 +120,13 @@ def preprocess_conversations(
         builder.finalize(prefix + ".idx")
     seconds = time.perf_counter() - started
     return PreprocessReport(num_documents=num_documents, num_tokens=num_tokens, num_skipped=num_skipped, dtype=dtype.name, seconds=seconds)
+
+
+def _turns(tokenizer: ChatTokenizer, conversation: Conversation) -> list[ChatTurn]:
+    try:
+        return tokenizer.chat_turns(conversation.messages, conversation.tools)
+    except ValueError as error:
+        raise DocumentError(f"{conversation.place}: {error}") from error
 
 
 def _parts(turns: Sequence[ChatTurn], trained_roles: Sequence[str]) -> tuple[list[list[int]], list[int]]:

@@ -126,13 +126,15 @@ def decode(batch: RawBatch, json_key: str, encoding_errors: str) -> list[str]:
 def read_entries(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """JSON objects or Parquet rows of a file or of all .jsonl and .parquet files of a folder, each with its place as ``file:line``.
 
+    A Parquet column has one type, the union of its rows': entries that a row has not are null there, and left out.
+
     Raises:
         DocumentError: a file cannot be read, or a line is no JSON object.
     """
     for name in document_files(path):
         if plain_name(name).endswith(PARQUET_ENDING):
             for number, row in enumerate(read_rows(name), start=1):
-                yield f"{name} row {number}", row
+                yield f"{name} row {number}", _without_nulls(row)
             continue
         if not plain_name(name).endswith(LINE_ENDINGS):
             if os.path.isdir(path):
@@ -142,6 +144,12 @@ def read_entries(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, 
         for batch in read_batches(whole(name), ""):
             for place, _, entry in _entries(batch, "strict"):
                 yield place, entry
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def document_files(path: str | os.PathLike[str]) -> list[str]:

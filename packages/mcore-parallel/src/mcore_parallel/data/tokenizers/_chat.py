@@ -5,6 +5,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mcore_parallel.data._errors import TokenizerError
 
@@ -26,7 +27,7 @@ class ChatTurn:
     """What stands between turns."""
 
 
-def chat_turns(messages: Sequence[Mapping[str, str]], *, encode: Callable[[str], list[int]], start: int, end: int) -> list[ChatTurn]:
+def chat_turns(messages: Sequence[Mapping[str, Any]], *, encode: Callable[[str], list[int]], start: int, end: int) -> list[ChatTurn]:
     """Turns of the form ``<start>role newline content<end>newline``.
 
     Only the two sentinels are special; ``encode`` must treat text as plain, so a message cannot forge a turn. Header and
@@ -39,16 +40,22 @@ def chat_turns(messages: Sequence[Mapping[str, str]], *, encode: Callable[[str],
         end: likewise, after the content.
 
     Raises:
-        TokenizerError: a message lacks role or content.
+        TokenizerError: a message lacks role or content, or calls tools.
     """
     turns = []
     for number, message in enumerate(messages):
+        if message.get("tool_calls"):
+            raise _no_tools(f"messages[{number}] has tool_calls")
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not isinstance(content, str):
             raise TokenizerError(f'messages[{number}] must have "role" and "content" as text, got keys {sorted(message)}')
         header, body = [start, *encode(f"{role}\n")], [*encode(content), end]
         turns.append(ChatTurn(role=role, header=header, body=body, tail=encode("\n")))
     return turns
+
+
+def _no_tools(what: str) -> TokenizerError:
+    return TokenizerError(f"{what}, which chat templates write and this tokenizer runs none; tune by `mcore sft`, or write them as content")
 
 
 def join_turns(turns: Sequence[ChatTurn], opening: Sequence[int] = ()) -> list[int]:
@@ -89,12 +96,14 @@ class RoleTokenizer(ABC):
         turns = self.chat_turns(messages)
         return join_turns(turns, [self._roles["turn_start"], *self._plain_ids("assistant\n")] if add_generation_prompt else [])
 
-    def chat_turns(self, messages: Sequence[Mapping[str, str]]) -> list[ChatTurn]:
+    def chat_turns(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[ChatTurn]:
         """Ids of each message, apart by what a model is given and what it writes.
 
         Raises:
-            TokenizerError: the tokenizer has no tokens for turns, or a message lacks role or content.
+            TokenizerError: the tokenizer has no tokens for turns, a message lacks role or content, or there are tools or calls of them.
         """
+        if tools:
+            raise _no_tools("the conversation has tools")
         if not {"turn_start", "turn_end"} <= set(self._roles):
             raise TokenizerError(self._no_turns)
         return chat_turns(messages, encode=self._plain_ids, start=self._roles["turn_start"], end=self._roles["turn_end"])
