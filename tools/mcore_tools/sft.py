@@ -9,7 +9,7 @@ MODEL is a Hugging Face folder, a checkpoint, or the folder of a run. Conversati
 `conversations`), and maybe `tools`, written by the tokenizer's own chat template; only what the assistant writes is learnt, its calls of
 tools included. The output folder holds the checkpoints, and `hf`, the tuned model with its tokenizer and chat template, which `mcore serve`
 and transformers load. The same command goes on where it was stopped. `--set lora.rank=16` trains adapters alone; `--set
-sft.export=adapter` exports them in PEFT's format.
+sft.export=adapter` exports them in PEFT's format; `--set load.adapter=FOLDER` trains such an adapter of MODEL further.
 
 Exit status: as of `mcore train`.
 """
@@ -49,6 +49,7 @@ from mcore_tools.training import (
     first_folder,
     is_huggingface,
     may_be_local,
+    with_adapter,
 )
 
 _LONGEST = 2048
@@ -192,9 +193,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rank = int(os.environ.get("RANK", "0"))
     try:
         changed = [assignment.partition("=")[0].strip() for assignment in options.set]
-        job = "lora" if any(path.partition(".")[0] == "lora" for path in changed) else "sft"
+        base = with_adapter(base_config(options.model, options.data, options.output), options.set)
+        job = "lora" if base.lora is not None or any(path.partition(".")[0] == "lora" for path in changed) else "sft"
         placed = layout(options.layout, job) if options.layout else ()
-        config = override(base_config(options.model, options.data, options.output), [*placed, *options.set])
+        config = override(base, [*placed, *options.set])
         if config.sft is None:
             raise RecipeError("sft=none has no conversations to learn; leave it out, or start the run with `mcore train`")
         as_adapter = config.sft.export == "adapter"

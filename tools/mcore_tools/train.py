@@ -58,7 +58,7 @@ from mcore_tools.recipes import (
     write_config,
 )
 from mcore_tools.torchrun import report_error, tell_launcher
-from mcore_tools.training import Trained, check_run, connect, find_origin, join, meet, take_device, train_rank
+from mcore_tools.training import Trained, check_run, connect, find_origin, join, meet, take_device, train_rank, with_adapter
 
 _LONGEST = 2048
 """Tokens of a sample, where neither a recipe nor the model says less."""
@@ -140,7 +140,8 @@ def main(
     parser.add_argument("--write-config", metavar="FILE", help="write the whole run as YAML (- for the terminal) and end")
     options = parser.parse_args(arguments)
     try:
-        config = check(override(_chosen(options, default_recipe) or continued(options.set), options.set))
+        base = with_adapter(_chosen(options, default_recipe) or continued(options.set), options.set)
+        config = check(override(base, options.set))
         if options.write_config == "-":
             print(config_text(config), end="")
         elif options.write_config:

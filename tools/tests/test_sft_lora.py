@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from safetensors.torch import save_file
 
 from mcore_ckpt import CheckpointManager
-from mcore_ckpt.hf import import_adapter_hf, import_hf, merge_adapter
+from mcore_ckpt.hf import import_adapter_hf, import_hf, merge_adapter, merge_adapter_hf
 from mcore_ckpt.manifest import read_manifest
 from mcore_inference import SamplingParams
 from mcore_tools import sft, train
@@ -18,7 +20,7 @@ from mcore_tools.assembly import throughput
 from mcore_tools.launch import launch
 from mcore_tools.recipes import override, recipe
 from mcore_tools.serving import open_engine
-from mcore_tools.training import train_rank
+from mcore_tools.training import export_adapter, train_rank, with_adapter
 from tests.support.published import ANSWERS, write_chat, write_published
 
 pytestmark = pytest.mark.journey
@@ -198,6 +200,115 @@ def test_frozen_weights_count_no_gradient_of_their_own(published: Path, chat: Pa
     base = sft.base_config(str(published), [str(chat)], str(tmp_path / "run"))
     whole, adapters = (throughput(override(base, changes), "cpu").flops_per_token for changes in ([], LORA))
     assert 0.66 < adapters / whole < 0.8
+
+
+@pytest.fixture(scope="module")
+def of_peft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter as PEFT writes it: those of q and v of each layer differ in A."""
+    folder = tmp_path_factory.mktemp("peft")
+    draws = torch.Generator().manual_seed(1)
+    tensors = {}
+    for layer in range(2):
+        for part, size in (("q_proj", 64), ("v_proj", 32)):
+            stem = f"base_model.model.model.layers.{layer}.self_attn.{part}.lora"
+            tensors[f"{stem}_A.weight"] = torch.randn(4, 64, generator=draws) * 0.1
+            tensors[f"{stem}_B.weight"] = torch.randn(size, 4, generator=draws) * 0.1
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def continued(published: Path, chat: Path, output: Path, adapter: Path, ranks: int, *changes: str) -> list[float]:
+    sets = [*FAST[2:], f"load.adapter={adapter}", "train.steps=2", "train.dtype=float64", "train.eval_interval=0", *changes]
+    base = with_adapter(sft.base_config(str(published), [str(chat)], str(output)), sets)
+    config = sft.prepared(override(base, sets), ["train.steps", "train.eval_batches"], rank=0)
+    train_rank(config, "cpu") if ranks == 1 else launch(train_rank, ranks, config=config, kind="cpu")
+    return losses(output)
+
+
+def test_a_run_begins_with_an_adapter_of_peft_in_every_layout(published: Path, chat: Path, of_peft: Path, tmp_path: Path) -> None:
+    one = continued(published, chat, tmp_path / "one", of_peft, 1)
+    # The loss of the first step is that of the adapter's model.
+    merge_adapter_hf(published, of_peft, tmp_path / "merged", dtype=torch.float64)
+    base = sft.base_config(str(tmp_path / "merged"), [str(chat)], str(tmp_path / "whole"))
+    changes = [*FAST[2:], "train.steps=1", "train.dtype=float64", "train.eval_interval=0"]
+    train_rank(sft.prepared(override(base, changes), ["train.steps", "train.eval_batches"], rank=0), "cpu")
+    # The merge is one of float32, in which the weights are stored.
+    assert one[0] == pytest.approx(losses(tmp_path / "whole")[0], rel=1e-7)
+    assert one[1] != one[0]
+    for layout in ("tp", "pp", "fsdp"):
+        assert continued(published, chat, tmp_path / layout, of_peft, 2, *LAYOUTS[layout]) == pytest.approx(one, rel=1e-9), layout
+
+
+def test_an_adapter_is_trained_further_saved_and_exported_again(
+    published: Path, chat: Path, tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export_adapter(tuned / "checkpoints", tmp_path / "adapter")
+    more = (f"load.adapter={tmp_path / 'adapter'}", "train.eval_interval=0", "train.lr_schedule=constant", "sft.export=adapter")
+    begin = [word for change in (*FAST[2:], *more) for word in ("--set", change)]
+
+    def go_on(*changes: str) -> int:
+        given = [*begin, *(word for change in changes for word in ("--set", change))]
+        return sft.main([str(published), "--data", str(chat), "--output", str(tmp_path / "run"), *given])
+
+    assert go_on("train.steps=1", "optimizer.lr=0", "optimizer.min_lr=0") == 0
+    assert f"the adapter in {tmp_path / 'adapter'} on weights of {published}" in capsys.readouterr().out
+    family, config, _ = import_hf(published)
+    before, after = (
+        import_adapter_hf(folder, family=family, config=config) for folder in (tmp_path / "adapter", tmp_path / "run" / "adapter")
+    )
+    assert before.adapter == after.adapter and (after.adapter.rank, after.adapter.alpha) == (8, 32.0)
+    assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
+    assert losses(tmp_path / "run")[0] == pytest.approx(losses(tuned)[-1], abs=0.1)
+    # From its own step on the run looks at the adapter no more.
+    shutil.rmtree(tmp_path / "run" / "adapter")
+    assert go_on("train.steps=2") == 0
+    assert f"step 1 of {tmp_path / 'run' / 'checkpoints'}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["lora.rank=4"], "holds other adapters: lora.rank: 8 there, 4 here; lora.alpha: 16 there with this rank, 32 here."),
+        (
+            ["lora.alpha=8"],
+            "lora.alpha: 32 there, 8 here. Leave these fields out to have its own, or to change them on purpose set load.ov",
+        ),
+        (["lora.targets=[qkv]"], "lora.targets: layers.0.attention.out, layers.0.mlp.down"),
+        (
+            ["lora.rank=4", "lora.alpha=16", "load.override=[lora.rank]"],
+            "would be lost in part: lora.rank=4 is below its 8; merge it first",
+        ),
+        (["lora.targets=[qkv]", "load.override=[lora.targets]"], "lora.targets leaves out layers.0.attention.out"),
+        (["lora=none"], "is trained further, and lora=none"),
+        (["load.adapter=nowhere"], "there is no folder nowhere"),
+    ],
+)
+def test_fields_that_an_adapter_has_otherwise_are_refused(
+    published: Path, chat: Path, tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: list[str], words: str
+) -> None:
+    export_adapter(tuned / "checkpoints", tmp_path / "adapter")
+    given = [word for change in (f"load.adapter={tmp_path / 'adapter'}", *changes) for word in ("--set", change)]
+    assert sft.main([str(published), "--data", str(chat), "--output", str(tmp_path / "run"), *given]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1 and words in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_wider_adapter_begins_as_the_stored_one(published: Path, chat: Path, of_peft: Path, tmp_path: Path) -> None:
+    one = continued(published, chat, tmp_path / "one", of_peft, 1, "train.steps=1")
+    wide = ("lora.rank=12", "lora.alpha=24", "lora.targets=[qkv,up]", "load.override=[lora.rank,lora.targets]", "train.steps=1")
+    assert continued(published, chat, tmp_path / "wide", of_peft, 1, *wide) == pytest.approx(one, rel=1e-12)
+    manifest = read_manifest(CheckpointManager(tmp_path / "wide" / "checkpoints").folder(1))
+    assert manifest.tensors["layers.0.attention.qkv.lora.A"].shape == (12, 64) and "layers.1.mlp.up.lora.B" in manifest.tensors
+
+
+def test_pre_training_takes_an_adapter_too(published: Path, of_peft: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [f"load.path={published}", f"load.adapter={of_peft}", "lora.dropout=0.1", "--write-config", "-"]
+    assert train.main([word for change in given[:3] for word in ("--set", change)] + given[3:]) == 0
+    lora = yaml.safe_load(capsys.readouterr().out)["lora"]
+    assert lora == {"rank": 8, "alpha": 16.0, "dropout": 0.1, "targets": ["qkv"], "base_dtype": None}
 
 
 @pytest.mark.parametrize(

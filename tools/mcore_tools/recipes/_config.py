@@ -161,7 +161,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         train = self.train
         known = [f"{part}.{item.name}" for part, kind in (("model", TransformerConfig), ("moe", MoEConfig)) for item in fields(kind)]
-        known.append("train.dtype")
+        known += ["train.dtype", *(["lora.rank", "lora.alpha", "lora.targets"] if self.load.adapter else [])]
         for name in self.load.override:
             if name not in known:
                 nearest = difflib.get_close_matches(name, known, 1)

@@ -25,11 +25,14 @@ class LoadConfig:
     upcycle: bool = False
     """The weights of ``path`` are of a dense model with these layers, of whose feed-forwards the experts become copies or slices
     (``upcycle_state_dict``). The run's own steps are mixtures, and are taken as they are."""
+    adapter: str = ""
+    """Folder of an adapter in PEFT's format, which a run with lora trains further beside the weights of ``path``. It says what lora is."""
     required: bool = False
     """Refuse to begin with random weights, as where the output folder of a run that should go on is not there."""
     override: tuple[str, ...] = ()
     """Fields of the model, such as model.rotary_base, that may differ from those which the weights were made with; others are refused. With
-    train.dtype the weights of a checkpoint may be rounded; a dtype that holds all their values needs no word."""
+    train.dtype the weights of a checkpoint may be rounded; a dtype that holds all their values needs no word. Of ``adapter`` the fields
+    lora.rank, which may grow, lora.alpha, and lora.targets, of which there may be more."""
 
     def __post_init__(self) -> None:
         if self.step is not None and self.step < 0:
@@ -38,6 +41,10 @@ class LoadConfig:
             raise ValueError(
                 f"upcycle=true makes a mixture of the weights of a dense model, found path={self.path!r} and take={self.take!r}; "
                 "name that model with load.path, and set load.take=weights"
+            )
+        if self.adapter and not self.path:
+            raise ValueError(
+                f"adapter={self.adapter!r} is one beside the weights of path, which is empty; name its base model with load.path"
             )
         if not self.path and (self.step is not None or self.take != "weights"):
             raise ValueError(

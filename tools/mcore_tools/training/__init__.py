@@ -3,6 +3,7 @@
 """The training program: the world of a run, its folder, where it begins, its loop, and the loops that learn from another model."""
 
 from mcore_tools.training._adapters import check_lora
+from mcore_tools.training._begun_adapter import with_adapter
 from mcore_tools.training._check import check_output, check_run, check_trained
 from mcore_tools.training._conversion import stored_dtypes
 from mcore_tools.training._export import describe_model, export_adapter, export_run
@@ -73,4 +74,5 @@ __all__ = [
     "trained_weights",
     "validate_rank",
     "weights_identity",
+    "with_adapter",
 ]

@@ -16,6 +16,7 @@ from mcore_parallel.optim import MegatronOptimizer
 from mcore_parallel.tensor_parallel import LoraConfig, add_lora, is_adapter
 from mcore_tools.assembly import build_model
 from mcore_tools.recipes import LoadConfig, RunConfig
+from mcore_tools.training._begun_adapter import check_adapter, fill_adapter
 from mcore_tools.training._pretrained import HuggingFaceFolder
 from mcore_tools.training._start import RunCheckpoints, Source
 
@@ -24,7 +25,7 @@ _LORA, _BASE = "lora", "lora_base"
 
 
 def check_lora(config: RunConfig, own: CheckpointManager) -> None:
-    """Refuse targets that the model has not, and adapters other than those of the run's own steps.
+    """Refuse targets that the model has not, and adapters other than those of the run's own steps, or of ``load.adapter``.
 
     Args:
         config: the run.
@@ -38,15 +39,19 @@ def check_lora(config: RunConfig, own: CheckpointManager) -> None:
     if config.lora is None:
         if _LORA in stored:
             raise ValueError(f"{own.directory} holds adapters of {stored[_BASE]}, and lora=none; set lora as there, or name another output")
+        if config.load.adapter:
+            raise ValueError(f"load.adapter={config.load.adapter!r} is trained further, and lora=none; leave lora out, or load.adapter")
         return
     single = ProcessGroups.single()
     try:
         model = build_model(config, single, "meta")
-        add_lora(model, config.lora, single)
+        layers = add_lora(model, config.lora, single)
         quantize_base(model)
     except ValueError as error:
         raise ValueError(f"lora.{error}") from None
     if newest is None:
+        if config.load.adapter:
+            check_adapter(config, layers)
         return
     if _LORA not in stored:
         raise ValueError(f"{own.directory} holds whole models, and lora is set; name another output, or set lora=none")
@@ -90,7 +95,7 @@ class AdapterCheckpoints:
         *,
         asynchronous: bool = False,
     ) -> None:
-        self._own, self._described, self._asynchronous = own, described, asynchronous
+        self._config, self._own, self._described, self._asynchronous = config, own, described, asynchronous
         self._base = RunCheckpoints(config, own, base, optimizer)
         self.loaded = ""
         """What was loaded, in words."""
@@ -105,15 +110,20 @@ class AdapterCheckpoints:
         self._own.save(step, saved, {**self._described, **extra}, asynchronous=self._asynchronous)
 
     def load(self, state: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-        """As ``RunCheckpoints.load``: the base model, and the adapters of the newest step if there is one. Collective.
+        """As ``RunCheckpoints.load``: the base model, and the adapters of the newest step, or those that the run begins with. Collective.
 
         Raises:
             CheckpointingException: they do not fit, or cannot be read.
             ValueError: the base has weights that the model has not.
         """
+        goes_on, adapter = self._own.latest() is not None, self._config.adapter
+        if adapter and not goes_on:
+            # The base's optimizer takes its masters from all weights.
+            fill_adapter(state, self._config)
         begun = self._base.load({name: value for name, value in state.items() if not _is_saved(name)})
         self.loaded = self._base.loaded
-        if self._own.latest() is None:
+        if not goes_on:
+            self.loaded = f"the adapter in {adapter} on {self.loaded}" if adapter else self.loaded
             return begun
         step, extra = self._own.load({name: value for name, value in state.items() if _is_saved(name)})
         self.loaded = f"step {step} of {self._own.directory} on {self.loaded}"

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Weights of a checkpoint in a model of another dtype."""
+"""Weights from elsewhere in the parts of a model, in its own dtype."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mcore_ckpt.manifest import read_manifest
 from mcore_ckpt.storage import Folder
@@ -35,6 +36,14 @@ def stored_dtypes(wanted: Mapping[str, Any], folder: Folder) -> Iterator[dict[st
         for name, parts in read.items():
             for part, stored in zip(_parts(wanted[name]), parts, strict=True):
                 part.data.copy_(stored.data)
+
+
+def fill_parts(value: TensorShard | Sequence[TensorShard], whole: Tensor) -> None:
+    """Copy a whole tensor into the parts of it that a rank has; what lies beyond its shape keeps its values."""
+    for part in _parts(value):
+        ends = [min(begin + size, total) for begin, size, total in zip(part.offset, part.data.shape, whole.shape, strict=True)]
+        source = whole[tuple(slice(begin, end) for begin, end in zip(part.offset, ends, strict=True))]
+        part.data[tuple(slice(size) for size in source.shape)].copy_(source)
 
 
 def _parts(value: TensorShard | Sequence[TensorShard]) -> Sequence[TensorShard]:

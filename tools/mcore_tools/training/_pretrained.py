@@ -11,6 +11,7 @@ from typing import Any
 
 from mcore_ckpt import CheckpointingException
 from mcore_ckpt.hf import import_hf
+from mcore_tools.training._conversion import fill_parts
 
 # Entries of config.json that say nothing about the weights, and that an export of the tuned model has again.
 KEPT = ("bos_token_id", "eos_token_id", "max_position_embeddings", "pad_token_id")
@@ -86,8 +87,7 @@ class HuggingFaceFolder:
                         f"{self}: {name} has shape {list(tensor.shape)}, this model's {list(part.global_shape)}; make model "
                         "that of its config.json"
                     )
-                box = tuple(slice(begin, begin + size) for begin, size in zip(part.offset, part.data.shape, strict=True))
-                part.data.copy_(tensor[box])
+            fill_parts(value, tensor)
         return frozenset(left)
 
     def _config(self) -> dict[str, Any]:

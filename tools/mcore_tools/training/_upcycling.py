@@ -15,6 +15,7 @@ from mcore_parallel import ProcessGroups
 from mcore_parallel.training import TensorShard
 from mcore_tools.assembly import build_model
 from mcore_tools.recipes import RunConfig
+from mcore_tools.training._conversion import fill_parts
 from mcore_tools.training._pretrained import HuggingFaceFolder
 from mcore_tools.training._stored import check_stored, stored_model
 
@@ -91,9 +92,7 @@ class Upcycling:
         for prefix in self._here(wanted):
             read = {name: shard.data for name, shard in _under(prefix, dense).items()}
             for name, value in upcycle_state_dict(read, _under(prefix, self._mixture), self._moe).items():
-                parts = wanted.get(name, [])
-                for part in parts if isinstance(parts, list | tuple) else [parts]:
-                    part.data.copy_(value[_box(part)])
+                fill_parts(wanted.get(name, ()), value)
 
     def _here(self, wanted: Mapping[str, Any]) -> list[str]:
         """Prefixes of the mixtures of which this rank holds a part."""
@@ -122,7 +121,3 @@ def _is_mixture(folder: Folder | HuggingFaceFolder, dense: RunConfig) -> bool:
 
 def _under(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name.startswith(prefix)}
-
-
-def _box(part: TensorShard) -> tuple[slice, ...]:
-    return tuple(slice(begin, begin + size) for begin, size in zip(part.offset, part.data.shape, strict=True))
