@@ -3,9 +3,9 @@
 """Train a student on what a trained teacher makes of the same text, on one machine or many; a run goes on from its newest checkpoint.
 
 torchrun --nproc-per-node 8 -m mcore_tools.distill --recipe gpt_tiny --teacher runs/gpt_tiny \\
-    --set student.model.num_layers=2 --set student.output=runs/student --set student.data.prefix=corpus \\
-    --set student.data.tokenizer=tokenizer.json
+    --set student.model.num_layers=2 --set student.output=runs/student --set student.data.prefix=corpus
 
+The tokenizer is the teacher's, where its folder holds one; else student.data.tokenizer names it.
 With --set store=FOLDER the student learns from log-probabilities on disk, which the same command with --record writes first.
 """
 
@@ -65,6 +65,7 @@ from mcore_tools.training import (
     tell,
     trained_run,
     trained_weights,
+    with_tokenizer,
 )
 
 
@@ -255,6 +256,19 @@ def distill(config: DistillConfig, *, only_record: bool = False) -> int:
         return 0 if trained.stopped_at is None else STOPPED_EXIT_CODE
 
 
+def distill_config(recipe_name: str, teacher: str) -> DistillConfig:
+    """A student by a recipe, of a teacher by a recipe or in a Hugging Face folder, a checkpoint or a run, with its vocabulary and
+    tokenizer.
+
+    Raises:
+        RecipeError: a name that is no recipe, nor that of a folder.
+        ValueError, CheckpointingException: of ``find_origin``.
+    """
+    student, taught = recipe(recipe_name), trained_run(teacher)
+    model = dataclasses.replace(student.model, vocab_size=taught.model.vocab_size)
+    return DistillConfig(student=with_tokenizer(dataclasses.replace(student, model=model), taught), teacher=taught)
+
+
 @quiet_pipe
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
@@ -266,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser,
         "student",
         DistillConfig,
-        lambda options: DistillConfig(student=recipe(options.recipe), teacher=trained_run(options.teacher)),
+        lambda options: distill_config(options.recipe, options.teacher),
         lambda options, config: distill(config, only_record=options.record),
         arguments,
     )

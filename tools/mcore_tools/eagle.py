@@ -3,8 +3,9 @@
 """Train a draft head for a trained model, on one machine or many; a run goes on from its newest checkpoint.
 
 torchrun --nproc-per-node 8 -m mcore_tools.eagle train --recipe gpt_tiny --target runs/gpt_tiny --set run.output=runs/head \\
-    --set run.plan.dp=8 --set run.data.prefix=corpus --set run.data.tokenizer=tokenizer.json
+    --set run.plan.dp=8 --set run.data.prefix=corpus
 
+The tokenizer is the target's, where its folder holds one; else run.data.tokenizer names it.
 With --set store=FOLDER the head learns from features on disk, which ``extract`` in place of ``train`` writes first. ``evaluate`` says how
 many drafts of the newest checkpoint the target would accept, ``export`` writes it to --set published=FOLDER.
 """
@@ -61,6 +62,7 @@ from mcore_tools.training import (
     trained_run,
     trained_weights,
     weights_identity,
+    with_tokenizer,
 )
 
 PARTS = ("train", "valid")
@@ -313,13 +315,15 @@ def _measure(shop: Workshop, head: EagleHead, step: int) -> Drafted:
 
 
 def eagle_run(recipe_name: str, target: str) -> EagleRun:
-    """A head by a recipe, in the dtype of its target: of a recipe, or what lies in a Hugging Face folder, a checkpoint or a run.
+    """A head by a recipe, in the dtype and with the tokenizer of its target: of a recipe, or what lies in a Hugging Face folder, a
+    checkpoint or a run.
 
     Raises:
         RecipeError: a name that is no recipe, nor that of a folder.
         ValueError, CheckpointingException: of ``find_origin``.
     """
-    run, taught = recipe(recipe_name), trained_run(target)
+    taught = trained_run(target)
+    run = with_tokenizer(recipe(recipe_name), taught)
     return EagleRun(run=dataclasses.replace(run, train=dataclasses.replace(run.train, dtype=taught.train.dtype)), target=taught)
 
 

@@ -16,7 +16,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from mcore_ckpt import CheckpointingException
 from mcore_parallel.guard import (
@@ -198,10 +197,7 @@ def continued(assignments: Sequence[str]) -> RunConfig:
         warmup_steps=(int(steps) if steps.isdigit() else TrainConfig().steps) // 20,
         dtype=origin.dtype,
     )
-    # A run keeps its tokenizer beside its checkpoints.
-    beside = Path(origin.path).parent / "tokenizer"
-    tokenizer = origin.tokenizer or (str(beside) if origin.keeps_tokenizer and (beside / "tokenizer.json").is_file() else "")
-    data, load = DataConfig(tokenizer=tokenizer), LoadConfig(path=origin.path)
+    data, load = DataConfig(tokenizer=origin.tokenizer_folder), LoadConfig(path=origin.path)
     optimizer = OptimizerConfig(lr=1e-5, min_lr=1e-6, clip_grad=1.0)
     return RunConfig(model=origin.model, moe=origin.moe, train=train, optimizer=optimizer, data=data, load=load)
 

@@ -16,7 +16,7 @@ from mcore_ckpt import CheckpointingException, CheckpointManager
 from mcore_parallel import ProcessGroups, load_communicator_options
 from mcore_parallel.training import STOPPED_EXIT_CODE, model_state
 from mcore_tools.assembly import build_stage
-from mcore_tools.distill import DistillConfig, distill, distill_rank, main, record_rank
+from mcore_tools.distill import DistillConfig, distill, distill_config, distill_rank, main, record_rank
 from mcore_tools.recipes import DataConfig, RunConfig, override, recipe
 from mcore_tools.training import Trained, fill_model, train_rank, trained_run, trained_weights
 from tests.support.corpora import write_corpus
@@ -177,6 +177,30 @@ def test_the_command(teacher: RunConfig, tmp_path: Path, monkeypatch: pytest.Mon
         assert main() == 0
         assert message in capsys.readouterr().out
     assert "logits_distillation_loss" in (tmp_path / "student" / "report.html").read_text(encoding="utf-8")
+
+
+def test_vocabulary_and_tokenizer_are_those_of_the_teachers_folder(
+    teacher: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for folder, tokenizer in (
+        (teacher.output, f"{teacher.output}/tokenizer"),
+        (str(write_published(tmp_path / "llama")), tmp_path / "llama"),
+    ):
+        config = distill_config("gpt_tiny", folder)
+        assert config.student.model.vocab_size == config.teacher.model.vocab_size == 320
+        assert config.student.data.tokenizer == str(tokenizer)
+        # A step of it, and what names another one.
+        step = next(Path(folder).glob("checkpoints/step_*"), None)
+        assert step is None or distill_config("gpt_tiny", str(step)).student.data.tokenizer == str(tokenizer)
+    few = {"steps": 1, "seq_len": 32, "eval_batches": 1, "warmup_steps": 0}
+    changes = {f"train.{field}": value for field, value in few.items()} | {"data.prefix": teacher.data.prefix, "model.num_layers": 1}
+    sets = [word for path, value in changes.items() for word in ("--set", f"student.{path}={value}")]
+    sets += ["--set", f"student.output={tmp_path / 'student'}"]
+    assert main(["--recipe", "gpt_tiny", "--teacher", teacher.output, *sets]) == 0
+    (tmp_path / "llama" / "tokenizer.json").unlink()
+    assert main(["--recipe", "gpt_tiny", "--teacher", str(tmp_path / "llama"), *sets]) == 2
+    assert "student.data.tokenizer is empty" in capsys.readouterr().err
 
 
 def test_a_student_follows_its_fields_of_the_world(teacher: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

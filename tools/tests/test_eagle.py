@@ -109,8 +109,11 @@ def test_a_published_model_is_a_target(base: EagleRun, tmp_path: Path) -> None:
     # Not even the vocabulary of its drafts was counted.
     assert not (tmp_path / "wrong").exists()
     # The folder of a run is the run that its recipe builds.
-    own = eagle_run("gpt_tiny", base.target.output).target
+    head = eagle_run("gpt_tiny", base.target.output)
+    own = head.target
     assert (own.model, own.train.dtype) == (base.target.model, base.target.train.dtype)
+    # The head reads the tokenizer that lies there.
+    assert head.run.data.tokenizer == f"{base.target.output}/tokenizer" and published.run.data.tokenizer == str(tmp_path / "llama")
 
 
 def test_the_command(base: EagleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from mcore_tools.training._folder import check_log, open_folder, run_assets, run
 from mcore_tools.training._instruments import Instruments
 from mcore_tools.training._local import may_be_local
 from mcore_tools.training._optimizer_description import describe_optimizer
-from mcore_tools.training._origin import Origin, find_origin, trained_run
+from mcore_tools.training._origin import Origin, find_origin, trained_run, with_tokenizer
 from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
 from mcore_tools.training._start import RunCheckpoints, find_base, find_source, first_folder
 from mcore_tools.training._stored import (
@@ -75,4 +75,5 @@ __all__ = [
     "validate_rank",
     "weights_identity",
     "with_adapter",
+    "with_tokenizer",
 ]

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """What the weights that a run begins with say of themselves."""
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from mcore_ckpt.inspect import resolve_folder
 from mcore_ckpt.manifest import read_manifest
 from mcore_moe import MoEConfig
 from mcore_parallel.models import TransformerConfig
-from mcore_tools.recipes import RECIPES, LoadConfig, RunConfig, TrainConfig, recipe
+from mcore_tools.recipes import RECIPES, DataConfig, LoadConfig, RunConfig, TrainConfig, recipe
 from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
 from mcore_tools.training._start import check_names, steps_folder
 from mcore_tools.training._stored import stored_dtype, stored_encoder, stored_model
@@ -30,6 +31,16 @@ class Origin:
     dtype: str
     longest: int
     """Tokens of its context; 0 where nothing is said."""
+
+    @property
+    def tokenizer_folder(self) -> str:
+        """The tokenizer of a published model, or beside the steps of a run; empty where there is none."""
+        steps = next((place for place in (Path(self.path), Path(self.path).parent) if place.name == "checkpoints"), None)
+        folder = Path(self.tokenizer) if self.tokenizer else None if steps is None else steps.with_name("tokenizer")
+        if folder is None or not folder.is_dir():
+            return ""
+        kinds = ("tokenizer.json", "tokenizer_metadata.json", ".model", ".tiktoken")
+        return str(folder) if any(file.name.endswith(kinds) for file in folder.iterdir()) else ""
 
 
 def find_origin(model: str) -> Origin:
@@ -58,8 +69,8 @@ def find_origin(model: str) -> Origin:
 
 
 def trained_run(name: str) -> RunConfig:
-    """A run whose model another one learns from: that of a recipe, or with the model, experts, dtype and weights of what lies at ``name``,
-    a Hugging Face folder, a checkpoint or the folder of a run.
+    """A run whose model another one learns from: that of a recipe, or with the model, experts, dtype, weights and tokenizer of what lies
+    at ``name``, a Hugging Face folder, a checkpoint or the folder of a run.
 
     Raises:
         RecipeError: neither a recipe nor a folder.
@@ -68,4 +79,15 @@ def trained_run(name: str) -> RunConfig:
     if name in RECIPES or not Path(name).exists():
         return recipe(name)
     origin = find_origin(name)
-    return RunConfig(model=origin.model, moe=origin.moe, train=TrainConfig(dtype=origin.dtype), load=LoadConfig(path=origin.path))
+    return RunConfig(
+        model=origin.model,
+        moe=origin.moe,
+        train=TrainConfig(dtype=origin.dtype),
+        data=DataConfig(tokenizer=origin.tokenizer_folder),
+        load=LoadConfig(path=origin.path),
+    )
+
+
+def with_tokenizer(run: RunConfig, trained: RunConfig) -> RunConfig:
+    """``run`` with the tokenizer of the one that it learns from, where it names none."""
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer=run.data.tokenizer or trained.data.tokenizer))
