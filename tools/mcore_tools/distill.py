@@ -57,6 +57,7 @@ from mcore_tools.training import (
     HuggingFaceFolder,
     Trained,
     build_trainer,
+    check_taken,
     check_trained,
     command,
     device_of,
@@ -122,6 +123,7 @@ class DistillConfig:
             raise ValueError(f"student.data_parallel={student.data_parallel!r} has no distillation; set it to ddp")
         if self.store and (self.pairs or self.reverse):
             raise ValueError("a store holds likely tokens only, no hidden states; set pairs= and reverse=false, or store=")
+        check_taken("teacher", teacher)
         self.build()
 
     def build(self) -> DistillationConfig:

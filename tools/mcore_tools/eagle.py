@@ -53,6 +53,7 @@ from mcore_tools.recipes import RECIPES, RunConfig, recipe
 from mcore_tools.torchrun import tell_launcher
 from mcore_tools.training import (
     build_trainer,
+    check_taken,
     check_trained,
     command,
     device_of,
@@ -118,6 +119,7 @@ class EagleRun:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
         if not self.decay > 0:
             raise ValueError(f"decay={self.decay} must be above 0")
+        check_taken("target", target)
         self.architecture()
 
     def architecture(self) -> EagleConfig:

@@ -203,6 +203,19 @@ def test_vocabulary_and_tokenizer_are_those_of_the_teachers_folder(
     assert "student.data.tokenizer is empty" in capsys.readouterr().err
 
 
+def test_fields_of_a_run_that_goes_on_are_refused_for_a_teacher(teacher: RunConfig) -> None:
+    path = f"load.path={teacher.output}"
+    for changes, words in (
+        (["load.take=all"], "teacher.load.take=all is for a run that trains these weights.*set teacher.load.take=weights"),
+        (["load.required=true"], "teacher.load.required=true is for .*set teacher.load.required=false"),
+        (["load.adapter=folder"], "teacher.load.adapter=folder is for .*set teacher.load.adapter=$"),
+        (["load.upcycle=true", "moe.num_moe_experts=2"], "teacher.load.upcycle=true is for"),
+        (["lora.rank=2"], "teacher.lora is set, and a teacher has no adapters"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            DistillConfig(student=teacher, teacher=override(teacher, [path, *changes]))
+
+
 def test_a_student_follows_its_fields_of_the_world(teacher: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Deterministic algorithms while it learns, and the choices of NCCL for its groups."""
     (tmp_path / "nccl.json").write_text('{"dp": {"max_ctas": 4}}', encoding="utf-8")

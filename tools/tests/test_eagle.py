@@ -140,6 +140,7 @@ def test_the_command(base: EagleRun, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "accepted_tokens" in (tmp_path / "head" / "report.html").read_text(encoding="utf-8")
     for change, message in (
         ({"run.plan.pp": 2}, "a head has tp and ddp only"),
+        ({"target.load.required": "true"}, "target.load.required=true is for a run that trains these weights"),
         ({"run.train.dtype": "bfloat16"}, "run.train.dtype=bfloat16 and target.train.dtype=float32 must be equal"),
         ({"head": tmp_path / "none.json"}, "none.json"),
         ({"target.output": tmp_path / "nothing", "store": tmp_path / "store"}, "holds no checkpoint"),

@@ -23,7 +23,7 @@ from mcore_tools.training._stored import (
     stored_model,
     weights_identity,
 )
-from mcore_tools.training._successor import build_trainer, command, place, tell, trained_weights
+from mcore_tools.training._successor import build_trainer, check_taken, command, place, tell, trained_weights
 from mcore_tools.training._train import Trained, train_rank, validate_rank
 from mcore_tools.training._upcycling import check_origin
 from mcore_tools.training._world import connect, device_of, join, meet, take_device
@@ -42,6 +42,7 @@ __all__ = [
     "check_output",
     "check_run",
     "check_stored",
+    "check_taken",
     "check_trained",
     "command",
     "connect",

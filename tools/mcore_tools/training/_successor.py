@@ -114,6 +114,26 @@ def place(run: RunConfig, field: str) -> Iterator[tuple[str, Watchdog | None]]:
         yield kind, watchdog
 
 
+def check_taken(name: str, run: RunConfig) -> None:
+    """Refuse fields that say how a run goes on, where only its weights are taken; ``name`` holds it.
+
+    Raises:
+        ValueError: names the field.
+    """
+    if run.lora is not None:
+        raise ValueError(
+            f"{name}.lora is set, and a {name} has no adapters; name an export into which they are merged, and set {name}.lora=none"
+        )
+    for field in ("take", "upcycle", "adapter", "required"):
+        value, default = getattr(run.load, field), getattr(LoadConfig(), field)
+        if value != default:
+            plain = str(default).lower()
+            raise ValueError(
+                f"{name}.load.{field}={str(value).lower()} is for a run that trains these weights, and a {name} only computes with them; "
+                f"set {name}.load.{field}={plain}"
+            )
+
+
 def trained_weights(name: str, run: RunConfig) -> Folder | HuggingFaceFolder:
     """The weights of a run whose model another one takes, a teacher's or a target's: what ``load`` names, else its newest step.
 
