@@ -22,7 +22,7 @@ from mcore_moe._config import LOSS_NAMES, MoEConfig
 from mcore_moe._gating import apply_random_logits, gate, jittered
 from mcore_moe._routing import Routing, choose_experts, count_experts, selection_scores, top
 from mcore_moe._tokens import LocalTokens
-from mcore_parallel import Group, ProcessGroups, ShardSpec
+from mcore_parallel import Group, ProcessGroups, ShardSpec, in_backward
 from mcore_parallel.comm import all_gather, all_reduce
 from mcore_parallel.models import AuxLoss
 from mcore_parallel.nn import Step
@@ -127,10 +127,7 @@ class TopKRouter(nn.Module):
     def _add_quantile_bias(self, logits_TE: Tensor, tokens: LocalTokens) -> None:
         """Add the bias that the tokens of this micro-batch ask for, those of the tp and cp ranks together."""
         config, bias_E, group = self.config, self.expert_bias, self.groups.tp_cp
-        if bias_E is None or not config.moe_router_bias_update_rate or not len(logits_TE):
-            return
-        # In a backward it is a recomputation, whose first run has asked.
-        if torch._C._current_graph_task_id() != -1:
+        if bias_E is None or not config.moe_router_bias_update_rate or not len(logits_TE) or in_backward():
             return
         scores_TE = selection_scores(logits_TE, config.moe_router_score_function, pre_softmax=config.moe_router_pre_softmax)
         valid_T = None if tokens.valid_T is None else all_gather(tokens.valid_T.to(torch.uint8), group).bool()

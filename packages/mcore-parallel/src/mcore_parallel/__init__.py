@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Process grids, parallel layers, models, data, optimizers and the training loop."""
 
+from mcore_parallel._backward import in_backward
 from mcore_parallel._field_types import check_field_types
 from mcore_parallel._stability import deprecated, experimental_api, internal_api
 from mcore_parallel.groups import (
@@ -34,6 +35,7 @@ __all__ = [
     "check_field_types",
     "deprecated",
     "experimental_api",
+    "in_backward",
     "internal_api",
     "load_communicator_options",
     "named_buffer_shards",

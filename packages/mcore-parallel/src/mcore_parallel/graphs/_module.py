@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mcore_parallel._backward import in_backward
 from mcore_parallel.graphs._capture import CaptureError, CudaCapture, why_not
 from mcore_parallel.graphs._external import AnyCapture, ExternalCapture, ExternalPair, transformer_engine_capture
 from mcore_parallel.graphs._pair import Pair, capture_pair
@@ -208,7 +209,7 @@ class ModuleGraphs:
             return why_not()
         if not torch.is_grad_enabled():
             return "no gradient is wanted"
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             return "it runs again inside a backward"
         # Such hooks would take what a graph keeps for its own backward.
         if _INTERNALS._autograd._top_saved_tensors_default_hooks(False) is not None:

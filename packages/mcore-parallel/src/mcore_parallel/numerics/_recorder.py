@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from mcore_parallel._backward import in_backward
 from mcore_parallel.comm import all_gather
 from mcore_parallel.groups import ProcessGroups, ShardSpec, named_shards
 from mcore_parallel.numerics._bound import layer_of
@@ -246,8 +247,7 @@ class TensorRecorder:
             write_dump(self.folder / f"stage{groups.pp.rank}.safetensors", entries, statistics_only=self.statistics_only)
 
     def _see(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        # What runs again in a backward was seen before.
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             return
         call = self._calls[name]
         self._calls[name] += 1
