@@ -91,6 +91,20 @@ def test_layers_choose_who_computes_the_experts() -> None:
         TEGroupedMLP(4, 8, 6, ALONE)
 
 
+def test_layers_that_say_nothing_of_experts_are_refused_by_name() -> None:
+    class DenseLayers:
+        norm, column_linear, row_linear = TorchLayers.norm, TorchLayers.column_linear, TorchLayers.row_linear
+
+    layers: Any = DenseLayers()
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2, vocab_size=16, ffn_hidden_size=48)
+    for build in (
+        lambda: MoELayer(MoEConfig(num_moe_experts=4), Site(layer=0, local_layer=0, config=config, groups=ALONE, layers=layers)),
+        lambda: GroupedMLP(4, 8, 6, ALONE, layers=layers),
+    ):
+        with pytest.raises(ValueError, match="layers=DenseLayers have no grouped_products.*return None there"):
+            build()
+
+
 def padded_and_plain(groups: ProcessGroups, layers: Any, dispatcher: str, tokens: int = 7) -> tuple[list[Tensor], list[Tensor]]:
     """Output and gradients of a layer with the padding and without; tokens are fewer than a multiple."""
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2, vocab_size=16, ffn_hidden_size=48)

@@ -113,7 +113,7 @@ class _StackedExperts(nn.Module):
         if layers is None:
             return
         shapes = {name: getattr(self, name).flatten(1, -2).shape for name in ("up", "down")}
-        chosen = {name: layers.grouped_products(width, out, self.groups) for name, (_, out, width) in shapes.items()}
+        chosen = {name: _grouped_products(layers, width, out, self.groups) for name, (_, out, width) in shapes.items()}
         self._products = {name: products for name, products in chosen.items() if products is not None}
         # They keep the rows in a form of their own, which no recomputation of the activation replaces.
         if self._products and "moe_act" in self.memory.recomputed:
@@ -282,8 +282,8 @@ class GroupedMLP(_StackedExperts):
             dtype of the parameters.
 
     Raises:
-        ValueError: as of `SequentialMLP`; layers whose products `TEGroupedMLP` calls, or that have products of their own beside a
-            recomputed activation.
+        ValueError: as of `SequentialMLP`; layers whose products `TEGroupedMLP` calls, that have products of their own beside a
+            recomputed activation, or that lack ``grouped_products``.
     """
 
     def __init__(
@@ -352,8 +352,23 @@ class TEGroupedMLP(_StackedExperts):
 
 def experts_class(layers: LayerFactory, groups: ProcessGroups) -> type[GroupedMLP | TEGroupedMLP]:
     """Who computes the experts of a model with these layers."""
-    products = layers.grouped_products(16, 16, groups)
+    products = _grouped_products(layers, 16, 16, groups)
     return TEGroupedMLP if products is not None and products.reads_sizes else GroupedMLP
+
+
+def _grouped_products(layers: LayerFactory, in_features: int, out_features: int, groups: ProcessGroups) -> GroupedProducts | None:
+    """As of ``LayerFactory``, which other packages implement.
+
+    Raises:
+        ValueError: layers that do not say who multiplies experts.
+    """
+    choose = getattr(layers, "grouped_products", None)
+    if choose is None:
+        raise ValueError(
+            f"layers={type(layers).__name__} have no grouped_products, as of mcore_parallel.nn.LayerFactory; add it, and return None there "
+            "for GEMMs in the dtype of the weights"
+        )
+    return choose(in_features, out_features, groups)
 
 
 def _rows_of_experts(bias_NO: Tensor, num_rows: int, ends_N: Tensor) -> Tensor:
