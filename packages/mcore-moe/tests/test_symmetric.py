@@ -7,6 +7,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mcore_moe import GroupedMLP, MoEAlltoAllTokenDispatcher, MoEConfig, MoEFlexTokenDispatcher, MoELayer, SequentialMLP
+from mcore_moe import GroupedMLP, MoEAlltoAllTokenDispatcher, MoEConfig, MoEFlexTokenDispatcher, MoELayer, Routing, SequentialMLP
 from mcore_moe.dispatch import SymmetricExchange, _peer_slots, _places, _symmetric, choose_exchange
 from mcore_moe.dispatch._peer_slots import Slot, SlotLayout
 from mcore_moe.dispatch._places import place_rows
@@ -315,26 +316,70 @@ def check_recorded() -> None:
         if groups.world.rank == 0:
             vars(exchange).update(recorded)
         torch.testing.assert_close(pass_through(ours, experts, x, routing), expected, rtol=1e-10, atol=1e-10)
-    # From the first graph on there is no other memory.
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_symmetric, "_is_recording", lambda values: True)
-        pass_through(ours, experts, x, routing)
-    with pytest.raises(
-        ValueError, match="this rank has 17 tokens, there is room for 16, and graphs hold that memory; set moe_symmetric_max_"
-    ):
-        ours.dispatch(torch.ones(17, D, dtype=F64), random_routing(17, E, K, 0))
-    fresh = MoEFlexTokenDispatcher(E, groups, make_exchange(groups, max_tokens=32))
-    with (
-        pytest.MonkeyPatch.context() as patched,
-        pytest.raises(ValueError, match="this rank has 9 tokens, there is room for 0, and graphs"),
-    ):
-        patched.setattr(_symmetric, "_is_recording", lambda values: True)
-        fresh.dispatch(x, routing)
 
 
 @pytest.mark.world(2)
 def test_ranks_with_and_without_graphs_meet(world) -> None:
     world(check_recorded)
+
+
+class Graph:
+    """Stands for a ``Recording``."""
+
+
+def check_memory_of_graphs() -> None:
+    """Graphs hold the memory, recordings that failed do not."""
+    groups = ProcessGroups.build(ParallelPlan(dp=2, ep=2))
+    ours, reference = MoEFlexTokenDispatcher(E, groups, make_exchange(groups)), MoEAlltoAllTokenDispatcher(E, groups.ep)
+    experts = GroupedMLP(E, D, 6, groups, dtype=F64)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(groups.world.rank))
+    x, routing = torch.randn(9, D, dtype=F64), random_routing(9, E, K, groups.world.rank)
+    longer, its_routing = torch.randn(17, D, dtype=F64), random_routing(17, E, K, 2 + groups.world.rank)
+
+    def record(*, fails: bool = False, by_us: bool = True) -> "Graph":
+        """Nothing of a recording runs: no stores of this rank, no barrier."""
+        graph = Graph()
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(_symmetric, "_is_recording", lambda values: True)
+            patched.setattr(_symmetric, "recordings_under_way", lambda: {graph} if by_us else set())
+            patched.setattr(MappedMemory, "barrier", lambda memory: None)
+            patched.setattr(_peer_slots, "push_tokens", lambda *values: None)
+            patched.setattr(_peer_slots, "push_sums", lambda *values: None)
+            sent = ours.dispatch(x, routing)
+            if fails:
+                raise RuntimeError("the work behind the dispatch cannot be recorded")
+            ours.combine(sent.rows_RD * sent.weights_R[:, None], sent, routing)
+        return graph
+
+    def exchanges(x: Tensor, routing: Routing) -> None:
+        expected = pass_through(reference, experts, x, routing)
+        torch.testing.assert_close(pass_through(ours, experts, x, routing), expected, rtol=1e-10, atol=1e-10)
+
+    with pytest.raises(ValueError, match="this rank has 9 tokens, there is room for 0, and graphs hold that memory"):
+        record()
+    # It is made by the first exchange all the same, and a rank alone that fails to record its half is where it was.
+    exchanges(x, routing)
+    if groups.world.rank == 0:
+        with suppress(RuntimeError):
+            record(fails=True)
+    exchanges(x, routing)
+    graph = record()
+    refusal = "this rank has 17 tokens, there is room for 16, and graphs hold that memory; set moe_symmetric_max_"
+    with pytest.raises(ValueError, match=refusal):
+        ours.dispatch(longer, its_routing)
+    exchanges(x, routing)
+    del graph
+    exchanges(longer, its_routing)
+    # Nobody sees a graph go that another library made.
+    record(by_us=False)
+    with pytest.raises(ValueError, match="and graphs hold that memory"):
+        ours.dispatch(longer.repeat(2, 1), random_routing(34, E, K, 0))
+
+
+@pytest.mark.world(2)
+def test_a_recording_that_fails_leaves_the_memory_free_to_grow(world) -> None:
+    world(check_memory_of_graphs)
 
 
 MODEL = TransformerConfig(num_layers=1, hidden_size=D, num_attention_heads=2, vocab_size=16, ffn_hidden_size=6)

@@ -2,8 +2,10 @@
 # Copyright (c) 2026 the mcore authors
 """Blocks and iterations that are replayed, recorded here by a tape in place of a GPU."""
 
+import contextlib
 import gc
 import importlib.util
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +26,11 @@ from mcore_parallel.graphs import (
     GraphableMegatronModule,
     IterationGraph,
     ModuleGraphs,
+    Recording,
     collection_paused,
     freeze_gc_choice,
     graph_modules,
+    recordings_under_way,
 )
 from mcore_parallel.models import Aux, GPTModel, TransformerConfig
 from mcore_parallel.nn import OffloadConfig, RecomputeConfig
@@ -517,6 +521,42 @@ def test_recordings_of_all_sizes_share_a_pool_and_may_be_made_before_the_first_c
     other(torch.zeros(2))
     other(torch.zeros(3))
     assert len(set(map(id, capture.pools))) == 3
+
+
+def test_a_recording_is_under_way_until_it_ends_and_one_that_fails_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Graph:
+        def capture_begin(self, **options: Any) -> None:
+            calls.append("begin")
+
+        def capture_end(self) -> None:
+            calls.append("end")
+
+        def replay(self) -> None:
+            calls.append("replay")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    seen: weakref.WeakSet[Recording] = weakref.WeakSet()
+
+    def record(*, fails: bool) -> Callable[[], None]:
+        recording = Recording()
+        with recording.begun(None):
+            assert recordings_under_way() == {recording}
+            seen.update(recordings_under_way())
+            if fails:
+                raise RuntimeError("cannot be recorded")
+        assert not recordings_under_way()
+        return recording.replay
+
+    replay = record(fails=False)
+    with contextlib.suppress(RuntimeError):
+        record(fails=True)
+    assert len(seen) == 1 and not recordings_under_way()
+    replay()
+    assert calls == ["begin", "end", "begin", "end", "replay"]
+    del replay
+    assert not seen
 
 
 def test_nothing_is_collected_during_a_capture_and_everything_is_as_before() -> None:

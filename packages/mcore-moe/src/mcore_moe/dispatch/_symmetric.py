@@ -5,6 +5,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from mcore_moe.dispatch._flex import FlexPicks
 from mcore_moe.dispatch._peer_slots import Slot, SlotLayout
 from mcore_moe.dispatch._places import place_rows, spread_rows
 from mcore_parallel import Group
+from mcore_parallel.graphs import Recording, recordings_under_way
 
 # G ranks, T tokens of this rank, A places for tokens of all ranks, K experts a token, N experts of a rank, R rows, D model.
 
@@ -60,7 +62,8 @@ class SymmetricExchange:
     in the same order, on one stream.
 
     CUDA graphs hold exchanges, a dispatch and its combine, or the backward of both, together; without ``exact_rows``, for it makes the host
-    wait. Other ranks may record theirs at other times, or none. The first graph fixes the memory, and how many tokens it has room for.
+    wait. Other ranks may record theirs at other times, or none. Graphs fix the memory, and how many tokens it has room for, until the last
+    of them is dropped; those that others than ``mcore_parallel.graphs.CudaCapture`` record do so for good. A recording that fails does not.
 
     The rows of the experts are a tensor for the worst routing, G * T * min(K, N) rows, of which those behind the last expert are neither
     written nor read. With ``exact_rows`` the host waits for their number, and the tensor holds no others.
@@ -89,9 +92,12 @@ class SymmetricExchange:
     ) -> None:
         self._group, self._num_local_experts, self._width = group, num_local_experts, width
         self._connect, self._timeout_s, self._exact_rows = connect, timeout_s, exact_rows
-        self._room, self._slot_bytes, self._last = max_tokens or 0, 0, _SUMS
+        self._room, self._slot_bytes = max_tokens or 0, 0
         self._memory: PeerMemory | None = None
-        self._is_recorded = False
+        # What was stored last: of all that has run, and with what has been recorded behind it.
+        self._last = self._last_recorded = _SUMS
+        self._recordings: WeakSet[Recording] = WeakSet()
+        self._recorded_for_good = False
 
     def dispatch(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> FlexPicks:
         """As of ``TokenExchange``.
@@ -129,13 +135,13 @@ class SymmetricExchange:
             # No sums follow these tokens, and a graph that begins with others was recorded behind sums.
             assert self._memory is not None
             self._memory.barrier()
-            self._last = _SUMS
+            self._set_last(_SUMS, recorded=_is_recording(x_TD))
         return rows_RD
 
     def add_up(self, rows_RD: Tensor, grad_R: Tensor | None, plan: ExchangePlan) -> tuple[Tensor, Tensor | None]:
         """[T, D], each token's sum over its rows, and [T, K], the values in ``grad_R`` of its picks."""
         layout, rank = plan.layout, self._group.rank
-        memory, begin = self._slot(_SUMS)
+        memory, begin = self._slot(_SUMS, rows_RD)
         grad_R = None if grad_R is None else grad_R.to(layout.weights_dtype).contiguous()
         values = rows_RD.to(layout.dtype).contiguous(), plan.places_AK, grad_R
         if rows_RD.is_cuda:
@@ -150,7 +156,7 @@ class SymmetricExchange:
 
     def _store_tokens(self, layout: SlotLayout, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor | None) -> Slot:
         """This rank's memory with the tokens of all."""
-        memory, begin = self._slot(_TOKENS)
+        memory, begin = self._slot(_TOKENS, x_TD)
         rank = self._group.rank
         values = x_TD.to(layout.dtype).contiguous(), experts_TK, None if weights_TK is None else weights_TK.contiguous()
         if x_TD.is_cuda:
@@ -162,21 +168,36 @@ class SymmetricExchange:
         memory.barrier()
         return layout.slot(memory.peers[rank], begin)
 
-    def _slot(self, kind: int) -> tuple[PeerMemory, int]:
+    def _slot(self, kind: int, values: Tensor) -> tuple[PeerMemory, int]:
         """Where to store, as soon as all ranks have read what lay there. No replay of a graph changes what comes last, tokens or sums."""
         assert self._memory is not None
-        if kind == self._last:
+        recorded = _is_recording(values)
+        if recorded:
+            self._join_recordings()
+        if kind == (self._last_recorded if recorded else self._last):
             self._memory.barrier()
-        self._last = kind
+        self._set_last(kind, recorded=recorded)
         return self._memory, kind * self._slot_bytes
+
+    def _set_last(self, kind: int, *, recorded: bool) -> None:
+        self._last_recorded = kind
+        if not recorded:
+            self._last = kind
+
+    def _join_recordings(self) -> None:
+        """The memory is theirs from now on; a new one begins behind what has run, whatever one that failed has left."""
+        recordings = recordings_under_way()
+        if recordings and self._recordings.isdisjoint(recordings):
+            self._last_recorded = self._last
+        self._recordings.update(recordings)
+        self._recorded_for_good |= not recordings
 
     def _make_room(self, num_tokens: int, topk: int, x_TD: Tensor, weights_dtype: torch.dtype) -> SlotLayout:
         """Memory for as many tokens, which no rank is still reading; without a wait where they fit."""
         layout = self._layout(self._room, topk, x_TD.dtype, weights_dtype)
-        self._is_recorded |= _is_recording(x_TD)
         if self._memory is not None and num_tokens <= self._room and layout.num_bytes <= self._slot_bytes:
             return layout
-        if self._is_recorded:
+        if self._recorded_for_good or self._recordings or _is_recording(x_TD):
             raise ValueError(
                 f"this rank has {num_tokens} tokens, there is room for {self._room if self._memory else 0}, and graphs hold that memory; "
                 "set moe_symmetric_max_tokens, or begin with the largest batch, which runs once before a graph is made"

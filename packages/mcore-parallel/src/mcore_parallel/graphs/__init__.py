@@ -8,8 +8,10 @@ from mcore_parallel.graphs._capture import (
     Capture,
     CaptureError,
     CudaCapture,
+    Recording,
     collection_paused,
     freeze_gc_choice,
+    recordings_under_way,
 )
 from mcore_parallel.graphs._external import ExternalCapture, GraphedCallables
 from mcore_parallel.graphs._iteration import IterationGraph
@@ -31,7 +33,9 @@ __all__ = [
     "GraphedModel",
     "IterationGraph",
     "ModuleGraphs",
+    "Recording",
     "collection_paused",
     "freeze_gc_choice",
     "graph_modules",
+    "recordings_under_way",
 ]

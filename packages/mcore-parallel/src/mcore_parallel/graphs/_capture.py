@@ -5,10 +5,12 @@
 import contextlib
 import gc
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, Protocol, TypeVar
 
 import torch
+
+from mcore_parallel._stability import internal_api
 
 FREEZE_GC_MAX_TORCH_VERSION = "2.9.0a0"
 """From this version on torch collects at a capture only if ``torch.compiler.config.force_cudagraph_gc`` asks for it."""
@@ -87,6 +89,43 @@ class CaptureError(RuntimeError):
     """Work that cannot be recorded."""
 
 
+@internal_api
+class Recording:
+    """A CUDA graph that is being recorded, or has been. It lives as long as its replay; nobody keeps one that failed."""
+
+    def __init__(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+
+    @contextlib.contextmanager
+    def begun(self, pool: Any) -> Iterator[None]:
+        """What is launched inside on the present stream is recorded."""
+        # Other threads (NCCL's watchdog, a loader) may go on using the device.
+        self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        _UNDER_WAY.add(self)
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                self._graph.capture_end()
+            raise
+        finally:
+            _UNDER_WAY.remove(self)
+        self._graph.capture_end()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+_UNDER_WAY: set[Recording] = set()
+"""Of the process: a backward is recorded in threads of autograd."""
+
+
+@internal_api
+def recordings_under_way() -> Set[Recording]:
+    """Those of ``CudaCapture`` in all threads. Whoever keeps memory for their replays refers to them weakly."""
+    return frozenset(_UNDER_WAY)
+
+
 class Capture(Protocol):
     """How work is recorded; the memory that it touches stays where it is until the recording is dropped."""
 
@@ -140,23 +179,15 @@ class CudaCapture:
         return result
 
     def record(self, work: Callable[[], _R], pool: Any) -> tuple[_R, Callable[[], None]]:
-        graph = torch.cuda.CUDAGraph()
+        recording = Recording()
         if self._empty_cache:
             torch.cuda.empty_cache()
         # torch.cuda.graph would wait for the whole device, and so for transfers of a pipeline that another rank, which may wait in
         # the same place, has yet to send.
         self._stream.wait_stream(torch.cuda.current_stream())
         try:
-            with collection_paused(self._freeze_gc), torch.cuda.stream(self._stream):
-                # Other threads (NCCL's watchdog, a loader) may go on using the device.
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    result = work()
-                except BaseException:
-                    with contextlib.suppress(RuntimeError):
-                        graph.capture_end()
-                    raise
-                graph.capture_end()
+            with collection_paused(self._freeze_gc), torch.cuda.stream(self._stream), recording.begun(pool):
+                result = work()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -164,7 +195,7 @@ class CudaCapture:
                 f"the work cannot be captured: {error}; look for reads of device values on the host, random states that are copied "
                 "(RecomputeConfig.preserve_rng_state), and packed sequences"
             ) from error
-        return result, graph.replay
+        return result, recording.replay
 
 
 def why_not() -> str:
