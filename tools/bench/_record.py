@@ -30,7 +30,10 @@ def record(path: Path, results: Mapping[str, Any]) -> None:
         "versions": {"python": platform.python_version(), "torch": torch.__version__, **_installed()},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**facts, **results}, indent=1) + "\n")
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps({**facts, **results}, indent=1) + "\n")
+    # A call that is cut leaves the last one.
+    part.replace(path)
 
 
 def _module_name() -> list[str]:

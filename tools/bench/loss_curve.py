@@ -12,6 +12,11 @@ averaged over ``--window`` steps, in parts of the first run's: at the end, and t
 ``--seeds N`` does all of that from N draws of the weights. Differences are then means over the draws, each to the first run from the same
 weights, beside those of every draw. For the first run itself they are those of the other draws to the first one: what is smaller than that
 is not the recipe's doing. A text that is read more than once shows how well a run remembers, too: "passes" says how often it was.
+
+Each run is printed when it ends, and ``--output`` has all that there are by then: "rows" compares them, "runs" has their losses. A call
+with the same ``--output`` goes on from there, with what of ``--runs`` and ``--seeds`` it lacks, so a long comparison fits in short calls:
+
+python -m tools.bench.loss_curve --steps 500 --runs fp8=rowwise --output docs/benchmarks/loss_curve.json
 """
 
 import argparse
@@ -19,6 +24,7 @@ import dataclasses
 import json
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -90,11 +96,12 @@ def curve(config: RunConfig, kind: str, words: str, draw: int, experts: bool) ->
     report = evaluate(model, held, objective)
     sync.close()
     validation = (report.sum / report.count).item()
-    return {"run": words or train.dtype, "seconds": round(seconds, 1), "validation_loss": validation, "losses": losses}
+    name, rounded = words or train.dtype, [round(loss, 5) for loss in losses]
+    return {"run": name, "draw": draw, "seconds": round(seconds, 1), "validation_loss": validation, "losses": rounded}
 
 
-def compared(runs: list[dict[str, Any]], window: int) -> list[dict[str, Any]]:
-    """Each run with its differences to the first, in parts of that one's loss."""
+def compared(runs: Sequence[Mapping[str, Any]], window: int) -> list[dict[str, Any]]:
+    """Each run, without its losses, and its differences to the first, in parts of that one's loss."""
     smooth = [[statistics.fmean(run["losses"][at : at + window]) for at in range(len(run["losses"]) - window + 1)] for run in runs]
     plain, out = smooth[0], []
     for run, means in zip(runs, smooth, strict=True):
@@ -102,14 +109,15 @@ def compared(runs: list[dict[str, Any]], window: int) -> list[dict[str, Any]]:
         validation = run["validation_loss"] / runs[0]["validation_loss"] - 1
         second_half = max(apart[len(apart) // 2 :], key=abs)
         differences = {"difference_at_end": apart[-1], "largest_difference": second_half, "validation_difference": validation}
-        out.append({**run, "loss_at_end": means[-1], **differences, "losses": [round(loss, 5) for loss in run["losses"]]})
+        shown = {name: value for name, value in run.items() if name not in ("losses", "draw")}
+        out.append({**shown, "loss_at_end": means[-1], **differences})
     return out
 
 
 _DIFFERENCES = ("difference_at_end", "largest_difference", "validation_difference")
 
 
-def over_draws(draws: list[list[dict[str, Any]]], window: int) -> list[dict[str, Any]]:
+def over_draws(draws: Sequence[Sequence[Mapping[str, Any]]], window: int) -> list[dict[str, Any]]:
     """The rows of ``compared`` with the means of their differences over draws of the weights, and the differences of each draw.
 
     Args:
@@ -127,6 +135,36 @@ def over_draws(draws: list[list[dict[str, Any]]], window: int) -> list[dict[str,
     return rows
 
 
+def rows_of(runs: Sequence[Mapping[str, Any]], window: int) -> list[dict[str, Any]]:
+    """A row for each name among runs, of the draws that have it.
+
+    Args:
+        runs: of each draw the one without a recipe first.
+        window: as of ``compared``.
+    """
+    draws: dict[int, dict[str, Mapping[str, Any]]] = {}
+    for run in runs:
+        draws.setdefault(run["draw"], {})[run["run"]] = run
+    plain, *others = dict.fromkeys(run["run"] for run in runs)
+    pairs = {name: [(draw[plain], draw[name]) for draw in draws.values() if name in draw] for name in others}
+    return [over_draws([[draw[plain]] for draw in draws.values()], window)[0], *(over_draws(each, window)[1] for each in pairs.values())]
+
+
+def finished(path: Path | None, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The runs that a file has already.
+
+    Raises:
+        SystemExit: the file is of other work.
+    """
+    if path is None or not path.exists():
+        return []
+    kept = json.loads(path.read_text(encoding="ascii"))
+    for name, value in facts.items():
+        if kept.get(name) != value:
+            raise SystemExit(f"--output {path} is of {name}={kept.get(name)!r}, this call of {value!r}; name another file, or remove it")
+    return kept["runs"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", default=["fp8=tensorwise", "fp8=tensorwise,head"], help="beside the one without a recipe")
@@ -142,6 +180,8 @@ def main() -> None:
         raise SystemExit(f"--seeds {arguments.seeds} must be at least 1")
     if not 1 <= arguments.window <= arguments.steps:
         raise SystemExit(f"--window {arguments.window} must lie between 1 and --steps {arguments.steps}")
+    for words in arguments.runs:
+        DenseRun.parse(f"tiny:{words}").check()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -151,21 +191,25 @@ def main() -> None:
         padded = pad_vocab_size(corpus.tokenizer.vocab_size, 1)
         data = DataConfig(prefix=corpus.prefix, tokenizer=str(folder / "data" / "tokenizer"))
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=padded), data=data)
-        common = {"config": config, "kind": kind, "experts": arguments.experts}
-        draws = [
-            [launch(curve, 1, device=kind, words=words, draw=draw, **common)[0] for words in ("", *arguments.runs)]
-            for draw in range(arguments.seeds)
-        ]
-    rows = over_draws(draws, arguments.window)
-    for row in rows:
-        print(json.dumps({key: value for key, value in row.items() if key != "losses"}), flush=True)
-    if arguments.output:
         train = config.train
-        passes = train.steps * train.global_batch_size * train.seq_len / (0.95 * corpus.report.num_tokens)
-        facts = {"tokens": corpus.report.num_tokens, "passes": round(passes, 2), "sequence": train.seq_len}
         text = "the standard library" if arguments.text is None else ", ".join(path.name for path in arguments.text)
-        facts |= {"global_batch": train.global_batch_size, "seeds": arguments.seeds, "window": arguments.window}
-        record(arguments.output, {"work": f"loss curves on {text}", **facts, "rows": rows})
+        facts: dict[str, Any] = {"work": f"loss curves on {text}", "device": torch.cuda.get_device_name() if kind == "cuda" else kind}
+        passes = train.steps * train.global_batch_size * train.seq_len / (0.95 * corpus.report.num_tokens)
+        facts |= {"tokens": corpus.report.num_tokens, "passes": round(passes, 2), "sequence": train.seq_len}
+        facts |= {"global_batch": train.global_batch_size, "steps": train.steps, "lr": arguments.lr}
+        facts |= {"experts": arguments.experts, "window": arguments.window}
+        runs = finished(arguments.output, facts)
+        done = {(run["draw"], run["run"]) for run in runs}
+        for draw in range(arguments.seeds):
+            for words in ("", *arguments.runs):
+                if (draw, words or train.dtype) in done:
+                    continue
+                common = {"config": config, "kind": kind, "experts": arguments.experts}
+                runs.append(launch(curve, 1, device=kind, words=words, draw=draw, **common)[0])
+                rows = rows_of(runs, arguments.window)
+                print(json.dumps({"draw": draw, **next(row for row in rows if row["run"] == runs[-1]["run"])}), flush=True)
+                if arguments.output:
+                    record(arguments.output, {**facts, "rows": rows, "runs": runs})
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from tools.bench import moe, picture
+from tools.bench._record import record
 from tools.bench.dense_step import DenseRun
-from tools.bench.loss_curve import compared, over_draws
+from tools.bench.loss_curve import compared, finished, over_draws, rows_of
 from tools.bench.many import experts_runs, hot_bias
 from tools.bench.picture import Bar, colors, comparisons, draw
 from tools.bench.train import _best, with_ratios
@@ -60,6 +61,26 @@ def test_differences_of_several_draws_are_averaged_and_stand_beside_those_of_the
     assert other["difference_at_end"] == pytest.approx(0.005) and other["draws"]["validation_difference"] == pytest.approx([0.01, 0.0])
     assert plain["difference_at_end"] == 0.0 and plain["draws"]["difference_at_end"] == pytest.approx([0.05])
     assert "draws" not in over_draws([runs(2.0, 2.02)], window=1)[1]
+
+
+def test_runs_of_a_curve_are_compared_as_they_come_and_a_file_of_other_work_is_refused(tmp_path: Path) -> None:
+    def run(draw: int, name: str, loss: float) -> dict[str, Any]:
+        return {"run": name, "draw": draw, "validation_loss": loss, "losses": [loss]}
+
+    runs = [run(0, "bfloat16", 2.0), run(0, "fp8", 2.02), run(1, "bfloat16", 2.1), run(1, "fp8", 2.1), run(0, "late", 2.1)]
+    names = [[row["run"] for row in rows_of(runs[:count], window=1)] for count in range(1, 6)]
+    assert names == [["bfloat16"], *[["bfloat16", "fp8"]] * 3, ["bfloat16", "fp8", "late"]]
+    plain, other, late = rows_of(runs, window=1)
+    assert [plain, other] == over_draws([runs[:2], runs[2:4]], window=1) and "losses" not in other
+    # Of the draws that have it.
+    assert late["difference_at_end"] == pytest.approx(0.05) and "draws" not in late
+    path = tmp_path / "curve.json"
+    facts = {"work": "curves", "steps": 3}
+    assert finished(None, facts) == finished(path, facts) == []
+    record(path, {**facts, "rows": rows_of(runs, 1), "runs": runs})
+    assert finished(path, facts) == runs and [each.name for each in tmp_path.iterdir()] == ["curve.json"]
+    with pytest.raises(SystemExit, match="is of steps=3, this call of 4; name another file, or remove it"):
+        finished(path, {**facts, "steps": 4})
 
 
 def test_the_picture_compares_runs_of_one_call_in_one_layout() -> None:
