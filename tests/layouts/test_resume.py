@@ -31,6 +31,16 @@ CONFIG = RunConfig(
 )
 
 
+MIXTURE = MoEConfig(
+    num_moe_experts=4,
+    moe_aux_loss_coeff=0.01,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_bias_decay_steps=5,
+    moe_router_bias_decay_style="cosine",
+)
+
+
 class Samples(GPTDataset):
     """Sequences that their number decides."""
 
@@ -94,7 +104,7 @@ LAYOUTS = {
     "dp2": {"plan": ParallelPlan(dp=2)},
     "dp2-sliced": {"plan": ParallelPlan(dp=2), "optimizer": dataclasses.replace(CONFIG.optimizer, use_distributed_optimizer=True)},
     "cp2": {"plan": ParallelPlan(cp=2)},
-    "ep2": {"plan": ParallelPlan(dp=2, ep=2), "moe": MoEConfig(num_moe_experts=4, moe_router_topk=2, moe_aux_loss_coeff=0.01)},
+    "ep2": {"plan": ParallelPlan(dp=2, ep=2), "moe": MIXTURE},
     "fsdp2": {"plan": ParallelPlan(dp=2), "data_parallel": "fsdp"},
     "fsdp2-of-torch": {"plan": ParallelPlan(dp=2), "data_parallel": "fsdp2"},
     "pp2-vpp2": {"plan": ParallelPlan(pp=2, vpp=2), "model": dataclasses.replace(CONFIG.model, num_layers=4)},

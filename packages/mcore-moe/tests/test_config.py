@@ -19,6 +19,7 @@ from mcore_parallel.models import TransformerConfig, check_layout
 from mcore_parallel.nn import Step
 
 MODEL = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=4, vocab_size=16)
+BIASED: dict[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 QUANTILES: dict[str, Any] = {"moe_router_load_balancing_type": "quantile_balancing", "moe_router_enable_expert_bias": True}
 
 
@@ -73,6 +74,18 @@ def test_types_and_sizes_are_checked(values: dict[str, Any], message: str) -> No
         (
             {"moe_router_load_balancing_type": "sinkhorn", "moe_router_pre_softmax": True},
             "moe_router_pre_softmax=True changes nothing with",
+        ),
+        ({"moe_router_bias_decay_steps": 9}, "moe_router_bias_decay_steps=9 freezes a bias that never moves; set moe_router_enable_expert"),
+        ({**BIASED, "moe_router_bias_decay_steps": 0}, "moe_router_bias_decay_steps=0 must be at least 1"),
+        ({**BIASED, "moe_router_bias_decay_style": "fast"}, "moe_router_bias_decay_style='fast' must be constant, linear or cosine"),
+        ({**BIASED, "moe_router_bias_decay_style": "cosine"}, "moe_router_bias_decay_style='cosine' needs moe_router_bias_decay_steps"),
+        (
+            {**BIASED, "moe_router_bias_decay_steps": 9, "moe_router_bias_update_rate": 0.0},
+            "moe_router_bias_decay_steps=9 freezes a bias that never moves",
+        ),
+        (
+            {**QUANTILES, "moe_router_bias_decay_steps": 9, "moe_router_bias_decay_style": "linear"},
+            "moe_router_bias_decay_style='linear' has no rate to bring down",
         ),
         ({"moe_router_bias_update_rate": 0.01}, "moe_router_bias_update_rate=0.01 moves no bias; set moe_router_enable_expert_bias=True"),
         ({"moe_token_drop_policy": "position"}, "moe_token_drop_policy='position' has nothing to drop; set moe_expert_capacity_factor"),
@@ -206,6 +219,7 @@ def test_defaults() -> None:
         "moe_router_score_function": "softmax",
         "moe_router_dtype": "fp32",
         "moe_router_bias_update_rate": 1e-3,
+        "moe_router_bias_decay_style": "constant",
         "moe_router_load_balancing_type": "aux_loss",
         "moe_token_dispatcher_type": "alltoall",
         "moe_flex_dispatcher_backend": "deepep",

@@ -84,6 +84,13 @@ def test_weights_are_those_of_the_scores_and_a_skipped_update_moves_nothing() ->
     logits = x @ layer.router.weight.t()
     assert torch.equal(routing.experts_TK, (logits + bias).sort(dim=-1, descending=True, stable=True).indices[:, :K])
     torch.testing.assert_close(routing.probs_TK, logits.gather(1, routing.experts_TK).softmax(-1))
+    frozen = filled_layer(MODEL, MoEConfig(**QUANTILES, moe_router_bias_decay_steps=1), ALONE)
+    biases: list[Tensor] = []
+    for step in range(3):
+        frozen(tokens_of(step, 12), Step.causal(1, 12))
+        frozen.end_of_batch(torch.zeros(E), NO, step)
+        biases.append(frozen.router.expert_bias.clone())
+    assert biases[0].any() and torch.equal(biases[0], biases[2])
     for part in (layer.eval(), filled_layer(MODEL, MoEConfig(**QUANTILES, moe_router_bias_update_rate=0.0), ALONE)):
         before = part.router.expert_bias.clone()
         part(x, Step.causal(1, 20))

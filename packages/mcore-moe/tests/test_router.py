@@ -3,6 +3,7 @@
 """The router: losses against explicit formulas, padding, noise, replay, and the state that is not trained."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -321,6 +322,25 @@ def test_the_bias_moves_once_a_batch_and_only_in_training() -> None:
     assert (routing.experts_TK == 3).any(-1).all()
     scores = (x @ module.router.weight.t()).sigmoid().gather(1, routing.experts_TK)
     torch.testing.assert_close(routing.probs_TK, scores / scores.sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    ("style", "rates"), [("constant", [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]), ("linear", [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]), ("cosine", None)]
+)
+def test_the_rate_of_the_bias_comes_down_to_zero_by_its_step(style: str, rates: list[float] | None) -> None:
+    if rates is None:
+        rates = [0.5 + 0.5 * math.cos(math.pi * step / 4) for step in range(4)] + [0.0, 0.0]
+    module = layer(
+        moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.25,
+        moe_router_bias_decay_steps=4, moe_router_bias_decay_style=style,
+    )  # fmt: skip
+    counts, no = torch.tensor([4.0, 0.0, 2.0, 2.0, 3.0, 1.0]), torch.tensor(False)
+    for step, rate in enumerate(rates):
+        before = module.router.expert_bias.clone()
+        module.end_of_batch(counts, no, step)
+        torch.testing.assert_close(before - module.router.expert_bias, 0.25 * rate * (counts - 2).sign(), rtol=0, atol=1e-7)
+    with pytest.raises(ValueError, match=r"moe_router_bias_decay_steps=4 counts the steps of a schedule; pass lr=schedule.lr\(n\)"):
+        module.end_of_batch(counts, no)
 
 
 def test_the_bias_is_state_with_a_name_and_stays_float32() -> None:

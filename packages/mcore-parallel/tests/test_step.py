@@ -14,7 +14,7 @@ from mcore_parallel.comm import copy_to_tensor_model_parallel_region
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.models import Aux, AuxLoss, AuxSpec, GPTModel, ModelOutput, Site, TransformerConfig, dense_feed_forward
 from mcore_parallel.nn import RecomputeConfig, Step
-from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
+from mcore_parallel.optim import ConstantSchedule, MegatronOptimizer, OptimizerConfig
 from mcore_parallel.training import (
     Batch,
     CrossEntropyObjective,
@@ -40,15 +40,15 @@ class Router(nn.Module):
     def __init__(self, site: Site) -> None:
         super().__init__()
         self.layer = site.layer
-        self.seen: list[tuple[list[float], bool]] = []
+        self.seen: list[tuple[list[float], bool, int | None]] = []
         self.inner, self.groups = dense_feed_forward(site), site.groups
         self.gate = nn.Parameter(torch.empty(site.config.hidden_size, dtype=site.dtype))
 
     def shard_specs(self) -> dict[str, ShardSpec]:
         return {"gate": ShardSpec(shape=tuple(self.gate.shape), partial=("tp",))}
 
-    def end_of_batch(self, counts: Tensor, skipped: Tensor) -> None:
-        self.seen.append((counts.tolist(), bool(skipped)))
+    def end_of_batch(self, counts: Tensor, skipped: Tensor, step: int | None) -> None:
+        self.seen.append((counts.tolist(), bool(skipped), step))
 
     def forward(self, x: Tensor, step: Step) -> tuple[Tensor, Aux]:
         seen, share = x, 1.0
@@ -181,11 +181,11 @@ def test_the_gradient_is_that_of_the_mean_over_all_counted_tokens() -> None:
 def test_what_layers_report_comes_by_name_once_and_reaches_them_after_the_step(again: RecomputeConfig | None) -> None:
     model = GPTModel(CONFIG, ProcessGroups.single(), feed_forward=Routed(), recompute=again, dtype=torch.float64)
     batches = micro_batches(0)
-    report = train_step(model, batches, Measured(), *parts(model), lr=0.01)
+    report = train_step(model, batches, Measured(), *parts(model), lr=ConstantSchedule(max_lr=0.01).lr(7))
     odd = sum(int((batch.tokens % 2).sum()) for batch in batches)
     counted = (sum(batch.tokens.numel() for batch in batches) - odd, odd)
     assert report.layers.counts == dict.fromkeys(range(4), counted)
-    assert [layer.mlp.seen for layer in model.layers.values()] == [[([float(count) for count in counted], False)]] * 4
+    assert [layer.mlp.seen for layer in model.layers.values()] == [[([float(count) for count in counted], False, 7)]] * 4
     assert sum(report.layers.losses.values()) * 0.25 == pytest.approx(report.aux)
     values = report.layers.values()
     assert values["aux/gate"] * 4 * 0.25 == pytest.approx(report.aux)

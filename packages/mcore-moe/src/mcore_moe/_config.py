@@ -15,6 +15,7 @@ from mcore_moe._layer_freq import read_layer_freq
 from mcore_parallel import ParallelPlan, check_field_types
 from mcore_parallel.backends import check_grouped_width
 from mcore_parallel.models import TransformerConfig
+from mcore_parallel.optim import CosineSchedule, LinearSchedule
 
 LOSS_NAMES: Mapping[str, str] = {
     "aux_loss": "load_balancing_loss",
@@ -106,6 +107,10 @@ class MoEConfig:
     """Balance without a loss: a bias of each expert that is added for the selection only, and moved once a global batch."""
     moe_router_bias_update_rate: float = 1e-3
     """What that bias is moved by; 0 freezes it."""
+    moe_router_bias_decay_steps: int | None = None
+    """Step of the training, counted from 0 as those of the learning rate, from which the bias is frozen; None for never."""
+    moe_router_bias_decay_style: str = "constant"
+    """How its rate comes down to 0 by then: constant, all at once; linear or cosine, from the first step on."""
     moe_router_load_balancing_type: str | tuple[str, ...] = "aux_loss"
     """aux_loss (over a micro-batch), seq_aux_loss (over each sequence), global_aux_loss (over the global batch so far), or several of
     them; sinkhorn, which balances the selection instead; quantile_balancing, which sets the bias of the experts to what would have given
@@ -205,6 +210,25 @@ class MoEConfig:
         drops = ("drop_rate",) if self.moe_expert_capacity_factor is not None else ()
         return (*(LOSS_NAMES[name] for name in self.loss_coefficients), *z_loss, *entropy, *drops)
 
+    def bias_update_rate(self, step: int | None) -> float:
+        """Of the experts' bias at a step of the training.
+
+        Raises:
+            ValueError: ``moe_router_bias_decay_steps`` without a step.
+        """
+        rate, decay_steps = self.moe_router_bias_update_rate, self.moe_router_bias_decay_steps
+        if decay_steps is None:
+            return rate
+        if step is None:
+            raise ValueError(
+                f"moe_router_bias_decay_steps={decay_steps} counts the steps of a schedule; pass lr=schedule.lr(n) to train_step, not a "
+                "plain number"
+            )
+        if self.moe_router_bias_decay_style == "constant":
+            return rate if step < decay_steps else 0.0
+        kind = LinearSchedule if self.moe_router_bias_decay_style == "linear" else CosineSchedule
+        return float(kind(max_lr=rate, decay_steps=decay_steps).lr(step))
+
     @property
     def noise_fields(self) -> str:
         """As ``mcore_parallel.nn.DrawsNoise``, of the router."""
@@ -300,9 +324,31 @@ class MoEConfig:
             raise ValueError(f"moe_router_bias_update_rate={rate} must not be negative, and finite; 0 freezes the bias")
         if rate not in (0, _default("moe_router_bias_update_rate")) and not self.moe_router_enable_expert_bias:
             raise ValueError(f"moe_router_bias_update_rate={rate} moves no bias; set moe_router_enable_expert_bias=True, or leave it out")
+        self._check_bias_decay()
         jitter = self.moe_input_jitter_eps
         if jitter is not None and not 0 <= jitter < 1:
             raise ValueError(f"moe_input_jitter_eps={jitter} must lie in 0..1, 1 excluded")
+
+    def _check_bias_decay(self) -> None:
+        steps, style = self.moe_router_bias_decay_steps, self.moe_router_bias_decay_style
+        if style not in ("constant", "linear", "cosine"):
+            raise ValueError(f"moe_router_bias_decay_style={style!r} must be constant, linear or cosine")
+        if steps is None and style != "constant":
+            raise ValueError(f"moe_router_bias_decay_style={style!r} needs moe_router_bias_decay_steps, the step of its end")
+        if steps is None:
+            return
+        if steps < 1:
+            raise ValueError(f"moe_router_bias_decay_steps={steps} must be at least 1; moe_router_bias_update_rate=0 freezes the bias")
+        if not self.moe_router_enable_expert_bias or not self.moe_router_bias_update_rate:
+            raise ValueError(
+                f"moe_router_bias_decay_steps={steps} freezes a bias that never moves; set moe_router_enable_expert_bias=True and a "
+                "moe_router_bias_update_rate, or leave it out"
+            )
+        if self.moe_router_load_balancing_type == "quantile_balancing" and style != "constant":
+            raise ValueError(
+                f"moe_router_bias_decay_style={style!r} has no rate to bring down: moe_router_load_balancing_type='quantile_balancing' "
+                "sets the bias; leave it at 'constant', which freezes the bias"
+            )
 
     def _check_losses(self) -> None:
         types, weights = _tuple(self.moe_router_load_balancing_type), _tuple(self.moe_aux_loss_coeff)

@@ -211,9 +211,13 @@ class MoELayer(nn.Module):
         counts_E = counts_E if self.replicas.is_first else torch.zeros_like(counts_E)
         return y_TD, Aux(losses={(self.layer, name): loss for name, loss in losses.items()}, counts={self.layer: counts_E})
 
-    def end_of_batch(self, counts: Tensor, skipped: Tensor) -> None:
-        """Move the bias of the selection by the loads of the global batch (``mcore_parallel.models.CountsHook``)."""
-        self.router.update_expert_bias(counts, skipped)
+    def end_of_batch(self, counts: Tensor, skipped: Tensor, step: int | None = None) -> None:
+        """Move the bias of the selection by the loads of the global batch (``mcore_parallel.models.CountsHook``).
+
+        Raises:
+            ValueError: no step, and ``moe_router_bias_decay_steps`` asks for it.
+        """
+        self.router.update_expert_bias(counts, skipped, step)
 
     def _compute(self, rows_RD: Tensor, ends_N: Tensor, weights_R: Tensor | None) -> Tensor:
         if self._multiple == 1:

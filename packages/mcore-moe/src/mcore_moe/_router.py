@@ -107,15 +107,23 @@ class TopKRouter(nn.Module):
         return routing, self._losses(logits_TE, routing, step, tokens) if learns and config.loss_names else {}
 
     @torch.no_grad()
-    def update_expert_bias(self, counts_E: Tensor, skipped: Tensor) -> None:
+    def update_expert_bias(self, counts_E: Tensor, skipped: Tensor, step: int | None = None) -> None:
         """Move the bias by the loads of a global batch, or to what its micro-batches asked for (quantile balancing).
 
         Args:
             counts_E: tokens of each expert, over all ranks.
             skipped: scalar bool; True leaves the bias as it is.
+            step: of the training, counted from 0; None where nobody knows it.
+
+        Raises:
+            ValueError: no step, and ``moe_router_bias_decay_steps`` asks for it.
         """
-        bias_E, rate = self.expert_bias, self.config.moe_router_bias_update_rate
-        if bias_E is None or not rate or not self.training:
+        bias_E = self.expert_bias
+        if bias_E is None or not self.training:
+            return
+        rate = self.config.bias_update_rate(step)
+        if not rate:
+            self._bias_sums.zero_()
             return
         if self.config.moe_router_load_balancing_type == "quantile_balancing":
             moved_E = self._mean_quantile_bias(bias_E)

@@ -99,11 +99,12 @@ class CountsHook(Protocol):
         """Global layer number."""
         ...
 
-    def end_of_batch(self, counts: Tensor, skipped: Tensor) -> None:
+    def end_of_batch(self, counts: Tensor, skipped: Tensor, step: int | None) -> None:
         """After the update.
 
         Args:
             counts: float64 [E], over all micro-batches and ranks.
             skipped: scalar bool on the device, whether the optimizer updated nothing.
+            step: at which the learning rate was taken from its schedule, counted from 0; None where it came from none.
         """
         ...

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mcore_parallel.comm import TensorSpec, all_reduce
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.models import AuxSpec, CountsHook, ReportsAux
+from mcore_parallel.optim import Rate
 from mcore_parallel.pipeline import (
     ModelChunks,
     Overlap,
@@ -108,7 +109,7 @@ def train_step(
     # A decision that is on the device comes along, instead of a synchronisation of its own.
     skip = result.skip.detach().to(device, torch.float64).reshape(1) if isinstance(result, DeferredResult) else norm.new_zeros(1)
     skipped_flag = skip[0] > 0 if isinstance(result, DeferredResult) else torch.full((), result.skipped, dtype=torch.bool, device=device)
-    _hand_out_counts(work.stage.chunks, totals, skipped_flag)
+    _hand_out_counts(work.stage.chunks, totals, skipped_flag, lr.step if isinstance(lr, Rate) else None)
     *values, grad_norm, skip_value = torch.cat([totals.vector, norm, skip]).tolist()
     skipped = bool(skip_value) if isinstance(result, DeferredResult) else result.skipped
     loss, count, aux, metrics = totals.read(values)
@@ -295,11 +296,11 @@ class GradientPass:
         run_schedule(plan, stage.forwards, pp, hidden=stage.hidden_spec(), no_sync=self.sync.no_sync, overlap=self.overlap)
 
 
-def _hand_out_counts(chunks: Sequence[nn.Module], totals: Totals, skipped: Tensor) -> None:
+def _hand_out_counts(chunks: Sequence[nn.Module], totals: Totals, skipped: Tensor, step: int | None) -> None:
     counts = totals.counts()
     for module in (module for chunk in chunks for module in chunk.modules()) if counts else ():
         if isinstance(module, CountsHook) and module.layer in counts:
-            module.end_of_batch(counts[module.layer], skipped)
+            module.end_of_batch(counts[module.layer], skipped, step)
 
 
 # Kept, so that plan_pipeline finds the plan of the last step again.
