@@ -91,6 +91,21 @@ def test_a_run_killed_in_each_phase_ends_as_one_that_was_not(kind: str, tmp_path
     assert stored(output) == stored(whole)
 
 
+@pytest.mark.slow
+def test_ranks_that_needed_unequally_many_groups_go_on_where_each_of_them_was(tmp_path: Path) -> None:
+    prompts = ",".join(first + second for first in "abcdefgh" for second in "abcdefgh")
+    changes = ("plan.dp=2", "rl.filter_equal_groups=true", "rl.num_groups=4", "rl.group_size=2", "train.global_batch_size=8")
+    changes += ("train.seed=4", f"rl.character_share.prompts=[{prompts}]")
+    whole, output = (words(tmp_path / name, *changes) for name in ("whole", "run"))
+    killed = Start(words=output, phase="generate", iteration=2, num_ranks=2)
+    codes = run_starts([Start(words=whole, num_ranks=2), killed, Start(words=output, num_ranks=2)])
+    assert codes[0] == codes[2] == [0, 0] and codes[1][0] == -9
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole") and stored(tmp_path / "run") == stored(tmp_path / "whole")
+    checkpoints = CheckpointManager(tmp_path / "run" / "checkpoints")
+    first, last = (read_manifest(checkpoints.folder(step)).extra["rl"]["problems"]["num_taken"] for step in (1, 3))
+    assert first[0] != first[1] and sum(last) > 4 * 3
+
+
 def test_a_critic_that_a_killed_run_left_alone_is_forgotten(tmp_path: Path) -> None:
     # The answers that are drawn again are others, and so is what is learnt from them.
     output, changes = tmp_path / "run", _changes("critic", tmp_path)
@@ -184,5 +199,9 @@ def test_engines_that_are_ahead_of_a_killed_run_draw_each_problem_again(
     # Each problem was trained on once: nothing that was drawn ahead is left out or posed later.
     first = {row["step"]: row["problem_id"] for row in map(json.loads, (output / "examples.jsonl").read_text().splitlines())}
     assert first == {step: str(2 * step - 2) for step in (1, 2, 3, 4)}
-    assert read_manifest(CheckpointManager(output / "checkpoints").folder(4)).extra["rl"] == {"position": 8}
+    assert read_manifest(CheckpointManager(output / "checkpoints").folder(4)).extra["rl"]["problems"] == {
+        "first": 0,
+        "left": [],
+        "num_taken": [8],
+    }
     assert CheckpointManager(output / CRITIC).latest() == (4 if kind == "critic" else None)

@@ -180,13 +180,13 @@ def test_ranks_share_the_conversations_and_a_run_goes_on_where_it_was() -> None:
         environment.start_at(position, rank=rank, num_ranks=num_ranks)
         groups = [asyncio.run(environment.group_rollout(chat("0", "0"), size=2, args=ARGS)) for _ in range(count)]
         assert all(len({rollout.problem_id for rollout in group}) == 1 for group in groups)
-        return [group[0].problem_id for group in groups], environment.position
+        return [group[0].problem_id for group in groups], environment.num_posed
 
     alone, end = ids(0, 0, 1, 6)
     assert alone == [f"calculator/0/{number}" for number in range(6)] and end == 6
     shared = [ids(0, rank, 2, 2)[0] for rank in range(2)]
     assert [name for pair in zip(*shared, strict=True) for name in pair] == alone[:4]
-    assert ids(4, 0, 1, 2) == (alone[4:], 6)
+    assert ids(4, 0, 1, 2) == (alone[4:], 2)
     report = asyncio.run(Calculator(SUMS).run_evaluation(chat("0", "0"), num_prompts=2, args=ARGS))
     assert [result.problem_id for result in report.results] == [f"calculator/0/{(1 << 32) + number}" for number in range(2)]
 

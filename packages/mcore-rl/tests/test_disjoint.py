@@ -358,18 +358,23 @@ def draw_across_refits(max_lag: int, iterations: int, own_lag: int | None) -> li
     with loop:
         reports = [loop.iterate(2e-2) for _ in range(iterations)]
     redrawn = 0 if loop._server is None else loop._server.interface.num_redrawn  # type: ignore[attr-defined]
-    return [taken, [(report.lag, report.token_lag, report.tokens_by_lag, report.num_dropped) for report in reports], loop.position, redrawn]
+    return [
+        taken,
+        [(report.lag, report.token_lag, report.tokens_by_lag, report.num_dropped) for report in reports],
+        loop.num_posed,
+        redrawn,
+    ]
 
 
 @pytest.mark.world(3)
 @pytest.mark.parametrize("max_lag", [1, 2])
 def test_answers_in_flight_survive_a_refit_and_none_is_lost_or_doubled(world, max_lag: int) -> None:
     iterations = 4
-    taken, reports, position, _ = world(draw_across_refits, max_lag=max_lag, iterations=iterations, own_lag=None)[0]
+    taken, reports, num_posed, _ = world(draw_across_refits, max_lag=max_lag, iterations=iterations, own_lag=None)[0]
     numbers = [[int(problem) for problem, *_ in batch] for batch in taken]
     # Two problems an iteration, one of each engine, in their order, each with all its answers.
     assert numbers == [sorted([2 * k, 2 * k + 1] * LONG.group_size, key=lambda n: n % 2) for k in range(iterations)]
-    assert position == 2 * iterations
+    assert num_posed == (iterations, iterations)
     assert [lag for lag, *_ in reports] == [min(k, max_lag) for k in range(iterations)]
     assert all(dropped == 0 for *_, dropped in reports)
     for version, batch in enumerate(taken):
@@ -387,8 +392,8 @@ def test_answers_in_flight_survive_a_refit_and_none_is_lost_or_doubled(world, ma
 
 @pytest.mark.world(2)
 def test_what_an_engine_gives_up_for_its_age_is_drawn_again(world) -> None:
-    (taken, reports, position, _), (*_, redrawn) = world(draw_across_refits, max_lag=2, iterations=4, own_lag=0)
-    assert redrawn > 0 and position == 8 and all(dropped == 0 for *_, dropped in reports)
+    (taken, reports, num_posed, _), (*_, redrawn) = world(draw_across_refits, max_lag=2, iterations=4, own_lag=0)
+    assert redrawn > 0 and num_posed == (8,) and all(dropped == 0 for *_, dropped in reports)
     assert [[int(problem) for problem, *_ in batch] for batch in taken] == [sorted([2 * k, 2 * k + 1] * LONG.group_size) for k in range(4)]
     # Whatever was open at a load began again with its weights.
     assert all(len(set(versions)) <= 1 for batch in taken for _, versions, _ in batch)

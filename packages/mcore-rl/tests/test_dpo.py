@@ -93,7 +93,7 @@ def test_pairs_are_shared_by_number_and_seen_once_an_epoch(tmp_path: Path) -> No
         pairs = PreferencePairs(path, TOKENIZER, max_tokens=20, num_evaluation=1)
         pairs.start_at(position, rank=rank, num_ranks=num_ranks)
         some = asyncio.run(pairs.get_contrastive_rollouts(None, num_pairs=6, args=GenericGenerationArgs()))
-        assert pairs.position == position + 6 * num_ranks
+        assert pairs.num_posed == 6
         return [pair.chosen.problem_id for pair in some]
 
     first, second = taken(0, 1), taken(0, 1, 6)

@@ -97,7 +97,7 @@ def test_groups_come_in_their_order_whatever_ends_first(interface: Scripted, str
     own = stream(max_lag=2)
     interface.release(0, 1)
     first = own.take()
-    assert numbers(first.groups) == [0, 0, 1, 1] and (first.position, first.oldest, first.num_asked) == (2, 0, 4)
+    assert numbers(first.groups) == [0, 0, 1, 1] and (first.num_posed, first.oldest, first.num_asked) == (2, 0, 4)
     # Four more are open, and no others.
     assert interface.wait_for(12) == [0, 1, 2, 3, 4, 5]
     own.load_weights([], 1, "keep")
@@ -106,7 +106,7 @@ def test_groups_come_in_their_order_whatever_ends_first(interface: Scripted, str
     done.start()
     second = own.take()
     done.join()
-    assert numbers(second.groups) == [2, 2, 3, 3] and (second.position, second.oldest) == (4, 0)
+    assert numbers(second.groups) == [2, 2, 3, 3] and (second.num_posed, second.oldest) == (4, 0)
     own.load_weights([], 2, "keep")
     third = own.take()
     assert numbers(third.groups) == [4, 4, 5, 5] and third.oldest == 0 and interface.wait_for(20) == list(range(10))
@@ -118,18 +118,18 @@ def test_equal_groups_are_replaced_by_the_next_ones(interface: Scripted, stream:
     own = stream(filter_equal_groups=True)
     interface.release(*range(20))
     first, second = own.take(), own.take()
-    assert numbers(first.groups) == [1, 1, 2, 2] and (first.num_filtered, first.position) == (1, 3)
-    assert numbers(second.groups) == [4, 4, 5, 5] and (second.num_filtered, second.position) == (1, 6)
+    assert numbers(first.groups) == [1, 1, 2, 2] and (first.num_filtered, first.num_posed) == (1, 3)
+    assert numbers(second.groups) == [4, 4, 5, 5] and (second.num_filtered, second.num_posed) == (1, 6)
     capped = stream(filter_equal_groups=True, max_filter_ratio=1.0)
     third = capped.take()
-    assert numbers(third.groups) == [1, 1, 0, 0] and (third.num_filtered, third.position) == (0, 2)
+    assert numbers(third.groups) == [1, 1, 0, 0] and (third.num_filtered, third.num_posed) == (0, 2)
 
 
 def test_a_late_group_ends_with_what_it_has_and_later_ones_go_on(interface: Scripted, stream: Any) -> None:
     own = stream(rollout_timeout_s=0.3)
     interface.release(1)
     first = own.take()
-    assert numbers(first.groups) == [1, 1] and first.num_asked == 4 and first.position == 2
+    assert numbers(first.groups) == [1, 1] and first.num_asked == 4 and first.num_posed == 2
     interface.release(2, 3)
     assert numbers(own.take().groups) == [2, 2, 3, 3]
 

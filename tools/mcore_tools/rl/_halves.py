@@ -3,6 +3,7 @@
 """A run whose trainer and engines have ranks of their own: what the two halves tell each other, and what a rank with an engine does."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from mcore_inference import DynamicInferenceEngine, ExecutionConfig
 from mcore_parallel.data import Tokenizer
 from mcore_parallel.guard import Watchdog
-from mcore_rl import BestAndWorst, DisjointLoop, GRPOConfig, Learner, Placement, RolloutServer
+from mcore_rl import BestAndWorst, DisjointLoop, GRPOConfig, Learner, Placement, RolloutServer, StreamPosition
 from mcore_tools.recipes import RunConfig
 from mcore_tools.rl._attempts import attempt_seed
 from mcore_tools.rl._conversations import local_interface, open_policy_tokenizer
@@ -36,10 +37,11 @@ class Halves:
         group: Any = dist.new_group(list(range(self.placement.num_trainers)), backend="gloo")
         self.checkpoint_group: dist.ProcessGroup | None = group if self.placement.trains else None
 
-    def begin(self, step: int = 0, position: int = 0, attempt: int = 0) -> tuple[int, int, int]:
+    def begin(self, step: int = 0, position: StreamPosition | None = None, attempt: int = 0) -> tuple[int, StreamPosition, int]:
         """On every rank: the step and the position in the problems at which the trainers go on, and how often a run began there before."""
-        step, position, attempt = self.gather([step, position, attempt], "the step that the run goes on from")[0]
-        return step, position, attempt
+        problems = None if position is None else dataclasses.asdict(position)
+        step, problems, attempt = self.gather([step, problems, attempt], "the step that the run goes on from")[0]
+        return step, StreamPosition.of(**problems), attempt
 
     def loop(self, grpo: GRPOConfig, *, learner: Learner | None = None, server: RolloutServer | None = None) -> DisjointLoop:
         """The iterations of this half."""

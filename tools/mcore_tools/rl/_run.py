@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mcore_parallel.comm import all_reduce
+from mcore_parallel.comm import all_gather, all_reduce
 from mcore_parallel.guard import Watchdog
 from mcore_parallel.training import NonFiniteLossError, TrainerState, TrainReport, Writer
 from mcore_parallel.training.distill import DistillationConfig, DistillationObjective
@@ -24,6 +24,7 @@ from mcore_rl import (
     IterationReport,
     Learner,
     PreferencePairs,
+    StreamPosition,
     WeightSink,
     dpo_iteration,
     grpo_iteration,
@@ -138,7 +139,7 @@ class _Run:
         self.critic = None if self.rl.gae is None else RunCritic(config, self.parts, self.device, self._group)
         self.reference = RunReference(config, self.parts, self._group) if self.rl.needs_reference else None
         self.rates = schedule(config)
-        self.state, self.position = TrainerState(), 0
+        self.state, self.position = TrainerState(), StreamPosition()
         if (newest := self.own.latest()) is not None:
             self.state = TrainerState(step=newest)
         self.stopped = False
@@ -178,7 +179,7 @@ class _Run:
             _, extra = self.checkpoints.load(parts.state())
             self.state = TrainerState(**extra["trainer"])
             parts.optimizer.load_step_count(int(extra["optimizer_step"]))
-            self.position = int(extra.get("rl", {}).get("position", 0))
+            self.position = StreamPosition.of(**extra.get("rl", {}).get("problems", {}))
             self._tell(f"goes on from {self.checkpoints.loaded}")
         attempt = begin_attempt(Path(config.output), self.state.step) if parts.groups.world.is_first else 0
         if self.halves is not None:
@@ -353,12 +354,16 @@ class _Run:
         source = self.environment or self.pairs
         assert source is not None
         # Where engines run ahead, what was drawn and not trained on is posed again.
-        position = source.position if self.loop is None else self.loop.position
-        position = int(all_reduce(torch.tensor([position], dtype=torch.int64, device=self.device), world, op="max"))
+        if self.loop is None:
+            posed = all_gather(torch.tensor([source.num_posed], dtype=torch.int64, device=self.device), world)
+            num_taken = tuple(map(int, posed.tolist()))
+        else:
+            num_taken = self.loop.num_posed
+        self.position = dataclasses.replace(self.position.shared_by(len(num_taken)), num_taken=num_taken)
         extra: Mapping[str, Any] = {
             "trainer": dataclasses.asdict(self.state),
             "optimizer_step": self.parts.optimizer.step_count,
-            "rl": {"position": position},
+            "rl": {"problems": dataclasses.asdict(self.position)},
         }
         for beside in (self.reference, self.critic):
             if beside is not None:

@@ -110,8 +110,9 @@ class DisjointLoop:
         self._stream = None if server is None or not self.partial else self._open_stream(server)
         self.version = -1
         """Of the weights in the engines: refits after the first one."""
-        self.position = 0
-        """Where a `NumberedAgent` goes on after what was trained on, on every rank; engines that are ahead have posed more."""
+        self.num_posed: tuple[int, ...] = ()
+        """By each engine's `NumberedAgent`, with the last problem that was trained on; the same on every rank. Engines that are ahead have
+        posed more. Empty before the first iteration."""
 
     def __enter__(self) -> "DisjointLoop":
         return self
@@ -156,7 +157,7 @@ class DisjointLoop:
         trained = time.perf_counter()
         if train_policy:
             self._refit()
-        self.position = batch.position
+        self.num_posed = batch.num_posed
         ahead = self.max_lag > 0
         return IterationReport(
             **batch.means,
@@ -234,7 +235,7 @@ class DisjointLoop:
             failure = error
         seconds = time.perf_counter() - begin
         replica = None if self._learner is None else self._learner.groups.dp.rank
-        sent = share_of(own, num_filtered, failure, replica=replica, pairs=pairs) | {"seconds": seconds, "position": self._posed()}
+        sent = share_of(own, num_filtered, failure, replica=replica, pairs=pairs) | {"seconds": seconds, "num_posed": self._num_posed()}
         with own_failure_first(failure):
             shares = self.placement.gather(sent, self.timeout_s, "rollouts" if draws else "updates")
         check_failures(shares)
@@ -260,12 +261,12 @@ class DisjointLoop:
         num_asked = self.config.num_groups * (2 if any(part["pairs"] for part in served) else self.config.group_size)
         self._drawn.append(RolloutBatch.of(self.config, collected, served, self.version, num_asked))
 
-    def _posed(self) -> int:
-        """Position of this rank's problems; 0 where they have none."""
+    def _num_posed(self) -> int:
+        """Of this rank's problems; 0 where they have no numbers."""
         agent: object = None if self._server is None else self._server.agent
         if isinstance(agent, BestAndWorst):
             agent = agent.agent
-        return agent.position if isinstance(agent, NumberedAgent) else 0
+        return agent.num_posed if isinstance(agent, NumberedAgent) else 0
 
     def _train(self, learner: Learner, batch: RolloutBatch, lr: float, train_policy: bool) -> dict[str, Any]:
         if isinstance(learner.objective, DPOObjective):

@@ -33,8 +33,8 @@ class RolloutBatch:
     """Refits before the first of them was begun."""
     seconds: float
     """Of drawing them, on the rank that took longest."""
-    position: int
-    """Problems before this number were posed by then."""
+    num_posed: tuple[int, ...]
+    """Problems that each rank that serves had posed by then."""
     means: Mapping[str, Any]
     """Fields of the report that they say."""
     token_versions: Mapping[int, int]
@@ -51,16 +51,15 @@ class RolloutBatch:
         Args:
             config: of the iteration.
             collected: the rollouts.
-            served: seconds and position of each rank that serves.
+            served: seconds of each rank that serves, and how many problems it had posed.
             version: as of the field.
             num_asked: answers that were asked for.
         """
-        seconds, position = (max(part[name] for part in served) for name in ("seconds", "position"))
         return cls(
             collected=collected,
             version=version,
-            seconds=seconds,
-            position=position,
+            seconds=max(part["seconds"] for part in served),
+            num_posed=tuple(part["num_posed"] for part in served),
             means=rollout_means(config, collected, num_asked),
             token_versions=collected.token_versions,
         )
@@ -137,7 +136,7 @@ class Handover:
         try:
             if self._stream is not None:
                 taken = self._stream.draw()
-                about = {name: getattr(taken, name) for name in ("seconds", "position", "num_asked", "oldest")}
+                about = {name: getattr(taken, name) for name in ("seconds", "num_posed", "num_asked", "oldest")}
                 drawn = taken.groups
                 sent = {**share_of(drawn, taken.num_filtered, None), **about}
         except Exception as error:

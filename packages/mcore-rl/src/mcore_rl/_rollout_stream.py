@@ -48,8 +48,8 @@ class TakenGroups:
     """Answers that the groups were to hold."""
     oldest: int
     """Weights when the first of the groups was posed."""
-    position: int
-    """Where a `NumberedAgent` goes on after these groups."""
+    num_posed: int
+    """Problems that a `NumberedAgent` had posed with the last of these groups."""
     seconds: float
     """Of drawing them, from the call on."""
 
@@ -195,7 +195,7 @@ class RolloutStream:
             num_filtered=len(equal) - len(filled),
             num_asked=(len(useful) + len(filled)) * config.group_size,
             oldest=oldest,
-            position=self._agent.position_after(self._num_taken) if isinstance(self._agent, NumberedAgent) else 0,
+            num_posed=self._num_taken,
             seconds=time.perf_counter() - begin,
         )
 

@@ -25,6 +25,7 @@ from mcore_rl.agent._ray_judge import RayJudge
 from mcore_rl.agent._recited import recite
 from mcore_rl.agent._remote_environment import RemoteEnvironment
 from mcore_rl.agent._reward_only import RewardOnlyAgent
+from mcore_rl.agent._stream_position import StreamPosition
 
 __all__ = [
     "BestAndWorst",
@@ -53,6 +54,7 @@ __all__ = [
     "RewardModel",
     "RewardOnlyAgent",
     "RolloutGenerator",
+    "StreamPosition",
     "TokenizedRolloutGenerator",
     "UnreadableVerdictError",
     "VerdictCounts",

@@ -15,6 +15,7 @@ from mcore_rl._types import EvaluationResponse, GenericGenerationArgs
 from mcore_rl.agent._base import all_at_once
 from mcore_rl.agent._judged import Attempt, Problem
 from mcore_rl.agent._numbered import NumberedAgent, NumberedProblems
+from mcore_rl.agent._stream_position import StreamPosition
 from mcore_rl.inference import InferenceInterface
 
 _LONGEST_CYCLE = 100_000
@@ -74,7 +75,7 @@ class WeightedMultiTask(NumberedProblems):
         """Those of all environments."""
         return self._tools
 
-    def start_at(self, position: int, *, rank: int = 0, num_ranks: int = 1) -> None:
+    def start_at(self, position: int | StreamPosition, *, rank: int = 0, num_ranks: int = 1) -> None:
         super().start_at(position, rank=rank, num_ranks=num_ranks)
         for environment in self.environments:
             environment.start_at(0, rank=rank, num_ranks=num_ranks)

@@ -13,6 +13,7 @@ from mcore_rl.agent._base import all_at_once
 from mcore_rl.agent._judged import JudgedAgent, Problem
 from mcore_rl.agent._multi_turn import MultiTurnAgent
 from mcore_rl.agent._reward_only import RewardOnlyAgent
+from mcore_rl.agent._stream_position import StreamPosition
 
 
 @experimental_api
@@ -25,7 +26,7 @@ class NumberedAgent(JudgedAgent):
     FIRST_EVALUATION: ClassVar[int] = 1 << 32
     """Number of the first problem of an evaluation."""
 
-    _first: int = 0
+    _stream: StreamPosition = StreamPosition()
     _rank: int = 0
     _num_ranks: int = 1
     _num_posed: int = 0
@@ -68,36 +69,30 @@ class NumberedAgent(JudgedAgent):
         """A well-formed answer, right or wrong, for a model that has yet to learn the form; None where every text is one."""
         return None
 
-    def start_at(self, position: int, *, rank: int = 0, num_ranks: int = 1) -> None:
-        """Pose problems ``position + rank``, ``position + rank + num_ranks``, ... from now on.
+    def start_at(self, position: int | StreamPosition, *, rank: int = 0, num_ranks: int = 1) -> None:
+        """Pose problems ``position + rank``, ``position + rank + num_ranks``, ... from now on; or go on where ranks were in a stream.
 
         Raises:
             ValueError: a position or a rank out of its range.
         """
-        if not (0 <= position < self.FIRST_EVALUATION and 0 <= rank < num_ranks):
+        stream = StreamPosition(first=position) if isinstance(position, int) else position
+        if not (0 <= stream.first < self.FIRST_EVALUATION and 0 <= rank < num_ranks):
             raise ValueError(f"position={position} must lie from 0 to below 2**32, and rank={rank} from 0 to below num_ranks={num_ranks}")
-        self._first, self._rank, self._num_ranks, self._num_posed, self._num_evaluated = position, rank, num_ranks, 0, 0
-
-    @property
-    def position(self) -> int:
-        """From which on this rank and those before it have posed nothing; the ranks' largest is where a run goes on."""
-        return self.position_after(self._num_posed)
+        self._stream, self._rank, self._num_ranks = stream.shared_by(num_ranks), rank, num_ranks
+        self._num_posed, self._num_evaluated = self._stream.num_taken[rank], 0
 
     @property
     def num_posed(self) -> int:
-        """Problems that this rank has posed since ``start_at``, those of evaluations not among them."""
+        """Problems that this rank has posed of its share of the stream, those of evaluations not among them; what a `StreamPosition`
+        counts."""
         return self._num_posed
-
-    def position_after(self, num_posed: int) -> int:
-        """``position`` as it was when this rank had posed so many."""
-        return self._first + num_posed * self._num_ranks
 
     async def get_prompt(self, *, validation: bool = False) -> Problem:
         if validation:
             self._num_evaluated += 1
             return await self._posed(self.FIRST_EVALUATION + self._rank + (self._num_evaluated - 1) * self._num_ranks)
         self._num_posed += 1
-        return await self._posed(self._first + self._rank + (self._num_posed - 1) * self._num_ranks)
+        return await self._posed(self._stream.number(self._rank + (self._num_posed - 1) * self._num_ranks))
 
     async def evaluation_prompts(self, num_prompts: int, *, validation: bool = True) -> list[Problem]:
         """This rank's share, the same whenever it is asked: the first of the evaluation, or of training, which poses none of them."""

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import GenericGenerationArgs, TokenRollout
 from mcore_rl.agent._contrastive import ContrastiveRollout, ContrastiveRolloutGenerator
+from mcore_rl.agent._stream_position import StreamPosition
 from mcore_rl.inference import InferenceInterface
 
 _NAMES = ("prompt", "chosen", "rejected")
@@ -51,23 +52,25 @@ class PreferencePairs(ContrastiveRolloutGenerator):
         self.evaluation: list[ContrastiveRollout] = rows[:num_evaluation]
         """Pairs that are not trained on."""
         self._trained, self._seed = rows[num_evaluation:], seed
-        self._first, self._rank, self._num_ranks, self._num_taken = 0, 0, 1, 0
+        self.start_at(0)
 
-    def start_at(self, position: int, *, rank: int = 0, num_ranks: int = 1) -> None:
-        """Take pairs ``position + rank``, ``position + rank + num_ranks``, ... from now on."""
-        self._first, self._rank, self._num_ranks, self._num_taken = position, rank, num_ranks, 0
+    def start_at(self, position: int | StreamPosition, *, rank: int = 0, num_ranks: int = 1) -> None:
+        """Take pairs ``position + rank``, ``position + rank + num_ranks``, ... from now on; or go on where ranks were in a stream."""
+        stream = StreamPosition(first=position) if isinstance(position, int) else position
+        self._stream, self._rank, self._num_ranks = stream.shared_by(num_ranks), rank, num_ranks
+        self._num_posed = self._stream.num_taken[rank]
 
     @property
-    def position(self) -> int:
-        """From which on this rank and those before it have taken nothing; the ranks' largest is where a run goes on."""
-        return self._first + self._num_taken * self._num_ranks
+    def num_posed(self) -> int:
+        """Pairs that this rank has taken of its share of the stream; what a `StreamPosition` counts."""
+        return self._num_posed
 
     async def get_contrastive_rollouts(
         self, interface: InferenceInterface | None, *, num_pairs: int, args: GenericGenerationArgs
     ) -> list[ContrastiveRollout]:
         """The next ``num_pairs`` pairs of this rank."""
-        numbers = [self._first + self._rank + (self._num_taken + i) * self._num_ranks for i in range(num_pairs)]
-        self._num_taken += num_pairs
+        numbers = [self._stream.number(self._rank + (self._num_posed + i) * self._num_ranks) for i in range(num_pairs)]
+        self._num_posed += num_pairs
         return [self._trained[self._order(epoch)[place]] for epoch, place in (divmod(number, len(self._trained)) for number in numbers)]
 
     def _order(self, epoch: int) -> list[int]:
