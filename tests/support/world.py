@@ -114,6 +114,16 @@ def run(
         world.close()
 
 
+def leave_together() -> None:
+    """Wait for all ranks of the world: who has ended is dead to the others, and no longer late."""
+    import torch.distributed as dist
+
+    store: Any = dist.distributed_c10d._get_default_store()
+    store.add("left", 1)
+    while store.add("left", 0) < dist.get_world_size():
+        time.sleep(0.01)
+
+
 def _collect(pending: dict[Connection, int], ranks: list[Any], deadline: float, doomed: tuple[int, ...]) -> list[Any]:
     results: dict[int, Any] = {}
     while pending:

@@ -16,6 +16,8 @@ from mcore_parallel import ParallelPlan, ProcessGroups, named_buffer_shards, nam
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_rl import GRPOConfig, RankTimeoutError, RefitPlanError, RefitTimeoutError, WeightTransfer, gather_weights, refit
 from mcore_rl._collect import Drawn, exchange
+from mcore_rl._rendezvous import rendezvous
+from tests.support.world import leave_together
 
 SIZES = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=24, vocab_size=32)
 MIXTURE = MoEConfig(num_moe_experts=4, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
@@ -170,27 +172,27 @@ def test_a_load_that_was_given_up_leaves_nothing_for_the_next(world) -> None:
 
 def leave_one_out() -> str:
     model, sink = build(ParallelPlan(tp=2), 1), Whole()
-    transfer = WeightTransfer(timeout_s=1.0)
+    transfer, told = WeightTransfer(timeout_s=1.0), ""
     refit(model, model.groups, sink, transfer)
     if dist.get_rank() == 0:
         try:
             refit(model, model.groups, sink, transfer)
         except RefitTimeoutError as error:
-            return str(error)
+            told = str(error)
     else:
         # It agrees on the layout, and then does not come.
         stream = transfer.weights(model, model.groups, sink)
         transfer._begin = lambda *inputs: None  # type: ignore[method-assign]  # pyright: ignore[reportAttributeAccessIssue]
         transfer._take = lambda *inputs: iter(())  # type: ignore[method-assign]  # pyright: ignore[reportAttributeAccessIssue]
         assert not list(stream)
-        time.sleep(2.0)
-    return ""
+    leave_together()
+    return told
 
 
 @pytest.mark.world(2)
 def test_a_rank_that_does_not_come_is_named(world) -> None:
     told, _ = world(leave_one_out)
-    assert told.startswith("no weights came from rank 1 within timeout_s=1 (bucket 1 of 1, from ")
+    assert told.startswith("rank 1 did not send weights within timeout_s=1: ")
 
 
 def die_between() -> str:
@@ -208,18 +210,20 @@ def die_between() -> str:
 @pytest.mark.world(2)
 def test_a_rank_that_dies_between_two_buckets_is_named(world) -> None:
     error = world(die_between, doomed=(1,))[0]
-    assert "rank 1" in error and "look at the log of that rank" in error
+    assert error.startswith("rank 1 died, no process is left (bucket ") and error.endswith("look at the log of that rank")
 
 
 def stay_away() -> str:
     model, sink = build(ParallelPlan(tp=2), 1), Whole()
     for _ in range(2):
         refit(model, model.groups, sink)
-    if dist.get_rank() == 1:
-        return ""
-    with pytest.raises(RefitTimeoutError) as caught:
-        refit(model, model.groups, sink, WeightTransfer(timeout_s=0.5))
-    return str(caught.value)
+    told = ""
+    if dist.get_rank() != 1:
+        with pytest.raises(RefitTimeoutError) as caught:
+            refit(model, model.groups, sink, WeightTransfer(timeout_s=0.5))
+        told = str(caught.value)
+    leave_together()
+    return told
 
 
 @pytest.mark.world(2)
@@ -231,12 +235,31 @@ def test_a_rank_that_never_calls_is_named(world) -> None:
 def draw_nothing() -> str:
     groups, config = ProcessGroups.build(ParallelPlan(dp=3)), GRPOConfig(num_groups=3, group_size=2, seq_len=8)
     dist.barrier()
+    told = ""
+    if dist.get_rank() != 1:
+        failure = OSError("the engine is gone") if dist.get_rank() == 2 else None
+        with pytest.raises(RankTimeoutError if failure is None else OSError) as caught:
+            exchange(config, Drawn(groups=[], failure=failure), groups, torch.device("cpu"), timeout_s=1.0)
+        told = str(caught.value)
+    leave_together()
+    return told
+
+
+def die_before_rollouts() -> tuple[float, str]:
+    groups, config = ProcessGroups.build(ParallelPlan(dp=2)), GRPOConfig(num_groups=2, group_size=2, seq_len=8)
+    rendezvous(groups.world, 60.0, "rollouts")
     if dist.get_rank() == 1:
-        return ""
-    failure = OSError("the engine is gone") if dist.get_rank() == 2 else None
-    with pytest.raises(RankTimeoutError if failure is None else OSError) as caught:
-        exchange(config, Drawn(groups=[], failure=failure), groups, torch.device("cpu"), timeout_s=1.0)
-    return str(caught.value)
+        os._exit(1)
+    begin = time.monotonic()
+    with pytest.raises(RankTimeoutError) as caught:
+        exchange(config, Drawn(groups=[]), groups, torch.device("cpu"), timeout_s=50.0)
+    return time.monotonic() - begin, str(caught.value)
+
+
+@pytest.mark.world(2)
+def test_a_rank_that_dies_before_its_rollouts_is_named_long_before_the_limit(world) -> None:
+    seconds, told = world(die_before_rollouts, doomed=(1,))[0]
+    assert seconds < 40 and told == "rank 1 died, no process is left (rollouts); look at the log of that rank"
 
 
 @pytest.mark.world(3)

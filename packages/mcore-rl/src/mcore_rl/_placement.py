@@ -3,7 +3,7 @@
 """Ranks that train and ranks that serve, in one world."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_parallel import Group, ParallelPlan, ProcessGroups
+from mcore_rl._ended import absence, announce
 from mcore_rl._exchange import decode_json, encode_json
 from mcore_rl._stability import experimental_api
 
@@ -21,7 +22,7 @@ _ANY_TIME_S = 365 * 86400.0
 
 @experimental_api
 class RankTimeoutError(TimeoutError):
-    """A rank did not come in time; names it."""
+    """A rank did not come in time, or died; names it."""
 
 
 @experimental_api
@@ -72,6 +73,7 @@ class Placement:
         world = Group.of(_default_group())
         host = world if dist.get_backend(world.pg) == "gloo" else Group.of(_gloo())
         ahead = Group.of(_gloo())
+        announce(world)
         groups = ProcessGroups.build(plan, leave_idle=True, timeout_s=timeout_s)
         trains = world.rank < plan.world_size
         return cls(world=world, host=host, num_trainers=plan.world_size, groups=groups if trains else None, ahead=ahead)
@@ -100,7 +102,8 @@ class Placement:
             purpose: what they come for, in the error.
 
         Raises:
-            RankTimeoutError: ranks that did not come, or were lost before all of their value was here; names them and their half.
+            RankTimeoutError: ranks that did not come, or were lost before all of their value was here; names them and their half, and tells
+                those of this machine that died.
         """
         return self._gather(self.host, value, timeout_s, timeout_s, purpose)
 
@@ -114,24 +117,26 @@ class Placement:
 
     def _gather(self, group: Group, value: Any, arrival_s: float, timeout_s: float, purpose: str) -> list[Any]:
         data = encode_json(value, torch.device("cpu"))
+        begin = time.monotonic()
         arrivals, late = _swap(group, [torch.tensor([data.numel()])] * group.size, [1] * group.size, arrival_s)
         if late:
-            raise RankTimeoutError(
-                f"{self._name(late)} did not come within timeout_s={arrival_s:g} ({purpose}); look at the log of that rank"
-            )
+            raise self._lost(late, "did not come", purpose, begin, arrival_s)
         lengths = [int(length) for length in arrivals]
         return [decode_json(received) for received in self._swapped(group, [data] * group.size, lengths, timeout_s, purpose)]
 
     def _swapped(self, group: Group, parcels: Sequence[Tensor], lengths: Sequence[int], timeout_s: float, purpose: str) -> list[Tensor]:
+        begin = time.monotonic()
         values, lost = _swap(group, parcels, lengths, timeout_s)
         if lost:
-            raise RankTimeoutError(
-                f"{self._name(lost)} came, and did not exchange its {purpose} within timeout_s={timeout_s:g}; look at the log of that rank"
-            )
+            raise self._lost(lost, "came, and did not exchange all", purpose, begin, timeout_s)
         return values
 
-    def _name(self, ranks: Iterable[int]) -> str:
-        return " and ".join(f"rank {self.world.ranks[rank]} ({'trains' if rank < self.num_trainers else 'serves'})" for rank in ranks)
+    def _lost(self, ranks: Sequence[int], what: str, purpose: str, begin: float, timeout_s: float) -> RankTimeoutError:
+        # A wait may end a moment before its limit.
+        broke = time.monotonic() - begin < 0.9 * timeout_s
+        names = [f"rank {rank} ({'trains' if place < self.num_trainers else 'serves'})" for place, rank in enumerate(self.world.ranks)]
+        what += ", its connection is closed" if broke else f" within timeout_s={timeout_s:g}"
+        return RankTimeoutError(absence(self.world, ranks, what, purpose, broke=broke, names=names))
 
 
 def exchange_parcels(

@@ -5,10 +5,13 @@
 import time
 
 from mcore_parallel import Group
+from mcore_rl._ended import absence, announce, ended
 from mcore_rl._placement import RankTimeoutError
 
 _PREFIX = "mcore_rl rendezvous"
 _FIRST_POLL_S, _LONGEST_POLL_S = 1e-3, 0.05
+_LOOK_S = 1.0
+"""Between two looks whether those who are missing live."""
 
 
 def rendezvous(group: Group, timeout_s: float, purpose: str) -> None:
@@ -20,7 +23,7 @@ def rendezvous(group: Group, timeout_s: float, purpose: str) -> None:
         purpose: what they come for, in the error.
 
     Raises:
-        RankTimeoutError: ranks did not come; names them.
+        RankTimeoutError: ranks did not come, or died, which those of this machine are told for within seconds; names them.
     """
     if group.size == 1:
         return
@@ -28,12 +31,17 @@ def rendezvous(group: Group, timeout_s: float, purpose: str) -> None:
     store = group.pg.get_group_store()
     # Nobody comes a second time before all came once, so that the sum over all ranks says who waits no longer.
     turn = store.add(f"{_PREFIX}/{group.rank}", 1)
+    if turn == 1:
+        announce(group)
     store.add(f"{_PREFIX}/sum", 1)
-    end, poll_s = time.monotonic() + timeout_s, _FIRST_POLL_S
+    begin, poll_s = time.monotonic(), _FIRST_POLL_S
+    look = begin + _LOOK_S
     while store.add(f"{_PREFIX}/sum", 0) < turn * group.size:
-        if time.monotonic() > end:
-            late = [rank for place, rank in enumerate(group.ranks) if store.add(f"{_PREFIX}/{place}", 0) < turn]
-            names = " and ".join(f"rank {rank}" for rank in late)
-            raise RankTimeoutError(f"{names} did not come within timeout_s={timeout_s:g} ({purpose}); look at the log of that rank")
+        is_over = (now := time.monotonic()) > begin + timeout_s
+        if is_over or now > look:
+            look = now + _LOOK_S
+            late = [place for place in range(group.size) if store.add(f"{_PREFIX}/{place}", 0) < turn]
+            if is_over or (late := ended(group, late)):
+                raise RankTimeoutError(absence(group, late, f"did not come within timeout_s={timeout_s:g}", purpose))
         time.sleep(poll_s)
         poll_s = min(2 * poll_s, _LONGEST_POLL_S)

@@ -19,6 +19,7 @@ from mcore_ckpt.chunks import Box
 from mcore_parallel import Group, ProcessGroups, named_buffer_shards, named_shards
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.training import model_state
+from mcore_rl._ended import absence
 from mcore_rl._exchange import all_gather_json, device_of
 from mcore_rl._placement import Placement, RankTimeoutError
 from mcore_rl._refit import WeightSink, is_divided, undivided
@@ -220,8 +221,8 @@ class WeightTransfer:
         try:
             works = _start(transfers, world)
         except RuntimeError as error:
-            peers = " or ".join(f"rank {world.ranks[peer]}" for peer in sorted({peer for peer, _, _ in transfers}))
-            raise RefitTimeoutError(f"{peers} was lost before {bucket.where}: {error}; look at the log of that rank") from error
+            peers = sorted({peer for peer, _, _ in transfers})
+            raise RefitTimeoutError(absence(world, peers, f"may be lost: {error}", bucket.where, broke=True)) from error
         return _UnderWay(bucket=bucket, held=held, device=device, transfers=transfers, works=works)
 
     def _take(self, schedule: _Schedule, under_way: _UnderWay, world: Group) -> Iterator[tuple[str, Tensor]]:
@@ -383,18 +384,16 @@ def _finish(works: Sequence[dist.Work], transfers: Sequence[tuple[int, Tensor, b
     Raises:
         RefitTimeoutError: names those that were waited for.
     """
-    end = time.monotonic() + timeout_s
+    begin = time.monotonic()
     for number, work in enumerate(works):
         # One handle a transfer, or one for the whole batch.
         waited = transfers[number : number + 1] if len(works) == len(transfers) else transfers
         try:
-            _wait(work, end, waited[0][1].device)
+            _wait(work, begin + timeout_s, waited[0][1].device)
         except (RuntimeError, TimeoutError) as error:
-            peers = " and ".join(f"{'from' if arrives else 'by'} rank {world.ranks[peer]}" for peer, _, arrives in waited)
-            verb = "came" if waited[0][2] else "were taken"
-            raise RefitTimeoutError(
-                f"no weights {verb} {peers} within timeout_s={timeout_s:g} ({where}): {error}; look at the log of that rank"
-            ) from error
+            peers = sorted({peer for peer, _, _ in waited})
+            what = f"did not {'send' if waited[0][2] else 'take'} weights within timeout_s={timeout_s:g}: {error}"
+            raise RefitTimeoutError(absence(world, peers, what, where, broke=time.monotonic() - begin < 0.9 * timeout_s)) from error
 
 
 def _wait(work: dist.Work, end: float, device: torch.device) -> None:

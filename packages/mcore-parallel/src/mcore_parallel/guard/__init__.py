@@ -3,6 +3,7 @@
 """What watches over a distributed run: configurations compared before it, a watchdog beside it."""
 
 from mcore_parallel.guard._attempt import Attempt, AttemptAbortedError, Fault
+from mcore_parallel.guard._liveness import ProcessMark
 from mcore_parallel.guard._network import NetworkFinding, check_network, inspect_network
 from mcore_parallel.guard._preflight import ConfigMismatchError, MissingRanksError, config_fields, preflight
 from mcore_parallel.guard._restart import RankFailedError, RanksLostError, RestartConfig, run_with_restarts
@@ -16,6 +17,7 @@ __all__ = [
     "Fault",
     "MissingRanksError",
     "NetworkFinding",
+    "ProcessMark",
     "RankFailedError",
     "RanksLostError",
     "RestartConfig",

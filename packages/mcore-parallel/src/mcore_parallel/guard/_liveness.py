@@ -9,9 +9,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mcore_parallel._stability import internal_api
 from mcore_parallel.guard._store import TimedStore
 
 
+@internal_api
 @dataclass(frozen=True, kw_only=True)
 class ProcessMark:
     """A process that no later one is taken for."""
