@@ -60,18 +60,17 @@ _NUM_TOKENS = 64
 """Of a continuation, where nothing is said."""
 
 
-def generate(engine: DynamicInferenceEngine, prompts: Sequence[str], *, max_tokens: int | None, temperature: float | None) -> int:
-    """Print each prompt with its continuation, on the first rank of the engine; 1 when one was refused.
+def generate(engine: DynamicInferenceEngine, options: argparse.Namespace) -> int:
+    """Print each prompt of ``add_sampling_arguments`` with its continuation, on the first rank of the engine; 1 when one was refused.
 
-    A continuation that the engine's length cuts is said to be cut. ``max_tokens`` is None for 64, or as many as there is room for;
-    ``temperature`` is None for 0.
+    A continuation that the engine's length cuts is said to be cut.
     """
     longest = engine.context.max_sequence_length
     # All ranks make the same calls, and get the same tokens.
-    records = engine.generate(list(prompts), _params(max_tokens, temperature, longest))
+    records = engine.generate(list(options.prompt), _params(options, longest))
     if not engine.model.groups.tp_pp.is_first:
         return 0
-    return _show(prompts, records, longest)
+    return _show(options.prompt, records, longest)
 
 
 def continue_coordinated(options: argparse.Namespace) -> int:
@@ -80,14 +79,16 @@ def continue_coordinated(options: argparse.Namespace) -> int:
     results: dict[int, DynamicInferenceRequestRecord | RequestError] = {}
     with _coordinated_runner(options) as runner:
         longest = runner.max_sequence_length
-        params = _params(options.max_tokens, options.temperature, longest)
+        params = _params(options, longest)
         continue_prompts(runner, dict(enumerate(options.prompt)), params, results.__setitem__)
     return _show(options.prompt, [results[number] for number in range(len(options.prompt))], longest)
 
 
-def _params(max_tokens: int | None, temperature: float | None, longest: int) -> SamplingParams:
+def _params(options: argparse.Namespace, longest: int) -> SamplingParams:
     return SamplingParams(
-        temperature=temperature or 0.0, num_tokens_to_generate=min(_NUM_TOKENS, longest) if max_tokens is None else max_tokens
+        temperature=options.temperature or 0.0,
+        num_tokens_to_generate=min(_NUM_TOKENS, longest) if options.max_tokens is None else options.max_tokens,
+        bad_words=options.bad_word,
     )
 
 
@@ -224,6 +225,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", action="append", default=[], help="continue this text; may be given again")
     parser.add_argument("--max-tokens", type=integer(1), help="of a continuation (default: 64)")
     parser.add_argument("--temperature", type=number(least=0), help="of a continuation (default: 0, the likeliest token)")
+    parser.add_argument("--bad-word", metavar="TEXT", action="append", help="that no continuation holds; may be given again")
 
 
 @quiet_pipe
@@ -250,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return continue_coordinated(options) if prompts is None else _continue_file_coordinated(options, prompts)
         with opened("generate", words, options) as (engine, ranks):
             if prompts is None:
-                code = generate(engine, options.prompt, max_tokens=options.max_tokens, temperature=options.temperature)
+                code = generate(engine, options)
             elif ranks is not None and not engine.model.groups.tp_pp.is_first:
                 code = ranks.follow(engine)
             else:
@@ -264,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _continue_file(engine: DynamicInferenceEngine, options: argparse.Namespace, prompts: PromptFile) -> int:
-    params = _params(options.max_tokens, options.temperature, engine.context.max_sequence_length)
+    params = _params(options, engine.context.max_sequence_length)
     try:
         with under_way(), EngineRunner(engine) as runner:
             prompts.run(runner, params)
@@ -277,7 +279,7 @@ def _continue_file(engine: DynamicInferenceEngine, options: argparse.Namespace, 
 def _continue_file_coordinated(options: argparse.Namespace, prompts: PromptFile) -> int:
     check_length(options)
     with _coordinated_runner(options) as runner, under_way():
-        prompts.run(runner, _params(options.max_tokens, options.temperature, runner.max_sequence_length))
+        prompts.run(runner, _params(options, runner.max_sequence_length))
     return 1 if prompts.num_refused else 0
 
 

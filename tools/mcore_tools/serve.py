@@ -81,6 +81,7 @@ _SERVER = "a server"
 _USES = {
     "max_tokens": ["--prompt"],
     "temperature": ["--prompt"],
+    "bad_word": ["--prompt"],
     "name": ["--join"],
     "max_waiting": ["--join", _SERVER],
     "stall_seconds": ["--join", _SERVER],
@@ -185,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not options.prompt and engine.context.device.type == "cuda":
                 engine.warm_up()
             if options.prompt:
-                code = generate(engine, options.prompt, max_tokens=options.max_tokens, temperature=options.temperature)
+                code = generate(engine, options)
             elif ranks is not None and not engine.model.groups.tp_pp.is_first:
                 with frozen_heap():
                     code = ranks.follow(engine)

@@ -58,11 +58,11 @@ def saved_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path
     return dataclasses.replace(config, data=DataConfig(tokenizer=str(folder / "elsewhere"))), folder / "checkpoints"
 
 
-def expected(config: RunConfig, seed: int, prompt: str) -> str:
+def expected(config: RunConfig, seed: int, prompt: str, **settings: Any) -> str:
     """What the model of a seed says, built without a checkpoint."""
     seeded = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))
     engine = build_engine(seeded, open_tokenizer(config.data.tokenizer, config.model.vocab_size), "cpu")
-    return engine.generate([prompt], SamplingParams(temperature=0, num_tokens_to_generate=8))[0].generated_text
+    return engine.generate([prompt], SamplingParams(temperature=0, num_tokens_to_generate=8, **settings))[0].generated_text
 
 
 def test_prompts_are_continued_by_the_newest_step_or_the_one_named(
@@ -75,6 +75,11 @@ def test_prompts_are_continued_by_the_newest_step_or_the_one_named(
     assert capsys.readouterr().out == f"what a{continuations[1]}\n"
     assert main([str(folder / "step_00000001"), "--prompt", "what a", "--max-tokens", "8"]) == 0
     assert capsys.readouterr().out == f"what a{continuations[0]}\n"
+    words = (continuations[1][:4], continuations[1][0])
+    other = expected(config, 2, "what a", bad_words=words)
+    assert other != continuations[1]
+    assert main([str(folder), "--prompt", "what a", "--max-tokens", "8", "--bad-word", words[0], "--bad-word", words[1]]) == 0
+    assert capsys.readouterr().out == f"what a{other}\n"
 
 
 @pytest.mark.timeout(120)

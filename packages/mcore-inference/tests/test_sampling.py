@@ -65,6 +65,7 @@ def test_uniform_numbers_fill_the_unit_interval_evenly() -> None:
         {"stop_words": 3}, {"logit_bias": {5: math.nan}}, {"logit_bias": {5: True}}, {"logit_bias": {5: "1"}}, {"logit_bias": {5: 1e5}},
         {"logit_bias": {True: 1}}, {"logit_bias": {1.0: 1}}, {"logit_bias": {"1": 1}}, {"logit_bias": {-1: 1}}, {"logit_bias": [[1, 2]]},
         {"allowed_token_ids": []}, {"allowed_token_ids": 5}, {"allowed_token_ids": [-1]}, {"allowed_token_ids": {1: 2}},
+        {"bad_words": [""]}, {"bad_words": "x"}, {"bad_words": [3]}, {"bad_words": ["x"] * 65}, {"bad_words": ["x" * 1025]},
         {"logit_bias": {None: 1}}, {"presence_penalty": math.nan}, {"frequency_penalty": -math.inf}, {"top_p": 10**400}, {"min_p": [0.5]},
         {"processed_log_probs": True}, {"skip_prompt_log_probs": False},
     ],
@@ -94,7 +95,7 @@ def test_a_callers_mapping_can_change_without_the_settings() -> None:
 
 
 def test_settings_survive_json_and_unknown_ones_warn() -> None:
-    few: dict[str, Any] = {"stop_token_ids": [2**24 + 1], "allowed_token_ids": range(3)}
+    few: dict[str, Any] = {"stop_token_ids": [2**24 + 1], "allowed_token_ids": range(3), "bad_words": ["c", "d"]}
     params = SamplingParams(temperature=0.5, top_k=2**25, stop_words=["a", "b"], logit_bias={5: -1.5}, seed=-4, **few)
     data = json.loads(json.dumps(params.serialize()))
     assert SamplingParams.deserialize(data) == params

@@ -22,10 +22,11 @@ def adjust(
     prompts: Sequence[Sequence[int]],
     outputs: Sequence[Sequence[int]],
     banned: Sequence[Collection[int]],
+    bad_words: Sequence[Sequence[Sequence[int]]],
 ) -> Tensor:
     """[R, V] in float32: what each row's own settings and tokens make of its logits, one row after the other."""
     result_RV = logits_RV.to(torch.float32, copy=True)
-    for row_V, p, prompt, output, bans in zip(result_RV, params, prompts, outputs, banned, strict=True):
+    for row_V, p, prompt, output, bans, words in zip(result_RV, params, prompts, outputs, banned, bad_words, strict=True):
         if p.repetition_penalty != 1.0:
             seen = torch.tensor(sorted({*prompt, *output}), dtype=torch.int64)
             values = row_V[seen]
@@ -40,6 +41,7 @@ def adjust(
             kept_V = torch.full_like(row_V, -math.inf)
             kept_V[list(p.allowed_token_ids)] = row_V[list(p.allowed_token_ids)]
             row_V.copy_(kept_V)
+        row_V[[word[-1] for word in words if [*output, word[-1]][-len(word) :] == word]] = -math.inf
     return result_RV
 
 
@@ -65,7 +67,11 @@ class Line:
         self.stop_ids = rng.sample(range(vocab_size), rng.choice([0, 1, 6]))
         self.prompt = [rng.randrange(vocab_size) for _ in range(rng.choice([1, 40]))]
         # Some come back with an output.
-        self.output = [rng.randrange(min(vocab_size, 9)) for _ in range(rng.choice([0, 0, 7]))]
+        self.output = [rng.randrange(min(vocab_size, 9)) for _ in range(rng.choice([0, 0, 7, 40]))]
+        sizes = rng.choice([(), (1, 1), (1, 2, 2, 3, 5), (2,) * 20])
+        self.bad_words = [[rng.randrange(min(vocab_size, 9)) for _ in range(size)] for size in sizes]
+        if self.bad_words and self.output:
+            self.bad_words.append([*self.output[-31:], rng.randrange(vocab_size)])
 
     def banned(self, position: int) -> Collection[int]:
         return self.stop_ids if position < self.params.min_tokens else ()
@@ -76,6 +82,7 @@ def check(device: str, dtype: torch.dtype, columns: int, vocab_size: int, steps:
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     last_tokens = torch.zeros(8, dtype=torch.int64, device=device)
     adjuster, lines = ScoreAdjuster(last_tokens, vocab_size), dict[int, Line]()
+    banned_rows = 0
     for step in range(steps):
         for line in range(8):
             if line in lines and rng.random() < 0.2:
@@ -83,11 +90,11 @@ def check(device: str, dtype: torch.dtype, columns: int, vocab_size: int, steps:
                 adjuster.release(line)
             if line not in lines and rng.random() < 0.5:
                 lines[line] = new = Line(rng, vocab_size)
-                adjuster.begin(line, new.params, new.stop_ids, new.prompt, new.output)
+                adjuster.begin(line, new.params, new.stop_ids, new.prompt, new.output, new.bad_words)
         if step == steps // 2:
             adjuster.clear()
             for line, old in lines.items():
-                adjuster.begin(line, old.params, old.stop_ids, old.prompt, old.output)
+                adjuster.begin(line, old.params, old.stop_ids, old.prompt, old.output, old.bad_words)
         if not lines:
             continue
         drafts = {line: [rng.randrange(9) for _ in range(rng.choice([0, 0, 3]))] for line in lines}
@@ -109,6 +116,7 @@ def check(device: str, dtype: torch.dtype, columns: int, vocab_size: int, steps:
             [() if owner is None else owner.prompt for owner in owners],
             outputs,
             [() if owner is None else owner.banned(position) for owner, position in zip(owners, positions, strict=True)],
+            [() if owner is None else owner.bad_words for owner in owners],
         )
         assert torch.equal(scores.cpu(), wanted), f"step {step}"
         for line, one in lines.items():
@@ -121,6 +129,8 @@ def check(device: str, dtype: torch.dtype, columns: int, vocab_size: int, steps:
                 lines[line].output += tokens[:1]
                 adjuster.extend(line, lines[line].output[-1 - len(tokens[:1]) :])
         assert all(adjuster.num_counted[line] == len(one.output) for line, one in lines.items() if one.params.has_penalties)
+        banned_rows += len(chosen.words_B3)
+    assert banned_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -138,13 +148,15 @@ def test_the_kernel_compiles_for_hopper_and_rounds_every_product_and_quotient(mo
     from mcore_inference.sampling import _adjust_triton, _adjuster
     from tests.support.hopper import CompiledLaunches
 
-    launches = CompiledLaunches(_adjust_triton._adjust_kernel)
+    launches, bans = CompiledLaunches(_adjust_triton._adjust_kernel), CompiledLaunches(_adjust_triton._ban_kernel)
     monkeypatch.setattr(_adjust_triton, "_adjust_kernel", launches)
+    monkeypatch.setattr(_adjust_triton, "_ban_kernel", bans)
     monkeypatch.setattr(_adjuster, "has_kernels", lambda *_: True)
     adjuster = ScoreAdjuster(torch.zeros(2, dtype=torch.int64), 9000)
-    adjuster.begin(0, SamplingParams(repetition_penalty=2.0), (), [1], [2])
+    adjuster.begin(0, SamplingParams(repetition_penalty=2.0), (), [1], [2], [[3, 4]])
     adjuster.adjust(torch.zeros(1, 9000), torch.tensor([1]), one_row(adjuster))
     (ptx,) = launches.ptx
+    assert len(bans.ptx) == 1
     assert "fma" not in ptx and "div.rn.f32" in ptx and "div.full" not in ptx
 
 
@@ -176,6 +188,27 @@ def test_penalties_biases_and_bans_move_scores_as_defined() -> None:
     assert logits.tolist() == [[1.0, -1.0, 2.0, 3.0]]
     exact = adjuster.adjust(logits.double() / 3, torch.tensor([4]), rows)
     assert exact.dtype == torch.float64 and exact.tolist() == [[0.5 / 3 - 0.75, -2.0 / 3 - 1.25, 2.0 / 3 + 1, 1.0 - 10]]
+
+
+def test_the_last_token_of_a_word_is_banned_behind_the_others_only() -> None:
+    adjuster = ScoreAdjuster(torch.tensor([7]), 9)
+    adjuster.begin(0, SamplingParams(logit_bias={2: 5.0}), (), [1, 1], [1], [[5], [1, 2], [4, 1, 3], [1, 6, 8]])
+
+    def banned(*drafts: int) -> list[int]:
+        rows = adjuster.rows([0], [0], [drafts], [])
+        return adjuster.adjust(torch.zeros(1, 9), torch.tensor([1]), rows)[0].isneginf().nonzero()[:, 0].tolist()
+
+    # The prompt is no output: 3 may follow.
+    assert banned() == [2, 5]
+    assert banned(6) == [5, 8] and banned(4) == [5] and banned(4, 1) == [2, 3, 5]
+    # 7 was drawn last; then the host says 1.
+    adjuster.count(adjuster.rows([0], [0], [()], [0]))
+    assert banned() == [5]
+    adjuster.extend(0, [4, 1])
+    assert banned() == [2, 3, 5]
+    # Another request has the line.
+    adjuster.begin(0, SamplingParams(), (), [1], [], [[1, 2], [8]])
+    assert banned() == [8] and banned(1) == [2, 8]
 
 
 def test_memory_is_of_the_requests_that_ask_and_of_no_more_than_there_are_lines() -> None:

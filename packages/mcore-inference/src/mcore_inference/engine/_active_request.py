@@ -36,6 +36,8 @@ class ActiveRequest:
     """Number of arrival; a preempted request keeps it."""
     seed: int
     stop_ids: frozenset[int]
+    bad_words: Sequence[Sequence[int]]
+    """Token ids that do not follow each other in the output."""
     text: TextStream | None
     started: float
     """Monotonic seconds of arrival."""
@@ -55,7 +57,9 @@ class ActiveRequest:
 
     def __post_init__(self) -> None:
         p = self.params
-        self.always_adjusts = p.has_penalties or bool(p.logit_bias) or p.allowed_token_ids is not None
+        self.counts_output = p.has_penalties or any(len(word) > 1 for word in self.bad_words)
+        """Whether the scores of a draw depend on the output before it by more than the model."""
+        self.always_adjusts = self.counts_output or bool(self.bad_words) or bool(p.logit_bias) or p.allowed_token_ids is not None
         """Whether every draw is from other scores than the model's."""
         self.is_bare = self.text is None and self.grammar is None and not p.return_log_probs and not p.top_n_logprobs
         """Whether a drawn token is all that is kept of a step."""
@@ -142,7 +146,8 @@ class ActiveRequest:
             segment.generated_tokens.append(token)
             return self._reason(stopped=token in self.stop_ids)
         if token < 0:
-            message = f"the scores of token {record.num_generated} hold NaN, or none is finite; check the weights and the logit_bias"
+            scores = f"the scores of token {record.num_generated} hold NaN, or none is finite"
+            message = f"{scores}; check the weights, the logit_bias and the bad_words"
             return FinishReason.ERROR, NonFiniteLogitsError(record.request_id, message)
         segment.status = Status.ACTIVE_AND_GENERATING_TOKENS
         segment.generated_tokens.append(token)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The requests of an engine with penalties, biases or a least number of tokens."""
+"""The requests of an engine with penalties, biases, bad words or a least number of tokens."""
 
 from collections.abc import Sequence
 
@@ -58,12 +58,12 @@ class AdjustedRequests:
     def _catch_up(self, entry: ActiveRequest, line: int) -> None:
         """Count what the host knows of the request and the device does not: all of it, or the tokens that were drawn as proposals.
 
-        Without penalties nothing is counted, and no output is read, which a step with prompts would do for each request.
+        Without penalties and bad words nothing is counted, and no output is read, which a step with prompts would do for each request.
         """
         record = entry.record
         if self._owners.get(line) is not entry:
             assert not entry.num_pending, "the device counts what it draws"
             self._owners[line] = entry
-            self.adjuster.begin(line, entry.params, entry.stop_ids, record.prompt_tokens, record.generated_tokens)
-        elif entry.params.has_penalties and record.num_generated > (counted := int(self.adjuster.num_counted[line])):
+            self.adjuster.begin(line, entry.params, entry.stop_ids, record.prompt_tokens, record.generated_tokens, entry.bad_words)
+        elif entry.counts_output and record.num_generated > (counted := int(self.adjuster.num_counted[line])):
             self.adjuster.extend(line, record.generated_tokens[counted:])

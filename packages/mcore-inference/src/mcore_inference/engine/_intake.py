@@ -7,7 +7,14 @@ import time
 from mcore_inference.cache import PrefixChain
 from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.engine._active_request import ActiveRequest
-from mcore_inference.requests import DynamicInferenceRequest, DynamicInferenceRequestRecord, Prompt, encode_prompt, stop_tokens
+from mcore_inference.requests import (
+    DynamicInferenceRequest,
+    DynamicInferenceRequestRecord,
+    Prompt,
+    bad_word_tokens,
+    encode_prompt,
+    stop_tokens,
+)
 from mcore_inference.sampling import SamplingParams, request_seed
 from mcore_inference.speculation import NgramDrafter, NgramSpeculation
 from mcore_inference.structured import GrammarCompiler
@@ -68,6 +75,7 @@ class Intake:
             order=order,
             seed=request_seed(self._seed, number) if params.seed is None else params.seed,
             stop_ids=stop_ids,
+            bad_words=bad_word_tokens(params, stop_ids, self._tokenizer, self._vocab_size),
             text=None if self._tokenizer is None else TextStream(self._tokenizer, params.stop_words or ()),
             started=time.monotonic(),
             grammar=grammar,

@@ -30,7 +30,7 @@ def warm_up_draws(sampler: Sampler, adjuster: ScoreAdjuster, logits_RV: Tensor, 
         vocab_size: ids that exist.
     """
     num_rows = len(logits_RV)
-    adjuster.begin(0, _ADJUSTED, (), [0], [0])
+    adjuster.begin(0, _ADJUSTED, (), [0], [0], [[0, 0]])
     adjust_rows = adjuster.rows([0], [0], [()], [0])
     for kind in _KINDS:
         positions = [0] * num_rows

@@ -25,7 +25,7 @@ from mcore_inference.requests._errors import (
     TokenOverflowError,
     request_error,
 )
-from mcore_inference.requests._prompt import Prompt, encode_prompt, integers_of, stop_tokens
+from mcore_inference.requests._prompt import Prompt, bad_word_tokens, encode_prompt, integers_of, stop_tokens
 from mcore_inference.requests._request import (
     DynamicInferenceEvent,
     DynamicInferenceRequest,
@@ -63,6 +63,7 @@ __all__ = [
     "StructuredOutputError",
     "TensorStateDeallocatedError",
     "TokenOverflowError",
+    "bad_word_tokens",
     "encode_prompt",
     "integers_of",
     "request_error",

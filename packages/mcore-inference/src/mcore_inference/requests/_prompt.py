@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Prompts and stop tokens as token ids, checked against the vocabulary."""
+"""Prompts, stop tokens and bad words as token ids, checked against the vocabulary."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcore_inference._stability import experimental_api
 from mcore_inference.requests._errors import InvalidTokenError
-from mcore_inference.sampling import SamplingParams
+from mcore_inference.sampling import SamplingParams, ScoreAdjuster
 from mcore_inference.text import BosTokenizer, StopTokenizer, Tokenizer
 
 Prompt = str | Sequence[int] | Tensor
@@ -77,6 +77,44 @@ def stop_tokens(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size:
         )
     # A tokenizer may know more ids than are drawn.
     return frozenset(token for token in ids if token < vocab_size)
+
+
+@experimental_api
+def bad_word_tokens(
+    params: SamplingParams, stop_ids: Collection[int], tokenizer: Tokenizer | None, vocab_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """Token ids that must not follow each other in a request's output: those of each bad word, and of the word behind a space.
+
+    Spaces that a word begins with do not count. vLLM leaves out the word behind a space where it has more or fewer tokens than the word.
+
+    Args:
+        params: of the request.
+        stop_ids: that end its output.
+        tokenizer: of the model.
+        vocab_size: ids that exist.
+
+    Raises:
+        ValueError: bad words without tokenizer, one of no tokens, of too many, or with an id outside the vocabulary, or nothing is left
+            to draw.
+    """
+    if not params.bad_words:
+        return ()
+    if tokenizer is None:
+        raise ValueError("bad_words need a tokenizer; give the engine one, or use logit_bias")
+    longest, words = ScoreAdjuster.max_word_tokens, dict[tuple[int, ...], None]()
+    for word in params.bad_words:
+        bare = word.lstrip() or word
+        for text in (bare, " " + bare):
+            tokens = tuple(tokenizer.tokenize(text))
+            if not 0 < len(tokens) <= longest:
+                raise ValueError(f"bad_words holds {word[:80]!r}, which is {len(tokens)} tokens; a word has 1 to {longest}, so shorten it")
+            if max(tokens) >= vocab_size:
+                raise ValueError(f"bad_words holds {word[:80]!r}, whose token {max(tokens)} is never drawn; leave the word out")
+            words[tokens] = None
+    banned = {*(word[0] for word in words if len(word) == 1), *(stop_ids if params.min_tokens else ())}
+    if params.allowed_token_ids and banned.issuperset(params.allowed_token_ids):
+        raise ValueError("bad_words leave nothing to draw: they are all of allowed_token_ids; allow others")
+    return tuple(words)
 
 
 @experimental_api

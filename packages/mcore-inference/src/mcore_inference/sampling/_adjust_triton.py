@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Triton kernel of penalties, biases and bans; imported only when it runs."""
+"""Triton kernels of penalties, biases and bans; imported only when they run."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from mcore_inference.sampling._adjust import AdjustRows
 
 # R rows of a step, A of them that are adjusted, V vocabulary, M lines of requests, N rows of counts, K entries of tables.
+# B forbidden words of several tokens, W last tokens of a line.
 
 _TILE = 4096
 
@@ -80,3 +81,37 @@ def _adjust_kernel(
         low += 1
         going_on = going_on & (low < end)
     tl.store(scores_ptr + row * stride + ids, scores, mask=inside)
+
+
+def ban_words(scores_RV: Tensor, rows: AdjustRows, lines_M7: Tensor, table_3K: Tensor, tails_MW: Tensor) -> None:
+    """As ``_adjust.ban_words``, of float32 scores whose last stride is 1."""
+    num_back = tails_MW.shape[1]
+    kernel: Any = _ban_kernel
+    kernel[(len(rows.words_B3),)](
+        scores_RV, rows.rows_A, rows.lines_A, rows.drafts_A2, rows.drafts_D, rows.words_B3, lines_M7, table_3K, tails_MW,
+        scores_RV.stride(0), num_back, BACK=triton.next_power_of_2(num_back), num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize_on_alignment=[*_ROWS, "words_ptr"])
+def _ban_kernel(
+    scores_ptr, rows_ptr, lines_ptr, bounds_ptr, drafts_ptr, words_ptr, state_ptr, table_ptr, tails_ptr, stride, num_back,
+    BACK: tl.constexpr,
+):  # fmt: skip
+    """One word of one row."""
+    word = words_ptr + 3 * tl.program_id(0)
+    place = tl.load(word)
+    line = tl.load(lines_ptr + place)
+    last = tl.load(state_ptr + line * 7 + 4).to(tl.int64) + tl.load(word + 1) + tl.load(word + 2) - 1
+    back = tl.arange(0, BACK)
+    inside = back < tl.load(word + 2) - 1
+    wanted = tl.load(table_ptr + last - 1 - back, mask=inside, other=0.0).to(tl.int64)
+    # Back from the end: tokens that the row assumes, then those of the output.
+    end = tl.load(bounds_ptr + 2 * place + 1)
+    behind = back - (end - tl.load(bounds_ptr + 2 * place))
+    drafts = tl.load(drafts_ptr + end - 1 - back, mask=inside & (behind < 0), other=0)
+    tails = tl.load(tails_ptr + line * num_back + num_back - 1 - behind, mask=inside & (behind >= 0), other=0)
+    seen = tl.where(behind < 0, drafts, tails)
+    if tl.sum((inside & (seen != wanted)).to(tl.int32), axis=0) == 0:
+        token = tl.load(table_ptr + last).to(tl.int64)
+        tl.store(scores_ptr + tl.load(rows_ptr + place) * stride + token, -float("inf"))

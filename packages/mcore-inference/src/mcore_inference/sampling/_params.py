@@ -13,7 +13,7 @@ from mcore_inference.sampling._structured import StructuredOutput, known_fields
 _MAX_STOPS = 64
 _MAX_TOKEN = 2**31 - 1
 _MAX_BIAS = 1e4
-_MAX_STOP_LENGTH = 1024
+_MAX_WORD_LENGTH = 1024
 _DEFAULT_BUDGET = 30
 _NUMBERS = {
     "temperature": (0, 1e4),
@@ -42,8 +42,8 @@ _FLAGS = ("ignore_eos", "return_log_probs", "processed_log_probs", "skip_prompt_
 class SamplingParams:
     """Sampling settings of one request, checked when they are made.
 
-    Scores are treated in this order: repetition, presence and frequency penalties, logit bias, structured output, temperature, min-p,
-    top-k, top-p. Two requests with equal prompt, settings and seed give equal tokens, whatever they are batched with.
+    Scores are treated in this order: repetition, presence and frequency penalties, logit bias, bad words, structured output, temperature,
+    min-p, top-k, top-p. Two requests with equal prompt, settings and seed give equal tokens, whatever they are batched with.
 
     Example:
         >>> SamplingParams(temperature=0.0, num_tokens_to_generate=4).is_greedy
@@ -92,6 +92,9 @@ class SamplingParams:
     """Further tokens that end the output."""
     stop_words: tuple[str, ...] | None = None
     """Strings that end the output, found across token borders; the text is cut before them. Needs a tokenizer."""
+    bad_words: tuple[str, ...] | None = None
+    """Strings that the output does not hold, neither as they are nor behind a space: as the tokens that the tokenizer makes of each, of
+    which the last is not drawn behind the others. Another spelling of a word, by other tokens, is not found. Needs a tokenizer."""
     structured_output: StructuredOutput | None = None
     """The form that the output must have, such as a JSON schema; the output ends when nothing can follow. Needs a tokenizer; not with
     ``min_tokens``."""
@@ -116,8 +119,9 @@ class SamplingParams:
             if getattr(self, name) is not None or name in _REQUIRED:
                 checked[name] = as_integer(name, getattr(self, name), *bounds)
         checked["stop_token_ids"] = tuple(as_integer("stop_token_ids", token, 0, _MAX_TOKEN) for token in self._stops("stop_token_ids"))
-        if self.stop_words is not None:
-            checked["stop_words"] = tuple(_stop_word(word) for word in self._stops("stop_words"))
+        for name in ("stop_words", "bad_words"):
+            if getattr(self, name) is not None:
+                checked[name] = tuple(_word(name, word) for word in self._stops(name))
         if self.logit_bias is not None:
             checked["logit_bias"] = _bias(self.logit_bias)
         if self.allowed_token_ids is not None:
@@ -192,6 +196,7 @@ class SamplingParams:
         data["stop_token_ids"] = list(self.stop_token_ids)
         data["allowed_token_ids"] = None if self.allowed_token_ids is None else list(self.allowed_token_ids)
         data["stop_words"] = None if self.stop_words is None else list(self.stop_words)
+        data["bad_words"] = None if self.bad_words is None else list(self.bad_words)
         # JSON and msgpack maps want string keys or lists of pairs; pairs keep ids as integers.
         data["structured_output"] = None if self.structured_output is None else self.structured_output.serialize()
         data["logit_bias"] = None if self.logit_bias is None else [[token, bias] for token, bias in self.logit_bias.items()]
@@ -225,9 +230,9 @@ def _allowed(value: Any) -> tuple[int, ...]:
     return tokens
 
 
-def _stop_word(word: object) -> str:
-    if not isinstance(word, str) or not 0 < len(word) <= _MAX_STOP_LENGTH:
-        raise ValueError(f"stop_words={str(word)[:80]!r} must hold strings of 1 to {_MAX_STOP_LENGTH} characters")
+def _word(name: str, word: object) -> str:
+    if not isinstance(word, str) or not 0 < len(word) <= _MAX_WORD_LENGTH:
+        raise ValueError(f"{name}={str(word)[:80]!r} must hold strings of 1 to {_MAX_WORD_LENGTH} characters")
     return word
 
 

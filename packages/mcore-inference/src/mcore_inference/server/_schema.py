@@ -141,6 +141,7 @@ class _Sampling(BaseModel):
     """Lower numbers are served first; 0 when absent."""
     stop_token_ids: Annotated[list[Token], Field(max_length=64, fail_fast=True)] | None = None
     allowed_token_ids: Annotated[list[Token], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
+    bad_words: Annotated[list[Stop], Field(max_length=64, fail_fast=True)] | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
     """Put ``token_ids`` (and the prompt's) into each choice."""
@@ -178,7 +179,7 @@ class _Sampling(BaseModel):
             name: value
             for name in (
                 "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens",
-                "ignore_eos", "stop_token_ids", "allowed_token_ids",
+                "ignore_eos", "stop_token_ids", "allowed_token_ids", "bad_words",
             )
             if (value := getattr(self, name)) is not None
         }  # fmt: skip
