@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--stall-seconds",
         type=number(above=0),
-        help="that a step may take before /health is red (default: 3.5 on a GPU; 60 on a CPU or with --speculation)",
+        help="that a step may take before /health is red (default: 3.5 on a GPU; 60 on a CPU)",
     )
     parser.add_argument(
         "--tool-call-parser", choices=("hermes", "llama3_json", "mistral"), help="how the model writes calls of tools (default: no tools)"

@@ -13,6 +13,7 @@ from mcore_inference import (
     DynamicInferenceEngine,
     ExecutionConfig,
     InferenceConfig,
+    MtpSpeculation,
     NgramSpeculation,
     PagedAttention,
     SamplingParams,
@@ -23,7 +24,10 @@ from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import MambaConfig
 from tests.support.decode_graphs import serve_as_on_a_gpu
 
-CONFIG = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4, num_query_groups=2, vocab_size=64, init_method_std=0.3)
+CONFIG = TransformerConfig(
+    num_layers=2, hidden_size=16, num_attention_heads=4, num_query_groups=2, vocab_size=64, init_method_std=0.3, mtp_num_layers=1
+)
+NGRAMS, HEADS = (ExecutionConfig(speculation=which) for which in (NgramSpeculation(num_tokens=4), MtpSpeculation(num_tokens=3)))
 PROMPTS = [[1, 2, 3], list(range(30)), [7]]
 SETTINGS = [SamplingParams(temperature=float(i % 2), num_tokens_to_generate=5, seed=i, return_log_probs=True) for i in range(3)]
 
@@ -38,7 +42,26 @@ def results(engine: DynamicInferenceEngine) -> list[tuple[list[int], list[float]
     return [(record.generated_tokens, record.generated_log_probs) for record in engine.generate(PROMPTS, SETTINGS)]
 
 
-@pytest.mark.parametrize("execution", [None, ExecutionConfig(speculation=NgramSpeculation())])
+def rows_of(steps: list[Any]) -> set[tuple[int, ...]]:
+    return {tuple(host.lengths_R.tolist()) for host in steps}
+
+
+@pytest.mark.parametrize("execution", [NGRAMS, HEADS], ids=["ngrams", "heads"])
+def test_steps_that_verify_proposals_and_passes_behind_prompts_are_run(execution: ExecutionConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(execution, max_requests=3, max_tokens=16)
+    executor, steps, passes = engine._executor, list[Any](), list[Any]()
+    launched = executor._launched_logits
+    monkeypatch.setattr(executor, "_launched_logits", lambda host, rows: (steps.append(host), launched(host, rows))[1])
+    if executor.drafts is not None:
+        run = executor.drafts._launch
+        monkeypatch.setattr(executor.drafts, "_launch", lambda *inputs: (passes.append([one.draws for one in inputs[0]]), run(*inputs))[1])
+    engine.warm_up()
+    # A row has one token more than proposals.
+    assert rows_of(steps) >= ({(5,), (5, 5), (5, 5, 5)} if executor.drafts is None else {(4,), (4, 4), (4, 4, 4), (16,), (1, 15)})
+    assert passes == ([] if executor.drafts is None else [[True] * 3] * 3 * len(steps))
+
+
+@pytest.mark.parametrize("execution", [None, NGRAMS, HEADS], ids=["plain", "ngrams", "heads"])
 @pytest.mark.parametrize("fields", [{}, {"max_requests": 1}, {"max_tokens": 16}, {"max_sequence_length": 40, "block_size_tokens": 64}])
 def test_nothing_is_counted_and_nothing_changes(execution: ExecutionConfig | None, fields: dict[str, Any]) -> None:
     engine, plain = make_engine(execution, **fields), make_engine(execution, **fields)
@@ -53,13 +76,12 @@ def test_nothing_is_counted_and_nothing_changes(execution: ExecutionConfig | Non
     assert [record.cached_prompt_tokens for record in engine.generate(PROMPTS, SETTINGS)] == again
 
 
-def test_it_is_warm_until_its_recordings_are_given_up_and_never_with_speculation() -> None:
-    engine, speculates = make_engine(), make_engine(ExecutionConfig(speculation=NgramSpeculation()))
+@pytest.mark.parametrize("execution", [None, NGRAMS, HEADS], ids=["plain", "ngrams", "heads"])
+def test_it_is_warm_until_its_recordings_are_given_up(execution: ExecutionConfig | None) -> None:
+    engine = make_engine(execution)
     assert not engine.is_warm
-    for each in (engine, speculates):
-        each.warm_up()
-    # Steps of proposals are none of those that it ran.
-    assert engine.is_warm and not speculates.is_warm
+    engine.warm_up()
+    assert engine.is_warm
     engine._executor.clear_graphs()
     assert not engine.is_warm
     engine.warm_up()
@@ -127,16 +149,17 @@ def test_a_busy_engine_and_a_suspended_one_refuse() -> None:
 
 
 @pytest.mark.gpu
-def test_no_request_waits_for_a_compiler_behind_it() -> None:
+@pytest.mark.parametrize("execution", [None, NGRAMS, HEADS], ids=["plain", "ngrams", "heads"])
+def test_no_request_waits_for_a_compiler_behind_it(execution: ExecutionConfig | None) -> None:
     import triton
 
     config = TransformerConfig(
         num_layers=2, hidden_size=256, num_attention_heads=4, num_query_groups=2, vocab_size=1000, normalization="RMSNorm",
-        activation="swiglu",
+        activation="swiglu", mtp_num_layers=1,
     )  # fmt: skip
     model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), dtype=torch.bfloat16, device="cuda").eval()
     sizes = InferenceConfig(max_sequence_length=4096, max_requests=64, max_tokens=8192, block_size_tokens=64, buffer_size_gb=1.0)
-    engine = DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes))
+    engine = DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes), execution=execution)
     engine.warm_up()
     compiled: list[str] = []
     hooks = triton.knobs.runtime

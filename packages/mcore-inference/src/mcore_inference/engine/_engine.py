@@ -236,8 +236,7 @@ class DynamicInferenceEngine:
 
     @property
     def is_warm(self) -> bool:
-        """Whether ``warm_up`` has left nothing that a step would compile or record. False with speculation, whose unrecorded steps it does
-        not run, and after ``suspend`` has given the recordings up."""
+        """Whether ``warm_up`` has left nothing that a step would compile or record; False after ``suspend`` has given the recordings up."""
         return self._executor.is_warm
 
     def _check_idle(self, call: str) -> None:

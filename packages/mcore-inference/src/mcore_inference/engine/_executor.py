@@ -186,7 +186,6 @@ class Executor:
                 f"MtpSpeculation runs the experts of its heads at times of its own, and ep={model.groups.ep.size} etp="
                 f"{model.groups.expt_tp.size} share experts with ranks that do not; leave speculation at None, or NgramSpeculation"
             )
-        self._speculates = execution.speculation is not None
         self.is_warm = False
         """No step compiles or records any more."""
         self.graphs: DecodeGraphs | None = None
@@ -229,6 +228,8 @@ class Executor:
             limits = (context.max_requests, context.max_tokens, context.max_sequence_length)
             sizes = mixed_sizes(*limits, has_states=context.states is not None)
             self.mixed_graphs = MixedGraphs(self._model_logits, context.builder, sizes, self._recordings)
+        self._verified = 0 if num_tokens is None else 1 + num_tokens
+        """Tokens of a row that verifies as many proposals as there are; 0 without speculation."""
         if records_mixed and num_tokens is not None:
             sizes = proposal_sizes(rows, 1 + num_tokens, context.max_tokens)
             self.proposal_graphs = MixedGraphs(self._model_logits, context.builder, sizes, self._recordings, reads_all=True)
@@ -412,7 +413,8 @@ class Executor:
             graphs.record_all()
 
     def warm_up(self) -> None:
-        """Record what can be, compile the kernels of steps with long prompts and of draws, and take the memory of the largest step.
+        """Record what can be, compile the kernels of steps with long prompts, of those that verify proposals and of draws, and take the
+        memory of the largest step.
 
         No request may run: their lines are used.
         """
@@ -428,11 +430,17 @@ class Executor:
         while num_decode < min(context.max_requests, most):
             steps.append(([1] * num_decode + [most - num_decode], [begun] * num_decode + [0]))
             num_decode *= 2
+        behind = min(builder.block_size, context.max_sequence_length - self._verified)
+        if self._verified and behind > 0:
+            counts = doubled_rows(context.max_requests)
+            steps += [([self._verified] * count, [behind] * count) for count in counts if count * self._verified <= context.max_tokens]
         for lengths, cached in steps:
             logits_NV = self._launched_logits(builder.sink_step(lengths, cached), range(len(lengths)))
+            if self.drafts is not None:
+                self.drafts.warm_up(lengths, cached)
         warm_up_draws(self._sampler, self.adjusted.adjuster, logits_NV, self._vocab_size)
         self.adjusted.clear()
-        self.is_warm = not self._speculates
+        self.is_warm = True
 
     def clear_graphs(self) -> None:
         """Forget all recordings: the cache moves, or its memory is given back."""

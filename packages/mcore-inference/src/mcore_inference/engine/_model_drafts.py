@@ -20,11 +20,14 @@ from mcore_inference.engine._draft_graphs import DraftGraphs
 from mcore_inference.engine._draft_passes import DraftInputs, DraftPass, DraftRunner
 from mcore_inference.engine._mixed_graphs import proposal_sizes
 from mcore_inference.engine._recording_pool import RecordingPool
-from mcore_inference.sampling import SamplingRows
+from mcore_inference.sampling import SamplingParams, SamplingRows
 from mcore_inference.speculation import DraftHeads, EagleHeads, EagleSpeculation, MtpHeads, MtpSpeculation
 from mcore_parallel.backends import TorchBackend
 from mcore_parallel.models import GPTModel
 from mcore_parallel.nn import LatentSelfAttention
+
+_NOBODYS_PLACES_41 = np.array([[0], [-1], [0], [-1]])
+"""Of ``DraftPass.places_4S``, a request without proposal or kept state."""
 
 
 @dataclass(kw_only=True)
@@ -162,6 +165,26 @@ class ModelDrafts:
             tokens_NS = self.graphs.run(passes, SamplingRows.of(*settings, self._vocab_size))
             if tokens_NS is not None:
                 return tokens_NS
+        return self._launch(passes, SamplingRows.of(*settings, self._vocab_size, self._context.device))
+
+    def warm_up(self, lengths: Sequence[int], cached: Sequence[int]) -> None:
+        """Run all passes behind a step of no request, launched kernel by kernel, with draws of every kind.
+
+        Args:
+            lengths, cached: as of ``StepBuilder.sink_step``.
+        """
+        num_rows, passes = len(lengths), list[DraftPass]()
+        places_4S = np.repeat(_NOBODYS_PLACES_41, num_rows, axis=1)
+        for number in range(1, max(self._heads.num_heads, self.num_tokens) + 1):
+            sizes = lengths if number <= self._heads.num_heads else [1] * num_rows
+            host, sources_T = self._builder.sink_step(sizes, cached), np.zeros(sum(sizes), dtype=np.int64)
+            passes.append(DraftPass(host=host, sources_T=sources_T, places_4S=places_4S, draws=number <= self.num_tokens))
+        for kind in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_k=40, top_p=0.9, min_p=0.01)):
+            zeros = [0] * num_rows
+            self._launch(passes, SamplingRows.of([kind] * num_rows, zeros, zeros, self._vocab_size, self._context.device))
+
+    def _launch(self, passes: Sequence[DraftPass], settings: SamplingRows) -> Tensor:
+        """As of ``DraftRunner.run``, without a recording."""
         send, build = self._builder.send, self._builder.build
         inputs = [
             DraftInputs(
@@ -169,7 +192,7 @@ class ModelDrafts:
             )
             for one in passes
         ]
-        return self._runner.run(inputs, SamplingRows.of(*settings, self._vocab_size, self._context.device))
+        return self._runner.run(inputs, settings)
 
     def _plan(self, known: Sequence[_Segment], counts: Mapping[ActiveRequest, int]) -> list[DraftPass]:
         """The passes behind the step in which these segments were computed."""
@@ -220,7 +243,7 @@ class ModelDrafts:
         self, number: int, known: Sequence[_Segment], segments: Mapping[ActiveRequest, _Segment], counts: Mapping[ActiveRequest, int]
     ) -> np.ndarray:
         """As of ``DraftPass``."""
-        places_4S = np.repeat(np.array([[0], [-1], [0], [-1]]), len(known), axis=1)
+        places_4S = np.repeat(_NOBODYS_PLACES_41, len(known), axis=1)
         for column, own in zip(places_4S.T, known, strict=True):
             segment, line = segments.get(own.entry), self._line(own.entry)
             if segment is None:
