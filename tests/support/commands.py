@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Commands in processes of their own, forked from the worlds' server: they have torch loaded and begin at once."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -128,6 +129,8 @@ def _command_main(
         os.dup2(file, number)
         os.close(file)
     os.chdir(folder)
+    # As a rank does: commands look through what they have loaded when they begin.
+    gc.freeze()
     os.environ.clear()
     os.environ.update(environment)
     raise SystemExit(main(words))

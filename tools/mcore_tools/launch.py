@@ -162,6 +162,8 @@ def _rank_main(work: Callable[..., Any], inputs: dict[str, Any], seat: _Seat, pi
         pipe.send(("stalled", report.text if report.is_author else ""))
         os._exit(STALLED_EXIT_CODE)
 
+    # What was loaded before the fork is no garbage: a collection that looks through it copies the memory that all ranks share.
+    gc.freeze()
     rank, world_size = seat.rank, seat.num_ranks
     try:
         # Read by torch when the first group is made; what the user set stays.

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Worlds of an application: results, failures by rank."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -41,6 +42,10 @@ def dawdle(watchdog: Watchdog) -> None:
 
 def test_results_come_in_rank_order() -> None:
     assert launch(double, 2, value=5) == [10, 11]
+
+
+def test_collections_of_a_rank_leave_out_what_was_loaded_before_it() -> None:
+    assert launch(gc.get_freeze_count, 1)[0] > 100_000
 
 
 def test_a_failing_rank_is_named_with_its_traceback() -> None:
