@@ -21,10 +21,11 @@ import torch
 _server = multiprocessing.get_context("forkserver")
 # What nearly every rank imports: loaded once in the server, it costs a rank nothing. A wheel that is not installed is passed over.
 _PRELOADED = [
-    "pytest", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
+    "pytest", "hypothesis", "httpx", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
     "mcore_parallel.data_parallel", "mcore_parallel.graphs", "mcore_parallel.guard", "mcore_parallel.optim", "mcore_parallel.planner",
     "mcore_parallel.training", "mcore_ckpt", "mcore_ckpt.hf", "mcore_inference.server", "mcore_moe", "mcore_rl", "megatron_fsdp",
-    "mcore_tools.assembly", "mcore_tools.serve", "matplotlib.figure", "matplotlib.backends.backend_svg",
+    "mcore_tools.assembly", "mcore_tools.reinforce", "mcore_tools.serve", "mcore_tools.train",
+    "matplotlib.figure", "matplotlib.backends.backend_svg",
 ]  # fmt: skip
 # What the first torch.compile of a process imports: seconds, for each rank that compiles. On a build for GPUs it looks for them, and CUDA
 # cannot start in a process forked from one that has.
