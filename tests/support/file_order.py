@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-_JOURNEY_S, _RANK_S, _TEST_S = 20.0, 0.5, 0.1
+_LONG_S, _RANK_S, _TEST_S = 20.0, 0.5, 0.1
 
 
 def longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
@@ -19,7 +19,8 @@ def longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def _expected_s(item: pytest.Item) -> float:
-    if item.get_closest_marker("journey"):
-        return _JOURNEY_S
+    # A test whose time limit is its own takes long.
+    if item.get_closest_marker("journey") or item.get_closest_marker("timeout"):
+        return _LONG_S
     world = item.get_closest_marker("world")
     return _RANK_S * world.args[0] if world else _TEST_S

@@ -25,5 +25,6 @@ def test_the_longest_file_is_first_and_every_file_stays_whole() -> None:
     short = [FakeItem(f"short:{number}") for number in range(12)]
     world = [FakeItem("world:b", pytest.mark.world(4)), FakeItem("world:a", pytest.mark.world(2))]
     journey = [FakeItem("journey:a", pytest.mark.journey), FakeItem("journey:b")]
-    ordered = longest_first([*short, *world, *journey])  # type: ignore[list-item]
-    assert [item.name for item in ordered] == [item.name for item in [*journey, *world, *short]]
+    limited = [FakeItem("limited:a", pytest.mark.timeout(600))]
+    ordered = longest_first([*short, *world, *limited, *journey])  # type: ignore[list-item]
+    assert [item.name for item in ordered] == [item.name for item in [*journey, *limited, *world, *short]]
