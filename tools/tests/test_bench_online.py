@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tools.bench._load import PoissonLoad, percentile, run_load
+from tools.bench._load import Answer, PoissonLoad, percentile, run_load, summary
 from tools.bench._online import BEHIND, OURS, online_rows, replica_rows, with_online_ratios
 
 LOAD = PoissonLoad(rate=100.0, num_requests=12, inputs=8, outputs=4, vocab_size=64)
@@ -105,14 +105,27 @@ def test_the_first_token_and_the_gaps_are_timed_as_they_come() -> None:
         last = event("y")
         write(last[:9])
         write(last[9:] + event(""))
+        # Whoever takes the end for a token is late by much more than a slow machine.
+        time.sleep(2)
         write(event(tokens=body["max_tokens"]) + b"data: [DONE]\n\n")
 
-    row = run_scripted(LOAD, complete)
+    row = run_scripted(LOAD, complete, timeout_s=30.0)
     assert row["completed"] == LOAD.num_requests and row["failed"] == 0 and "errors" not in row
-    assert 95 < row["ttft_ms_p50"] < 200 and row["ttft_ms_p50"] <= row["ttft_ms_p99"]
-    assert 25 < row["itl_ms_p50"] < 80 and 25 < row["tpot_ms_p50"] < 80
+    assert 95 < row["ttft_ms_p50"] < 1900 and row["ttft_ms_p50"] <= row["ttft_ms_p99"]
+    assert row["itl_ms_p50"] > 25 and row["tpot_ms_p50"] > 25
     tokens = sum(outputs for _, _, outputs in LOAD.arrivals())
     assert row["out_tok_s"] == pytest.approx(tokens / row["s"], rel=0.01)
+
+
+def test_times_of_a_row_are_those_of_its_answers() -> None:
+    steady = Answer(begun=1.0, chunks=[1.1, 1.13, 1.16, 1.19], num_tokens=4)
+    # Its chunks hold two tokens each.
+    late = Answer(begun=1.5, chunks=[1.75, 1.81], num_tokens=4)
+    row = summary(replace(LOAD, num_requests=3), [steady, late, Answer(begun=2.0, chunks=[9.0], error="cut off")])
+    assert (row["completed"], row["failed"], row["s"], row["out_tok_s"]) == (2, 1, 0.81, 9.9)
+    assert (row["ttft_ms_p50"], row["ttft_ms_p99"]) == (100.0, 250.0)
+    assert (row["itl_ms_p50"], row["itl_ms_p99"]) == (30.0, 60.0)
+    assert (row["tpot_ms_p50"], row["tpot_ms_p99"]) == (20.0, 30.0)
 
 
 def test_answers_that_are_short_cut_off_wrong_or_late_fail_by_what_they_lack() -> None:
@@ -121,7 +134,7 @@ def test_answers_that_are_short_cut_off_wrong_or_late_fail_by_what_they_lack() -
     def complete(body: dict[str, Any], write: Write) -> None:
         fault = next(faults, None)
         if fault == "late":
-            time.sleep(1)
+            time.sleep(4)
         if fault != "silent":
             write(event("x"))
         if fault == "error":
@@ -129,7 +142,7 @@ def test_answers_that_are_short_cut_off_wrong_or_late_fail_by_what_they_lack() -
         else:
             write(event(tokens=0 if fault == "short" else body["max_tokens"]))
 
-    row = run_scripted(LOAD, complete, timeout_s=0.5)
+    row = run_scripted(LOAD, complete, timeout_s=3.0)
     assert (row["completed"], row["failed"]) == (LOAD.num_requests - 4, 4)
     reasons = " ".join(row["errors"])
     assert (
@@ -137,24 +150,23 @@ def test_answers_that_are_short_cut_off_wrong_or_late_fail_by_what_they_lack() -
         and "no text came" in reasons
         and "0 tokens came" in reasons
         and "no memory" in reasons
-        and "no end within 0.5 s" in reasons
+        and "no end within 3 s" in reasons
     )
 
 
 def test_several_clients_send_each_request_once_and_at_once() -> None:
     load = replace(LOAD, rate=math.inf, num_requests=7)
     assert {due for due, _, _ in load.arrivals()} == {0.0}
-    prompts, begun = [], []
+    prompts, all_there = [], threading.Barrier(load.num_requests)
 
     def complete(body: dict[str, Any], write: Write) -> None:
         prompts.append(body["prompt"])
-        begun.append(time.perf_counter())
-        time.sleep(0.3)
+        all_there.wait(30)
         write(event("x") + event(tokens=body["max_tokens"]))
 
-    row = run_scripted(load, complete, num_clients=3)
+    row = run_scripted(load, complete, timeout_s=60.0, num_clients=3)
     assert sorted(prompts) == sorted(prompt for _, prompt, _ in load.arrivals())
-    assert (row["completed"], row["failed"], row["rate"]) == (7, 0, None) and max(begun) - min(begun) < 0.25
+    assert (row["completed"], row["failed"], row["rate"]) == (7, 0, None)
     assert json.loads(json.dumps(row, allow_nan=False)) == row
 
 

@@ -33,14 +33,14 @@ def test_spans_add_up_until_they_are_read() -> None:
 
 
 def test_reading_a_running_timer_lets_it_run_on() -> None:
-    timer = Timers()("work")
+    timer, begin = Timers()("work"), time.perf_counter()
     timer.start()
     time.sleep(WAIT_S)
     first = timer.elapsed()
     time.sleep(WAIT_S)
     timer.stop()
-    assert first >= WAIT_S
-    assert WAIT_S <= timer.elapsed() < first + 50 * WAIT_S
+    total, second = time.perf_counter() - begin, timer.elapsed()
+    assert min(first, second) >= WAIT_S and first + second <= total
 
 
 def test_times_can_be_set() -> None:
@@ -204,10 +204,10 @@ def check_ranks() -> None:
     # A barrier makes the ranks' clocks meet.
     timer = timers("wait")
     timer.start(barrier=True)
-    time.sleep(0.05 * rank)
+    time.sleep(0.5 * rank)
     timer.stop(barrier=True)
     spread = timers.aggregate(["wait"])["wait"]
-    assert spread.smallest >= 0.04 and spread.largest - spread.smallest < 0.04
+    assert spread.smallest >= 0.4 and spread.largest - spread.smallest < 0.4
 
 
 @pytest.mark.world(2)
