@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from mcore_ckpt import ShardedTensor
-from mcore_ckpt.chunks import Box, check_tiling, find_gap, find_overlap, subtract
+from mcore_ckpt.chunks import Box, check_tiling, find_overlap, subtract
 from mcore_ckpt.chunks._box import runs
+from mcore_ckpt.chunks._tiling import find_gap
 
 
 def indices(box):

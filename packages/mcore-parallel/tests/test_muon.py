@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from mcore_parallel import ParallelPlan, ProcessGroups, ShardSpec, named_shards
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
-from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig, assign_largest_first, orthogonalise
+from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig, orthogonalise
+from mcore_parallel.optim._muon import assign_largest_first
 from mcore_parallel.training import optimizer_state
 
 

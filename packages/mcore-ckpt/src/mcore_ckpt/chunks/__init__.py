@@ -3,6 +3,6 @@
 """Algebra of n-dimensional index boxes: what part of a tensor a shard is, and whether parts make a whole."""
 
 from mcore_ckpt.chunks._box import Box, runs
-from mcore_ckpt.chunks._tiling import check_tiling, find_gap, find_overlap, subtract
+from mcore_ckpt.chunks._tiling import check_tiling, find_overlap, subtract
 
-__all__ = ["Box", "check_tiling", "find_gap", "find_overlap", "runs", "subtract"]
+__all__ = ["Box", "check_tiling", "find_overlap", "runs", "subtract"]

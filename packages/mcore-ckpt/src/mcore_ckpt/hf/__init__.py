@@ -5,14 +5,12 @@
 from mcore_ckpt.hf._adapter import HFAdapterConfig, merge_adapter
 from mcore_ckpt.hf._config import families_of
 from mcore_ckpt.hf._export import export_checkpoint_hf, export_hf
-from mcore_ckpt.hf._families import FAMILY_NAMES
 from mcore_ckpt.hf._import import HFModel, import_checkpoint_hf, import_hf
 from mcore_ckpt.hf._peft import HFAdapter, export_adapter_hf, import_adapter_hf, merge_adapter_hf
 from mcore_ckpt.hf._stored_adapter import StoredAdapter
 from mcore_ckpt.hf._tokenizer import tokenizer_files
 
 __all__ = [
-    "FAMILY_NAMES",
     "HFAdapter",
     "HFAdapterConfig",
     "HFModel",

@@ -12,15 +12,13 @@ from mcore_ckpt.hf._families_hybrid import HYBRID
 from mcore_ckpt.hf._families_mixture import LATENT, MIXTURE
 from mcore_ckpt.hf._fields import Family
 
-__all__ = ["ENTRY_POINTS", "FAMILIES", "FAMILY_NAMES", "NOT_COVERED", "all_families", "find_family"]
+__all__ = ["ENTRY_POINTS", "FAMILIES", "NOT_COVERED", "all_families", "find_family"]
 
 ENTRY_POINTS = "mcore_ckpt.hf_families"
 """The group in which an installed package names its families."""
 
 FAMILIES = MappingProxyType({family.name: family for family in (*DENSE, *MIXTURE, *LATENT, *HYBRID, *BERT)})
 """Families of this wheel by name."""
-FAMILY_NAMES = tuple(sorted(FAMILIES))
-"""Names of the families of this wheel, which exports take as ``family``."""
 
 NOT_COVERED = MappingProxyType(
     {

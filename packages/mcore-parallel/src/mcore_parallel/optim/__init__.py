@@ -4,7 +4,7 @@
 
 from mcore_parallel.optim._config import AdamOptimizerConfig, OptimizerConfig, ParamGroup
 from mcore_parallel.optim._loss_scale import DynamicLossScale
-from mcore_parallel.optim._muon import assign_largest_first, orthogonalise
+from mcore_parallel.optim._muon import orthogonalise
 from mcore_parallel.optim._norm import global_grad_norm
 from mcore_parallel.optim._optimizer import GradientSource, MegatronOptimizer, PieceSource, StateShard, StepResult
 from mcore_parallel.optim._rate import Rate
@@ -36,7 +36,6 @@ __all__ = [
     "StepResult",
     "WSDSchedule",
     "WeightDecaySchedule",
-    "assign_largest_first",
     "global_grad_norm",
     "orthogonalise",
 ]
