@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import itertools
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from mcore_parallel.nn import (
     choose_attention,
     reference_attention,
 )
+from mcore_parallel.nn.attention import check_device_bounds
 from mcore_parallel.nn.attention._cores import SDPAttention
 from mcore_parallel.nn.attention._flex import BLOCK, FlexAttention, block_mask
 from mcore_parallel.nn.attention._registry import select_attention
@@ -119,9 +121,46 @@ def test_every_claim_is_put_to_the_test() -> None:
         assert any(spec.window for spec in able) == row.window
         assert any(spec.softmax_type == "learnable" for spec in able) == row.sink
         assert any(spec.packed for spec in able) == row.packed
+        assert row.packed or not row.device_bounds
         assert any(spec.num_kv_heads < HEADS for spec in able) == row.grouped
         assert any(spec.width != WIDTH for spec in able) == row.value_dim
         assert any(not spec.causal for spec in able) == row.bidirectional
+
+
+@pytest.mark.parametrize("row", [row for row in HERE if row.device_bounds], ids=lambda row: row.backend)
+def test_bounds_on_the_device_give_what_bounds_on_the_host_give(row: AttentionCapability, monkeypatch: pytest.MonkeyPatch) -> None:
+    for spec in [spec for spec in possible(row) if spec.packed and spec.dtype == torch.float64]:
+        leaves, grad, step = inputs(spec)
+        core = choose_attention(dataclasses.replace(spec, device_bounds=True), ONE, row.backend)
+        assert step.cu_seqlens is not None and step.max_seqlen is None
+        padded = torch.cat((step.cu_seqlens, step.cu_seqlens[-1:].expand(3))).int()
+        device = dataclasses.replace(step, cu_seqlens=padded, max_seqlen=max(LENGTHS))
+        results = []
+        for each in (step, device):
+            own = [leaf.clone().requires_grad_() for leaf in leaves]
+            with monkeypatch.context() as patch:
+                if each is device:
+                    for name in ("tolist", "item", "cpu", "__bool__", "__int__"):
+                        patch.setattr(Tensor, name, lambda *_: pytest.fail("the host waits for the device"))
+                out = core(*own[:3], 0, each, **({"sink": own[3]} if len(own) > 3 else {}))
+                out.backward(grad)
+            results.append([out.detach(), *(leaf.grad for leaf in own)])
+        for found, wanted in zip(reversed(results[1]), reversed(results[0]), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12, msg=lambda text, spec=spec: f"{spec}: {text}")
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=lambda row: row.backend)
+def test_cores_that_read_bounds_on_the_host_refuse_them_on_the_device(row: AttentionCapability) -> None:
+    spec = AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=8, packed=True, device_bounds=True, dtype=torch.bfloat16)
+    assert ("device_bounds=True" in row.missing(spec, ONE)) == (not row.device_bounds)
+    assert "device_bounds=True" in row.missing(spec, SimpleNamespace(cp=SimpleNamespace(size=2)))  # type: ignore[arg-type]
+    here = dataclasses.replace(spec, device="cpu", training=False)
+    if not row.device_bounds and row in HERE:
+        with pytest.raises(ValueError, match="cannot do device_bounds=True.*; use sdpa or context_parallel"):
+            choose_attention(here, ONE, row.backend)
+        core = choose_attention(dataclasses.replace(here, device_bounds=False), ONE, row.backend)
+        with pytest.raises(ValueError, match=f"{type(core).__name__} reads the bounds of packed sequences on the host"):
+            check_device_bounds(core)
 
 
 @pytest.mark.parametrize("lengths", [(300,), (128,), (384,), (100, 28, 300), (1, 127, 129, 3), (500, 12)])

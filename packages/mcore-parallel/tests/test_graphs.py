@@ -3,6 +3,7 @@
 """Blocks and iterations that are replayed, recorded here by a tape in place of a GPU."""
 
 import contextlib
+import dataclasses
 import gc
 import importlib.util
 import weakref
@@ -108,6 +109,15 @@ def batch(number: int) -> Batch:
     return Batch(tokens=tokens[:, :-1], labels=tokens[:, 1:], loss_mask=torch.ones(B, S))
 
 
+def packed_batch(number: int) -> Batch:
+    """Some sequences, other ones for each number, whose bounds are on the host."""
+    draws = torch.Generator().manual_seed(number)
+    ends = torch.randperm(B * S - 1, generator=draws)[: int(torch.randint(1, 5, (), generator=draws))] + 1
+    bounds = torch.cat((torch.tensor([0]), ends.sort().values, torch.tensor([B * S])))
+    tokens = torch.randint(CONFIG.vocab_size, (1, B * S + 1), generator=draws)
+    return Batch(tokens=tokens[:, :-1], labels=tokens[:, 1:], loss_mask=torch.ones(1, B * S), cu_seqlens=bounds)
+
+
 @dataclass
 class Run:
     """What ten steps left behind."""
@@ -117,9 +127,17 @@ class Run:
     parameters: dict[str, Tensor]
 
 
-def trained(graphs: Callable[[nn.Module], Any] | None, *, fusion: bool = False, steps: int = 3, **options: Any) -> tuple[Run, Any]:
+def trained(
+    graphs: Callable[[nn.Module], Any] | None,
+    *,
+    fusion: bool = False,
+    steps: int = 3,
+    batch: Callable[[int], Batch] = batch,
+    config: TransformerConfig = CONFIG,
+    **options: Any,
+) -> tuple[Run, Any]:
     groups = ProcessGroups.single()
-    model = GPTModel(CONFIG, groups, dtype=torch.float64, seed=3, **options)
+    model = GPTModel(config, groups, dtype=torch.float64, seed=3, **options)
     sync = DistributedDataParallel(DistributedDataParallelConfig(gradient_accumulation_fusion=fusion), model, groups)
     optimizer = MegatronOptimizer(OptimizerConfig(lr=0.01), sync, groups)
     held = None if graphs is None else graphs(model)
@@ -169,6 +187,27 @@ def test_replayed_blocks_train_with_the_bits_of_the_eager_ones(patterns: tuple[s
     assert (report.graphs, capture.recorded) == (blocks, 2 * blocks), "one micro-batch is under way at a time"
     assert report.eager == {"warm-up": 3 * blocks}
     assert report.replays == (3 * 2 - 3) * blocks
+
+
+@pytest.mark.parametrize("backend", [None, "sdpa", "context_parallel", "reference"])
+def test_layers_over_packed_sequences_run_from_one_graph_however_they_are_packed(backend: str | None) -> None:
+    config = CONFIG if backend is None else dataclasses.replace(CONFIG, attention_backend=backend)
+
+    def on_device(number: int) -> Batch:
+        return packed_batch(number).with_device_bounds(6)
+
+    wanted, _ = trained(None, batch=packed_batch, config=config, steps=4)
+    eager, _ = trained(None, batch=on_device, config=config, steps=4)
+    found, graphed = trained(
+        lambda model: graph_modules(model, ("layers.*",), CudaGraphConfig(warmup_steps=1), capture=TapeCapture()),
+        batch=on_device,
+        config=config,
+        steps=4,
+    )
+    same(found, eager)
+    assert found.losses == pytest.approx(wanted.losses, rel=1e-12) and found.norms == pytest.approx(wanted.norms, rel=1e-12)
+    report = graphed.report()
+    assert report.graphs == CONFIG.num_layers and report.replays == (4 * 2 - 1) * CONFIG.num_layers
 
 
 def test_counts_of_replayed_micro_batches_add_up() -> None:

@@ -4,6 +4,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -273,6 +274,26 @@ def test_positions_of_a_batch_travel_with_its_step() -> None:
     assert batch.step().positions.tolist() == [0, 1, 2, 0, 1, 2]
     packed = dataclasses.replace(batch, positions=torch.tensor([[0, 1, 0], [0, 0, 1]]))
     assert packed.step().positions.tolist() == [0, 1, 0, 0, 0, 1]
+
+
+def test_bounds_on_the_device_are_of_a_fixed_number_of_sequences() -> None:
+    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    rows = Batch(tokens=tokens, labels=tokens, loss_mask=torch.ones(2, 3))
+    batch = dataclasses.replace(rows, cu_seqlens=torch.tensor([0, 2, 3, 6]))
+    step = batch.with_device_bounds(5).step()
+    assert step.cu_seqlens is not None and step.cu_seqlens.dtype == torch.int32 and step.cu_seqlens.tolist() == [0, 2, 3, 6, 6, 6]
+    assert step.max_seqlen == 3 and step.positions.tolist() == batch.step().positions.tolist() == [0, 1, 0, 0, 1, 2]
+    with pytest.raises(ValueError, match="3 sequences are packed, more than num_sequences=2; raise it"):
+        batch.with_device_bounds(2)
+    with pytest.raises(ValueError, match="a sequence of 4 tokens goes over the end of a row of 3"):
+        dataclasses.replace(rows, cu_seqlens=torch.tensor([0, 2, 6])).with_device_bounds(2)
+    for other in (rows, dataclasses.replace(batch, prefixes=torch.tensor([-1, 0, -1]))):
+        with pytest.raises(ValueError, match="of packed sequences \\(cu_seqlens\\) without prefixes"):
+            other.with_device_bounds(9)
+    with pytest.raises(ValueError, match="max_seqlen=3 is of packed sequences"):
+        dataclasses.replace(rows, max_seqlen=3)
+    with pytest.raises(ValueError, match="bounds on the device cannot be split over cp=2 ranks"):
+        batch.with_device_bounds(5).context_share(SimpleNamespace(size=2, rank=0))  # type: ignore[arg-type]
 
 
 def check_state() -> list[str]:

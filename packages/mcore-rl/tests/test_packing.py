@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_parallel import ProcessGroups
+from mcore_parallel import Group, ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
-from mcore_rl import PackingConfig, PackingContext, TokenRollout, balance
+from mcore_rl import BatchStyle, PackingConfig, PackingContext, TokenRollout, balance
+from mcore_rl._reference import token_logprobs
+from mcore_rl._sequences import Sequences
 
 ALGORITHMS = ("first_fit_decreasing", "best_fit_decreasing", "next_fit")
 SIZES = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=16, vocab_size=32, init_method_std=0.4)
@@ -119,6 +121,20 @@ def test_a_sequence_sees_nothing_of_its_neighbours(alignment: int) -> None:
             torch.testing.assert_close(values, output.log_probs(alone.labels.flatten()), rtol=1e-10, atol=1e-12)
 
 
+def test_bounds_on_the_device_give_what_bounds_on_the_host_give() -> None:
+    rollouts = [rollout(length, number) for number, length in enumerate([9, 3, 5, 2, 7])]
+    model, found = GPTModel(SIZES, ProcessGroups.single(), dtype=torch.float64), []
+    for device_bounds in (False, True):
+        packing = PackingConfig(bin_size=12, max_sequences_per_bin=4, device_bounds=device_bounds)
+        context = PackingContext.pack(rollouts, packing, BatchStyle(dtype=torch.float64))
+        if device_bounds:
+            assert {(len(batch.cu_seqlens), batch.max_seqlen) for batch in context.batches if batch.cu_seqlens is not None} == {(6, 12)}
+        ids = [Sequences.of(batch, Group.single()).ids for batch in context.batches]
+        found.append((ids, token_logprobs(model, context.batches, model.groups, temperature=0.7)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
 def test_a_bin_that_is_shorter_than_a_trajectory_is_refused() -> None:
     with pytest.raises(ValueError, match="trajectory of problem 3 has 9 tokens, bin_size=7 admits 8; raise bin_size"):
         PackingContext.pack([rollout(4, 1), rollout(9, 3)], PackingConfig(bin_size=7))
@@ -132,6 +148,11 @@ def test_a_bin_that_is_shorter_than_a_trajectory_is_refused() -> None:
         ({"bin_size": 0}, "bin_size=0 must be at least 1"),
         ({"bin_size": 8, "max_sequences_per_bin": 0}, "max_sequences_per_bin=0 must be at least 1"),
         ({"bin_size": 10, "alignment": 4}, "bin_size=10 must be a multiple of alignment=4"),
+        (
+            {"bin_size": 8, "device_bounds": True, "share_prompts": True},
+            "device_bounds=True needs whole sequences on one rank, found share_pr",
+        ),
+        ({"bin_size": 8, "device_bounds": True, "alignment": 4}, "and alignment=4; set False and 1, or device_bounds=False"),
         ({"bin_size": 8, "algorithm": "fifo"}, "algorithm='fifo' must be one of first_fit_decreasing"),
     ],
 )

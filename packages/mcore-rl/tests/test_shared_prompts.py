@@ -324,6 +324,15 @@ def test_models_that_read_no_prompt_once_are_refused_before_anything_is_drawn() 
     taught = {"teacher": Teacher(linear), "objective": DistillationObjective()}
     with pytest.raises(ValueError, match="packing.share_prompts=True with teacher: layer 0 mixes tokens by"):
         check_iteration(config_of(True), learner_of(groups, **taught))
+    on_device = config_of(False, packing=PackingConfig(bin_size=24, device_bounds=True))
+    with pytest.raises(ValueError, match="packing.device_bounds=True with reference: mtp_num_layers=1.*; or set device_bounds=False"):
+        check_iteration(on_device, learner_of(groups, reference=further))
+    with pytest.raises(ValueError, match="packing.device_bounds=True with teacher: layer 0 mixes tokens by"):
+        check_iteration(on_device, learner_of(groups, **taught))
+    exact = GPTModel(dataclasses.replace(SIZES, attention_backend="batch_invariant"), groups)
+    with pytest.raises(ValueError, match="with reference: attention core BatchInvariantAttention reads the bounds of packed sequences on"):
+        check_iteration(on_device, learner_of(groups, reference=exact))
+    check_iteration(on_device, learner_of(groups, objective=GRPOObjective()))
     own = learner_of(groups)
     check_iteration(config_of(True), dataclasses.replace(own, reference=FrozenWeights(own.model)))
     check_iteration(config_of(False), learner_of(groups, reference=further))

@@ -3,14 +3,14 @@
 """Roll out, judge, update, refit; again."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from mcore_parallel.models import check_follows_prefixes
+from mcore_parallel.models import check_follows_prefixes, check_takes_device_bounds
 from mcore_parallel.training import TrainReport
 from mcore_parallel.training.distill import DistillationObjective
 from mcore_rl._aggregation import Aggregation
@@ -220,7 +220,9 @@ def check_iteration(config: GRPOConfig, learner: Learner) -> None:
             + (f" * num_mini_batches={config.num_mini_batches}" if config.num_mini_batches > 1 else "")
         )
     if config.packing is not None and config.packing.share_prompts:
-        _check_shared_prompts(learner)
+        _check_models(learner, check_follows_prefixes, "share_prompts")
+    if config.packing is not None and config.packing.device_bounds:
+        _check_models(learner, check_takes_device_bounds, "device_bounds")
     if config.packing is not None and groups.cp.size > 1 and config.packing.alignment % (2 * groups.cp.size):
         raise ValueError(f"packing.alignment={config.packing.alignment} must be a multiple of 2 * cp = {2 * groups.cp.size}")
     layout = getattr(reference, "groups", groups)
@@ -258,17 +260,17 @@ def check_iteration(config: GRPOConfig, learner: Learner) -> None:
         )
 
 
-def _check_shared_prompts(learner: Learner) -> None:
-    """Whether all models that read packed prompts may read them once."""
+def _check_models(learner: Learner, check: Callable[[nn.Module], None], name: str) -> None:
+    """Whether all models that read packed sequences can do what a field of the packing asks for."""
     parts: dict[str, list[nn.Module]] = {
         "model": [learner.model],
         "reference": [learner.reference] if isinstance(learner.reference, nn.Module) else [],
         "critic": [] if learner.critic is None else [learner.critic.model],
         "teacher": [] if learner.teacher is None else learner.teacher.chunks,
     }
-    for name, models in parts.items():
+    for part, models in parts.items():
         for model in models:
             try:
-                check_follows_prefixes(model)
+                check(model)
             except ValueError as error:
-                raise ValueError(f"packing.share_prompts=True with {name}: {error}; or set share_prompts=False") from error
+                raise ValueError(f"packing.{name}=True with {part}: {error}; or set {name}=False") from error

@@ -106,8 +106,11 @@ def write_bins(plan: BinPlan, rollouts: Mapping[int, TokenRollout], packing: Pac
             places += layout.add(unit, packing, number)
         bounds.append(layout.finish())
     numbers, shape = plan.members(rank), (len(own), 1, packing.bin_size)
+    batches = write_batches([rollouts[number] for number in numbers], places, shape, style, bounds)
+    if packing.device_bounds:
+        batches = [batch.with_device_bounds(packing.max_sequences_per_bin + 1) for batch in batches]
     return PackingContext(
-        batches=write_batches([rollouts[number] for number in numbers], places, shape, style, bounds),
+        batches=batches,
         places=places,
         bins=tuple(tuple(member for unit in held for member in unit.members) for held in own),
         rollouts=tuple(numbers),

@@ -38,6 +38,10 @@ class PackingConfig:
     are those of prompts that are computed with each answer; the balance of a mixture's experts counts their tokens once. A bin should have
     room for a prompt with all its answers: a group that needs more is divided among several. Not with context parallelism, linear mixers,
     heads that predict further tokens, or attention cores that follow no ``Step.prefixes``."""
+    device_bounds: bool = False
+    """Bounds of the sequences lie on the device, always of ``max_sequences_per_bin`` and what is left of a bin: layers run from one CUDA
+    graph for all bins (``mcore_parallel.graphs``). Not with ``share_prompts``, context parallelism, linear mixers, heads that predict
+    further tokens, or attention cores that read bounds on the host."""
 
     def __post_init__(self) -> None:
         for name in ("bin_size", "max_sequences_per_bin", "alignment"):
@@ -49,6 +53,11 @@ class PackingConfig:
             raise ValueError(
                 f"share_prompts=True and alignment={self.alignment} exclude one another: a shared prompt is not split over cp ranks; set "
                 "alignment=1, or share_prompts=False"
+            )
+        if self.device_bounds and (self.share_prompts or self.alignment > 1):
+            raise ValueError(
+                f"device_bounds=True needs whole sequences on one rank, found share_prompts={self.share_prompts} and alignment="
+                f"{self.alignment}; set False and 1, or device_bounds=False"
             )
         if self.algorithm not in _ALGORITHMS:
             raise ValueError(f"algorithm={self.algorithm!r} must be one of {', '.join(_ALGORITHMS)}")

@@ -26,6 +26,9 @@ class Sequences:
     def of(cls, batch: Batch, cp: Group) -> "Sequences":
         """Those of a micro-batch, packed or one a row; of a context-parallel rank's share."""
         B, S = batch.tokens.shape
+        if batch.max_seqlen is not None and batch.cu_seqlens is not None:
+            tokens = torch.arange(B * S, device=batch.cu_seqlens.device, dtype=batch.cu_seqlens.dtype)
+            return cls(torch.searchsorted(batch.cu_seqlens, tokens, right=True) - 1, len(batch.cu_seqlens) - 1, cp)
         if batch.cu_seqlens is None:
             lengths = torch.full((B,), S)
         else:

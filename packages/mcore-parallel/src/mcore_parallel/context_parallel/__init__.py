@@ -11,6 +11,7 @@ from mcore_parallel.context_parallel._partial import (
     TorchAttention,
     allowed,
     flash_can_run,
+    together,
 )
 from mcore_parallel.context_parallel._prefixes import plan_prefixed, sequence_prefixes
 from mcore_parallel.context_parallel._tiles import Tile, plan_tiles, to_device
@@ -52,6 +53,7 @@ __all__ = [
     "sequence_prefixes",
     "split_heads",
     "to_device",
+    "together",
     "tokens_ahead",
     "zigzag_indices",
     "zigzag_inverse",

@@ -24,7 +24,7 @@ from mcore_parallel.context_parallel._partial import (
 )
 from mcore_parallel.context_parallel._prefixes import plan_prefixed, sequence_prefixes
 from mcore_parallel.context_parallel._ring import Round, plan_ring, ring_attention
-from mcore_parallel.context_parallel._tiles import Window, plan_tiles, to_device
+from mcore_parallel.context_parallel._tiles import DeviceBounds, Tile, Window, plan_tiles, to_device
 from mcore_parallel.context_parallel._zigzag import (
     HeadSplitError,
     SequenceSplitError,
@@ -111,6 +111,8 @@ class SequenceStep(Protocol):
     @property
     def cu_seqlens(self) -> Tensor | None: ...
     @property
+    def max_seqlen(self) -> int | None: ...
+    @property
     def prefixes(self) -> Tensor | None: ...
 
 
@@ -151,6 +153,11 @@ class ContextParallelAttention:
         """Whether steps may have ``prefixes``: those of sequences that one rank holds."""
         return self.gathered.size == self.heads.size == self.ring.size == 1
 
+    @property
+    def takes_device_bounds(self) -> bool:
+        """Whether steps may have ``max_seqlen``: as of ``follows_prefixes``."""
+        return self.follows_prefixes
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, step: SequenceStep, *, sink: Tensor | None = None) -> Tensor:
         """q [T, A, d], k and v [T, K, d] -> [T, A, d].
 
@@ -167,17 +174,11 @@ class ContextParallelAttention:
             HeadSplitError: heads that cannot be split.
         """
         size = self.gathered.size * self.heads.size * self.ring.size
-        lengths, prefixes = _lengths(step, size)
-        if sum(lengths) != q.shape[0] * size:
-            raise SequenceSplitError(
-                f"cu_seqlens end at {sum(lengths)}, but {size} ranks with {q.shape[0]} tokens each hold {q.shape[0] * size}; "
-                "give the bounds of the whole sequences"
-            )
         if sink is None and self.sink_is_one:
             sink = q.new_zeros(q.shape[1])
         elif sink is not None and sink.shape != q.shape[1:2]:
             raise HeadSplitError(f"sink of shape {tuple(sink.shape)} must have one logit for each of the {q.shape[1]} heads of this rank")
-        layout = self._layout(lengths, prefixes, q.device)
+        layout = self._plan(step, q, size)
         scale = q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
         if self.heads.size > 1:
             q, k, v, sink = self._exchange(q, k, v, sink, layout)
@@ -192,11 +193,23 @@ class ContextParallelAttention:
             even = widest + -widest % HEAD_DIM_MULTIPLE
             q, k, v = (x if x.shape[-1] == even else F.pad(x, (0, even - x.shape[-1])) for x in (q, k, v))
         # cuDNN plans anew for each shape, and the block behind a prefix has another one in nearly every micro-batch.
-        fastest = CudnnAttention() if flash and prefixes is None and cudnn_can_run(q) else FlashAttention()
+        fastest = CudnnAttention() if flash and step.prefixes is None and cudnn_can_run(q) else FlashAttention()
         kernel = fastest if flash else TorchAttention()
         out = ring_attention(q, k, v, sink, layout.rounds, self.ring, kernel, scale)
         out = out[..., :width]
         return out if self.heads.size == 1 else join_heads(out, self.heads, layout.order, layout.places)
+
+    def _plan(self, step: SequenceStep, q: Tensor, size: int) -> "_Layout":
+        """What is to be computed for a step of ``size`` ranks."""
+        if step.max_seqlen is not None:
+            return _Layout.on_device(step, q, size, self.window)
+        lengths, prefixes = _lengths(step, size)
+        if sum(lengths) != q.shape[0] * size:
+            raise SequenceSplitError(
+                f"cu_seqlens end at {sum(lengths)}, but {size} ranks with {q.shape[0]} tokens each hold {q.shape[0] * size}; "
+                "give the bounds of the whole sequences"
+            )
+        return self._layout(lengths, prefixes, q.device)
 
     def _exchange(
         self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, layout: "_Layout"
@@ -224,6 +237,16 @@ class _Layout:
     """For each token after the exchange (or gathering) its number among those of the ranks in rank order; empty where tokens stay."""
     places: Tensor
     """The inverse of ``order``."""
+
+    @classmethod
+    def on_device(cls, step: SequenceStep, q: Tensor, size: int, window: Window) -> "_Layout":
+        """Of sequences whose bounds the host does not read."""
+        assert step.max_seqlen is not None and step.cu_seqlens is not None
+        if size > 1 or step.prefixes is not None:
+            what = f"be split over cp={size} ranks" if size > 1 else "stand behind a prefix"
+            raise SequenceSplitError(f"sequences with bounds on the device (max_seqlen={step.max_seqlen}) cannot {what}; give host bounds")
+        within = DeviceBounds(step.cu_seqlens.to(q.device, torch.int32), step.max_seqlen)
+        return cls((Round(0, (Tile.of_all(len(q), window, within),)),), torch.empty(0), torch.empty(0))
 
     @classmethod
     def plan(
@@ -279,6 +302,11 @@ class LayeredAttention:
     def follows_prefixes(self) -> bool:
         """As of ``ContextParallelAttention``, for all layers."""
         return all(core.follows_prefixes for core in self.cores)
+
+    @property
+    def takes_device_bounds(self) -> bool:
+        """As of ``ContextParallelAttention``, for all layers."""
+        return all(core.takes_device_bounds for core in self.cores)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, step: SequenceStep, *, sink: Tensor | None = None) -> Tensor:
         return self.cores[layer](q, k, v, layer, step, sink=sink)

@@ -34,7 +34,7 @@ class TorchAttention:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
         outs, norms = [], []
         for q_NiAd, k_NjKd, v_NjKd in _batches(tile, (q, "queries"), (k, "keys"), (v, "keys")):
-            scores = _scores(_grouped(q_NiAd, k.shape[1]), _wide(k_NjKd), tile.window, scale)
+            scores = _scores(_grouped(q_NiAd, k.shape[1]), _wide(k_NjKd), tile, scale)
             lse = scores.logsumexp(-1)
             out = torch.einsum("nkgij,njkd->nikgd", (scores - lse[..., None]).exp(), _wide(v_NjKd))
             outs.append(out.flatten(2, 3).flatten(0, 1))
@@ -51,7 +51,7 @@ class TorchAttention:
             q_, grad_, out_ = (_grouped(x, heads) for x in (q_NiAd, grad_NiAd, out_NiAd))
             k_, v_ = _wide(k_NjKd), _wide(v_NjKd)
             lse_ = _wide(lse_NiA).unflatten(2, (heads, -1)).permute(0, 2, 3, 1)
-            p = (_scores(q_, k_, tile.window, scale) - lse_[..., None]).exp()
+            p = (_scores(q_, k_, tile, scale) - lse_[..., None]).exp()
             mean = (grad_ * out_).sum(-1).permute(0, 2, 3, 1)
             ds = p * (torch.einsum("nikgd,njkd->nkgij", grad_, v_) - mean[..., None]) * scale
             grads[0].append(torch.einsum("nkgij,njkd->nikgd", ds, k_).flatten(2, 3).flatten(0, 1))
@@ -84,11 +84,23 @@ def _batches(tile: Tile, *rows: tuple[Tensor, str]) -> list[tuple[Tensor, ...]]:
     return batches
 
 
-def _scores(q_Nikgd: Tensor, k_Njkd: Tensor, window: Window, scale: float) -> Tensor:
+def _scores(q_Nikgd: Tensor, k_Njkd: Tensor, tile: Tile, scale: float) -> Tensor:
     scores = torch.einsum("nikgd,njkd->nkgij", q_Nikgd, k_Njkd) * scale
-    if window == (-1, -1):
-        return scores
-    return scores.masked_fill_(~allowed(scores.shape[-2], scores.shape[-1], window, scores.device), float("-inf"))
+    if tile.window != (-1, -1):
+        scores.masked_fill_(~allowed(scores.shape[-2], scores.shape[-1], tile.window, scores.device), float("-inf"))
+    return scores if tile.within is None else scores.masked_fill_(~together(tile.within.cu_seqlens, scores.shape[-1]), float("-inf"))
+
+
+@internal_api
+def together(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """[T, T] bool: whether two tokens lie in one packed sequence.
+
+    Args:
+        cu_seqlens: [N + 1] bounds, on any device; some sequences may be empty.
+        num_tokens: T.
+    """
+    sequences = torch.searchsorted(cu_seqlens, torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype), right=True)
+    return sequences == sequences[:, None]
 
 
 def _grouped(x_NiAd: Tensor, heads: int) -> Tensor:
@@ -123,7 +135,7 @@ class FlashAttention:
             q_, k_, v_, *_bounds(tile, q.device), 0.0, False, False, scale=scale, window_size_left=left, window_size_right=right
         )
         # [N, A, i] of a batch, [A, t] of blocks behind one another.
-        return (out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)) if tile.is_even else (out, lse.transpose(0, 1))
+        return (out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)) if _is_batch(tile) else (out, lse.transpose(0, 1))
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, scale: float
@@ -150,17 +162,25 @@ class FlashAttention:
             window_size_left=left,
             window_size_right=right,
         )
-        dq, dk, dv = (x.flatten(0, 1) if tile.is_even else x for x in grads)
+        dq, dk, dv = (x.flatten(0, 1) if _is_batch(tile) else x for x in grads)
         return dq, dk, dv
+
+
+def _is_batch(tile: Tile) -> bool:
+    return tile.is_even and tile.within is None
 
 
 def _bounds(tile: Tile, device: torch.device) -> tuple[Tensor | None, Tensor | None, int, int]:
     """Where the blocks begin and end (nothing for a batch of equal ones), and their greatest lengths."""
+    if (within := tile.within) is not None:
+        return within.cu_seqlens, within.cu_seqlens, within.max_seqlen, within.max_seqlen
     longest = max(tile.queries.lengths), max(tile.keys.lengths)
     return (None, None, *longest) if tile.is_even else (tile.queries.bounds(device), tile.keys.bounds(device), *longest)
 
 
 def _take(x: Tensor, spans: Spans, tile: Tile) -> Tensor:
+    if tile.within is not None:
+        return x
     return spans.view(x) if tile.is_even else x.index_select(0, spans.rows(x.device))
 
 
@@ -209,7 +229,7 @@ class CudnnAttention:
 
 
 def _has_its_mask(tile: Tile) -> bool:
-    if not tile.is_even or min(tile.queries.lengths[0], tile.keys.lengths[0]) < SHORTEST:
+    if not _is_batch(tile) or min(tile.queries.lengths[0], tile.keys.lengths[0]) < SHORTEST:
         return False
     # The kernels count from the first query and key, tiles from the last: where there are equally many, that is the same.
     return tile.window == (-1, -1) or (tile.window == (-1, 0) and tile.queries.lengths[0] == tile.keys.lengths[0])

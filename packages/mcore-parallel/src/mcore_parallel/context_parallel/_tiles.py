@@ -67,12 +67,31 @@ class Spans:
 
 @internal_api
 @dataclass(frozen=True)
+class DeviceBounds:
+    """Packed sequences whose bounds the host does not know."""
+
+    cu_seqlens: Tensor
+    """[N + 1] int32 on the device; the last one is T."""
+    max_seqlen: int
+    """No sequence is longer."""
+
+
+@internal_api
+@dataclass(frozen=True)
 class Tile:
     """Blocks of several sequences under one window; no row of queries or keys is in two of them."""
 
     queries: Spans
     keys: Spans
     window: Window
+    within: DeviceBounds | None = None
+    """Sequences that the one block of all rows consists of; None where blocks are sequences, or parts of them."""
+
+    @classmethod
+    def of_all(cls, num_rows: int, window: Window, within: DeviceBounds) -> "Tile":
+        """All rows, in sequences that the device knows."""
+        rows = Spans((0,), (num_rows,))
+        return cls(rows, rows, window, within)
 
     @cached_property
     def is_even(self) -> bool:

@@ -7,6 +7,7 @@ from mcore_parallel.models._bert import BertModel
 from mcore_parallel.models._bert_heads import BertOutput
 from mcore_parallel.models._config import CONFIG_RULES, ConfigRule, TransformerConfig
 from mcore_parallel.models._cost import feed_forward_share, flops_per_token, num_bert_parameters, num_parameters
+from mcore_parallel.models._device_bounds import check_takes_device_bounds
 from mcore_parallel.models._gpt import GPTModel, init_parameters
 from mcore_parallel.models._hybrid import MambaModel, as_pattern, hybrid_config, pattern_name, plain_name
 from mcore_parallel.models._init import SelfInitialised
@@ -59,6 +60,7 @@ __all__ = [
     "as_pattern",
     "check_follows_prefixes",
     "check_layout",
+    "check_takes_device_bounds",
     "dense_feed_forward",
     "feed_forward_share",
     "flops_per_token",

@@ -31,7 +31,10 @@ class Step:
     """[T] int64, which part of its sequence a token belongs to, for models that tell them apart."""
     cu_seqlens: Tensor | None = None
     """[N + 1] integers on the host: bounds of N packed sequences among the tokens of all context-parallel ranks; they attend to
-    themselves only. None for B sequences."""
+    themselves only. On the device where ``max_seqlen`` is given. None for B sequences."""
+    max_seqlen: int | None = None
+    """No packed sequence is longer; ``cu_seqlens`` lie on the device of the tokens then, the last ones of which may be empty, and nobody
+    reads them on the host: graphs can hold such a step. None for bounds on the host."""
     prefixes: Tensor | None = None
     """[N] integers on the host: for each packed sequence the number of an earlier one in front of it, whose tokens it sees beside its own,
     -1 for none; ``positions`` go on behind it. None where no sequence has one."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_parallel.context_parallel import SequenceSplitError, sequence_lengths, sequence_prefixes, tokens_ahead, zigzag_indices
+from mcore_parallel.context_parallel import SequenceSplitError, sequence_lengths, sequence_prefixes, to_device, tokens_ahead, zigzag_indices
 from mcore_parallel.groups import Group
 from mcore_parallel.nn import Step
 
@@ -41,6 +41,8 @@ class Batch:
     """[B, S] int64; None for 0 upwards in every sequence."""
     cu_seqlens: Tensor | None = None
     """[N + 1] integers on the host: bounds of N packed sequences among the B * S tokens, row by row; None when each row is one."""
+    max_seqlen: int | None = None
+    """As of ``Step``; ``with_device_bounds`` sets it."""
     prefixes: Tensor | None = None
     """[N] integers on the host: for each packed sequence the number of an earlier one in front of it, -1 for none. It sees the tokens of
     that one beside its own, and its positions go on behind them. None where no sequence has one."""
@@ -63,6 +65,10 @@ class Batch:
             if self.cu_seqlens is None:
                 raise ValueError("prefixes are numbers of packed sequences; give their cu_seqlens, too")
             sequence_prefixes(self.prefixes, len(self.cu_seqlens) - 1)
+        if self.max_seqlen is not None and (self.cu_seqlens is None or self.prefixes is not None):
+            raise ValueError(
+                f"max_seqlen={self.max_seqlen} is of packed sequences without prefixes; give cu_seqlens on the device, or leave it"
+            )
 
     def step(self) -> Step:
         """The forward pass over this batch."""
@@ -80,7 +86,33 @@ class Batch:
         if self.positions is None and self.cu_seqlens is None:
             return dataclasses.replace(Step.causal(B, S, self.tokens.device), **more)
         positions = self._positions() if self.positions is None else self.positions
-        return Step(batch_size=B, seq_len=S, positions=positions.flatten(), cu_seqlens=self.cu_seqlens, **more)
+        return Step(batch_size=B, seq_len=S, positions=positions.flatten(), cu_seqlens=self.cu_seqlens, max_seqlen=self.max_seqlen, **more)
+
+    def with_device_bounds(self, num_sequences: int) -> "Batch":
+        """The same packed sequences with bounds on the device, always of ``num_sequences``, the last of which may be empty: layers whose
+        attention core takes them run from one CUDA graph, however the tokens are packed (``mcore_parallel.graphs``).
+
+        Args:
+            num_sequences: at least those that there are, what is left of a row among them.
+
+        Raises:
+            ValueError: more sequences, none packed, prefixes, or a share of context-parallel ranks.
+        """
+        if self.cu_seqlens is None or self.prefixes is not None or self.context_size > 1:
+            raise ValueError("bounds on the device are of packed sequences (cu_seqlens) without prefixes, over cp=1")
+        lengths = self.sequence_lengths()
+        if len(lengths) > num_sequences:
+            raise ValueError(f"{len(lengths)} sequences are packed, more than num_sequences={num_sequences}; raise it, or pack fewer")
+        if max(lengths) > self.tokens.shape[1]:
+            raise ValueError(f"a sequence of {max(lengths)} tokens goes over the end of a row of {self.tokens.shape[1]}; end it there")
+        bounds = self.cu_seqlens.int()
+        bounds = torch.cat((bounds, bounds[-1:].expand(num_sequences - len(lengths))))
+        return dataclasses.replace(
+            self,
+            positions=self._positions() if self.positions is None else self.positions,
+            cu_seqlens=to_device(bounds, self.tokens.device),
+            max_seqlen=self.tokens.shape[1],
+        )
 
     def ahead(self, by: int, group: Group) -> "Batch":
         """The same tokens with the labels and weights of those ``by`` places later in their sequences, 0 behind the ends.
@@ -110,6 +142,8 @@ class Batch:
         """
         if group.size == self.context_size:
             return self
+        if self.max_seqlen is not None:
+            raise SequenceSplitError(f"sequences with bounds on the device cannot be split over cp={group.size} ranks; give host bounds")
         if self.prefixes is not None:
             raise SequenceSplitError(f"sequences behind a prefix cannot be split over cp={group.size} ranks; pack without, or set cp=1")
         if self.context_size > 1:

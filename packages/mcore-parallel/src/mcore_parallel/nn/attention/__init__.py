@@ -6,12 +6,15 @@ from mcore_parallel.nn.attention._cores import (
     AttentionCore,
     AttentionCoreBuilder,
     AttentionSpec,
+    DeviceBoundsCore,
     PrefixAttentionCore,
     SinkAttentionCore,
     causal_attention,
+    check_device_bounds,
     check_prefixes,
     default_attention,
     follows_prefixes,
+    takes_device_bounds,
 )
 from mcore_parallel.nn.attention._cross import CrossAttention
 from mcore_parallel.nn.attention._latent import LatentAttentionConfig, LatentCache, LatentCore, LatentSelfAttention
@@ -40,6 +43,7 @@ __all__ = [
     "ClipReport",
     "ContextParallelBuilder",
     "CrossAttention",
+    "DeviceBoundsCore",
     "FusedScaleMaskSoftmax",
     "HeadNorms",
     "LatentAttentionConfig",
@@ -58,6 +62,7 @@ __all__ = [
     "SoftmaxOne",
     "attention_capabilities",
     "causal_attention",
+    "check_device_bounds",
     "check_prefixes",
     "choose_attention",
     "clip_qk",
@@ -68,5 +73,6 @@ __all__ = [
     "reference_attention",
     "select_attention",
     "shared_key_factors",
+    "takes_device_bounds",
     "track_max_logits",
 ]

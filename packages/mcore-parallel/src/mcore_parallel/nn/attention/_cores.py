@@ -50,6 +50,8 @@ class AttentionSpec:
     """Factor of the scores, above 0; None for 1 / sqrt(head_dim)."""
     packed: bool = False
     """Whether steps with ``cu_seqlens`` will come."""
+    device_bounds: bool = False
+    """Whether these lie on the device (``Step.max_seqlen``)."""
     training: bool = True
     """Whether there will be a backward."""
     dtype: torch.dtype = torch.bfloat16
@@ -152,6 +154,36 @@ def check_prefixes(core: object) -> None:
         )
 
 
+@experimental_api
+@runtime_checkable
+class DeviceBoundsCore(Protocol):
+    """An attention core that can say whether it takes bounds of packed sequences on the device."""
+
+    @property
+    def takes_device_bounds(self) -> bool: ...
+
+
+@internal_api
+def takes_device_bounds(core: object) -> bool:
+    """Whether an attention core takes ``Step.max_seqlen``; one that does not say so does not."""
+    return core is causal_attention or (isinstance(core, DeviceBoundsCore) and core.takes_device_bounds)
+
+
+@internal_api
+def check_device_bounds(core: object) -> None:
+    """Whether a step of a core may have bounds on the device.
+
+    Raises:
+        ValueError: the core reads them on the host.
+    """
+    if not takes_device_bounds(core):
+        name = getattr(core, "__name__", type(core).__name__)
+        raise ValueError(
+            f"attention core {name} reads the bounds of packed sequences on the host and takes none on the device (max_seqlen); set "
+            "attention_backend='sdpa', or 'context_parallel' for windows and sinks, with cp=1, or give host bounds"
+        )
+
+
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, layer: int, step: Step) -> Tensor:
     """Causal softmax attention inside each of the step's B sequences, by torch's fused kernel, or of its packed sequences.
 
@@ -197,7 +229,7 @@ class SDPAttention:
     def __init__(self, spec: AttentionSpec, groups: ProcessGroups, *, kernels: tuple[SDPBackend, ...] | None = None) -> None:
         self.causal, self.scale = spec.causal, spec.softmax_scale
         self.kernels = kernels
-        self.follows_prefixes = True
+        self.follows_prefixes = self.takes_device_bounds = True
         alone = Group.single()
         self._packed = ContextParallelAttention(gathered=alone, heads=alone, ring=alone, window=spec.bounds, softmax_scale=self.scale)
 

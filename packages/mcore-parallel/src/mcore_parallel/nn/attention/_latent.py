@@ -14,7 +14,7 @@ from mcore_parallel.comm import copy_to_tensor_model_parallel_region, gather_fro
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._factory import LayerFactory, TorchLayers
 from mcore_parallel.nn._step import Step
-from mcore_parallel.nn.attention._cores import AttentionCore, AttentionSpec, causal_attention, check_prefixes
+from mcore_parallel.nn.attention._cores import AttentionCore, AttentionSpec, causal_attention, check_device_bounds, check_prefixes
 from mcore_parallel.nn.attention._qk_clip import LogitTracker
 from mcore_parallel.nn.positions import apply_rotary
 from mcore_parallel.tensor_parallel import ReplicatedLinear
@@ -171,6 +171,8 @@ class LatentSelfAttention(nn.Module):
         """[T or T / tp, D] -> the same."""
         if step.prefixes is not None:
             check_prefixes(self.core)
+        if step.max_seqlen is not None:
+            check_device_bounds(self.core)
         q_nope, q_rope = self._queries(x, step)
         latent, k_rope = self._latents(x)
         if isinstance(self.core, LatentCore):

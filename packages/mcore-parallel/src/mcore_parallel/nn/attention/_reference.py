@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mcore_parallel.context_parallel import sequence_prefixes
+from mcore_parallel.context_parallel import sequence_prefixes, together
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._step import Step
 from mcore_parallel.nn.attention._cores import AttentionSpec
@@ -80,12 +80,15 @@ class ReferenceAttention:
 
     def __init__(self, spec: AttentionSpec, groups: ProcessGroups) -> None:
         self.spec = spec
-        self.follows_prefixes = True
+        self.follows_prefixes = self.takes_device_bounds = True
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, step: Step, *, sink: Tensor | None = None) -> Tensor:
         spec = self.spec
         if sink is None and spec.softmax_type == "off-by-one":
             sink = q.new_zeros(q.shape[1])
+        if step.max_seqlen is not None and step.cu_seqlens is not None:
+            apart = ~together(step.cu_seqlens, len(q))
+            return reference_attention(q, k, v, causal=False, window=spec.bounds, sink=sink, scale=spec.softmax_scale, mask=apart)
         bounds = step.cu_seqlens
         if step.cu_seqlens is not None and step.prefixes is not None:
             rows, bounds = _with_prefixes(step.cu_seqlens.tolist(), step.prefixes)

@@ -32,6 +32,8 @@ class AttentionCapability:
     sink: bool
     """Off-by-one and learnable softmax."""
     packed: bool
+    device_bounds: bool
+    """Of packed sequences, over cp=1."""
     cp: bool
     """Sequences split over ranks."""
     grouped: bool
@@ -64,6 +66,7 @@ class AttentionCapability:
             (self.bidirectional or spec.causal, "causal=False"),
             (self.sink or spec.softmax_type == "vanilla", f"softmax_type={spec.softmax_type!r}"),
             (self.packed or not spec.packed, "packed=True"),
+            ((self.device_bounds and groups.cp.size == 1) or not spec.device_bounds, "device_bounds=True"),
             (self.cp or groups.cp.size == 1, f"cp={groups.cp.size}"),
             (self.grouped or spec.num_kv_heads == spec.num_heads, f"num_kv_heads={spec.num_kv_heads} of num_heads={spec.num_heads}"),
             (self.value_dim or spec.width == spec.head_dim, f"value_dim={spec.width} with head_dim={spec.head_dim}"),
@@ -81,6 +84,7 @@ ATTENTION_BACKENDS = (
         summary="torch's kernels: cuDNN, flash, memory-efficient, or the formula",
         window=False,
         sink=False,
+        device_bounds=True,
         cp=False,
         dtypes=_HALF + _FLOAT + _DOUBLE,
         factory="mcore_parallel.nn.attention._cores:sdpa_attention",
@@ -91,6 +95,7 @@ ATTENTION_BACKENDS = (
         summary="torch's flash kernels on tiles of the scores, over any cp; the formula in float32 and float64",
         window=True,
         sink=True,
+        device_bounds=True,
         cp=True,
         dtypes=_HALF + _FLOAT + _DOUBLE,
         factory="mcore_parallel.nn.attention._registry:build_context_parallel",
@@ -101,6 +106,7 @@ ATTENTION_BACKENDS = (
         summary="torch's FlexAttention, compiled; no backward on the CPU",
         window=True,
         sink=True,
+        device_bounds=False,
         cp=False,
         dtypes=_HALF + _FLOAT,
         factory="mcore_parallel.nn.attention._flex:FlexAttention",
@@ -112,6 +118,7 @@ ATTENTION_BACKENDS = (
         summary="Transformer Engine's DotProductAttention",
         window=True,
         sink=False,
+        device_bounds=False,
         cp=False,
         dtypes=_HALF,
         factory="mcore_parallel.backends._transformer_engine:te_attention",
@@ -123,6 +130,7 @@ ATTENTION_BACKENDS = (
         summary="the definition, with all scores in memory; to measure the others by",
         window=True,
         sink=True,
+        device_bounds=True,
         cp=False,
         dtypes=_HALF + _FLOAT + _DOUBLE,
         factory="mcore_parallel.nn.attention._reference:ReferenceAttention",
@@ -133,6 +141,7 @@ ATTENTION_BACKENDS = (
         summary="sums in one order for each token, so that its bits do not depend on the other sequences of a batch",
         window=True,
         sink=True,
+        device_bounds=False,
         cp=False,
         dtypes=_HALF + _FLOAT + _DOUBLE,
         factory="mcore_parallel.nn.attention._batch_invariant:BatchInvariantAttention",

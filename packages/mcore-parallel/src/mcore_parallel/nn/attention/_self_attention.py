@@ -14,7 +14,14 @@ from mcore_parallel.groups import ProcessGroups, ShardSpec
 from mcore_parallel.nn._factory import LayerFactory, TorchLayers
 from mcore_parallel.nn._norm import RMSNorm
 from mcore_parallel.nn._step import Step
-from mcore_parallel.nn.attention._cores import AttentionCore, AttentionSpec, SinkAttentionCore, causal_attention, check_prefixes
+from mcore_parallel.nn.attention._cores import (
+    AttentionCore,
+    AttentionSpec,
+    SinkAttentionCore,
+    causal_attention,
+    check_device_bounds,
+    check_prefixes,
+)
 from mcore_parallel.nn.attention._norm_across_heads import RMSNormAcrossHeads
 from mcore_parallel.nn.attention._packed import HeadNorms, PackedAttentionCore, PackedHeads
 from mcore_parallel.nn.attention._qk_clip import LogitTracker, shared_key_factors
@@ -184,6 +191,8 @@ class SelfAttention(nn.Module):
         """[T or T / tp, D] -> the same; rotary embedding is applied when the step carries its tables."""
         if step.prefixes is not None:
             check_prefixes(self.core)
+        if step.max_seqlen is not None:
+            check_device_bounds(self.core)
         qkv = self.qkv(x).unflatten(-1, (self.local_kv_heads, -1, self.head_dim))
         heads = None
         if self._may_pack and step.attention is not None and self.logits is None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mcore_parallel.nn._norm import LayerNorm, RMSNorm
 from mcore_parallel.nn._step import Step
-from mcore_parallel.nn.attention import AttentionCore, SinkAttentionCore, follows_prefixes
+from mcore_parallel.nn.attention import AttentionCore, SinkAttentionCore, follows_prefixes, takes_device_bounds
 from mcore_parallel.nn.memory._offload import ActivationOffloader
 from mcore_parallel.nn.memory._recompute import discard_output, recompute
 
@@ -94,6 +94,11 @@ class ManagedCore:
     def follows_prefixes(self) -> bool:
         """Whether the core follows ``Step.prefixes``."""
         return follows_prefixes(self.core)
+
+    @property
+    def takes_device_bounds(self) -> bool:
+        """Whether the core takes ``Step.max_seqlen``."""
+        return takes_device_bounds(self.core)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, step: Step, *, sink: Tensor | None = None) -> Tensor:
         offload = self.offloader is not None and layer in self.offloaded_layers

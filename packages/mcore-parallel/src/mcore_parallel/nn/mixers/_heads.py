@@ -79,6 +79,8 @@ def whole_lengths(step: Step, tokens: int, cp: int) -> tuple[int, ...]:
     """
     if step.prefixes is not None:
         raise SequenceSplitError("linear mixers go on from one state and follow no prefixes of packed sequences; pack without prefixes")
+    if step.max_seqlen is not None:
+        raise SequenceSplitError(f"max_seqlen={step.max_seqlen}: linear mixers read bounds of sequences on the host; leave it out")
     lengths = (step.seq_len * cp,) * step.batch_size if step.cu_seqlens is None else sequence_lengths(step.cu_seqlens)
     if sum(lengths) != tokens * cp:
         raise SequenceSplitError(f"sequences of {sum(lengths)} tokens, but {cp} cp ranks with {tokens} tokens each; give all bounds")
