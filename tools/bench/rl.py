@@ -4,6 +4,7 @@
 
 python -m tools.bench.rl --model llama-1b --turns qwen3-8b --output docs/benchmarks/rl.json
 python -m tools.bench.rl --model llama-1b --shared-prompts --output docs/benchmarks/rl_shared_prompts.json
+python -m tools.bench.rl --model tiny --size tiny --device cpu --cycles 100 --output docs/benchmarks/rl_turns_cpu.json
 """
 
 import argparse
@@ -11,6 +12,7 @@ import asyncio
 import dataclasses
 import gc
 import json
+import os
 import random
 import statistics
 import time
@@ -21,6 +23,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention, SamplingParams
 from mcore_parallel import ProcessGroups
@@ -155,9 +158,9 @@ class Clock:
             torch.cuda.synchronize()
 
     def used(self) -> int:
-        """Bytes of the device that are not free, whoever holds them."""
+        """Bytes of the device that are not free, whoever holds them; on a CPU the resident memory of this process."""
         if self._device.type != "cuda":
-            return 0
+            return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 
@@ -241,16 +244,16 @@ def refits(learner: Learner, engine: DynamicInferenceEngine, clock: Clock) -> di
 
 
 def turns(learner: Learner, engine: DynamicInferenceEngine, clock: Clock, cycles: int) -> dict[str, Any]:
-    """Times to hand the device over, both ways, over some cycles with a short generation each; and what it holds meanwhile."""
+    """Times to hand the device over, both ways, over some cycles with a short generation each; what it holds meanwhile,
+    and the bytes of tensors behind each."""
     parts: dict[str, Any] = {"optimizer": learner.optimizer, "sync": learner.sync, "engine": engine}
-    on_gpu = next(learner.model.parameters()).is_cuda
     cache = engine.context.cache.num_bytes
     used = [clock.used()]
     suspended = [clock(engine.suspend)]
     used.append(clock.used())
     resumed = [clock(engine.resume)]
     suspended.append(clock(engine.suspend))
-    there, back, first_tokens, peaks = [], [], [], []
+    there, back, first_tokens, peaks, tensors = [], [], [], [], []
     for _ in range(cycles + 1):
         gc.collect()
         block = SWITCH.generating(**parts)
@@ -259,6 +262,7 @@ def turns(learner: Learner, engine: DynamicInferenceEngine, clock: Clock, cycles
         peaks.append(clock.used())
         # The state is on its way back beside other work; here it is waited for.
         back.append(clock(lambda block=block: block.__exit__(None, None, None)))
+        tensors.append(_tensor_bytes())
     clock(engine.resume)
     return {
         "suspend_s": round(max(suspended), 4), "resume_s": round(max(resumed), 4),
@@ -268,8 +272,14 @@ def turns(learner: Learner, engine: DynamicInferenceEngine, clock: Clock, cycles
         "to_training_s": round(statistics.median(back[1:]), 3), "to_training_max_s": round(max(back[1:]), 3),
         "first_tokens_s": round(statistics.median(first_tokens[1:]), 3), "cycles": cycles,
         "peak_gib": [round(min(peaks[1:]) / 2**30, 4), round(max(peaks[1:]) / 2**30, 4)],
-        "peak_growth": round(max(peaks[1:]) / min(peaks[1:]) - 1, 5) if on_gpu else None,
+        "peak_growth": round(max(peaks[1:]) / min(peaks[1:]) - 1, 5), "tensor_bytes": [min(tensors[1:]), max(tensors[1:])],
     }  # fmt: skip
+
+
+def _tensor_bytes() -> int:
+    """Of all tensors that Python holds, memory that several share once."""
+    storages = [found.untyped_storage() for found in gc.get_objects() if type(found) in (Tensor, torch.nn.Parameter)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.device.type != "meta"}.values())
 
 
 def step(learner: Learner, engine: DynamicInferenceEngine, work: Work, clock: Clock) -> dict[str, Any]:
@@ -374,6 +384,7 @@ def main() -> None:
     parser.add_argument(
         "--shared-prompts", action="store_true", help="training alone, a long prompt once and with each answer; nothing else"
     )
+    parser.add_argument("--cycles", type=int, help="turns of trainer and engine of the first shape; nothing else is measured")
     parser.add_argument("--size", default="full", choices=sorted(SIZES))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path)
@@ -394,10 +405,13 @@ def main() -> None:
         keep("shared prompts", arguments.model, lambda: shared_prompts(alone, SHARED[arguments.size], clock))
     for number, model in enumerate(() if arguments.shared_prompts else (arguments.model, *arguments.turns)):
         learner, engine = build(model, work, device, narrow=number > 0)
-        keep("refit", model, lambda learner=learner, engine=engine: refits(learner, engine, clock))
-        cycles = 5 if number else work.cycles
+        if arguments.cycles is not None:
+            refit(learner.model, learner.groups, engine, WeightTransfer())
+        else:
+            keep("refit", model, lambda learner=learner, engine=engine: refits(learner, engine, clock))
+        cycles = arguments.cycles or (5 if number else work.cycles)
         keep("turns", model, lambda learner=learner, engine=engine, cycles=cycles: turns(learner, engine, clock, cycles))
-        if not number:
+        if not number and arguments.cycles is None:
             keep("step", model, lambda learner=learner, engine=engine: step(learner, engine, work, clock))
         learner = engine = None
         gc.collect()
