@@ -33,15 +33,15 @@ MIXTURE = MoEConfig(
     moe_router_topk_scaling_factor=1.5,
     moe_router_enable_expert_bias=True,
     moe_router_bias_update_rate=0.02,
-    moe_router_load_balancing_type=("aux_loss", "seq_aux_loss"),
-    moe_aux_loss_coeff=(0.1, 0.05),
+    moe_router_load_balancing_type=("aux_loss", "seq_aux_loss", "device_aux_loss", "comm_aux_loss"),
+    moe_aux_loss_coeff=(0.1, 0.05, 0.2, 0.3),
     moe_z_loss_coeff=0.01,
     moe_shared_expert_intermediate_size=8,
     moe_shared_expert_gate=True,
 )
 GLOBAL = dataclasses.replace(
-    MIXTURE, moe_router_load_balancing_type=("global_aux_loss", "aux_loss"), moe_router_score_function="softmax",
-    moe_router_enable_expert_bias=False, moe_router_bias_update_rate=0.0,
+    MIXTURE, moe_router_load_balancing_type=("global_aux_loss", "aux_loss"), moe_aux_loss_coeff=(0.1, 0.05),
+    moe_router_score_function="softmax", moe_router_enable_expert_bias=False, moe_router_bias_update_rate=0.0,
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from mcore_parallel.models import TransformerConfig, check_layout
 from mcore_parallel.nn import Step
 
 MODEL = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=4, vocab_size=16)
+GROUPS: dict[str, Any] = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
 BIASED: dict[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 QUANTILES: dict[str, Any] = {"moe_router_load_balancing_type": "quantile_balancing", "moe_router_enable_expert_bias": True}
 
@@ -74,6 +75,20 @@ def test_types_and_sizes_are_checked(values: dict[str, Any], message: str) -> No
         (
             {"moe_router_load_balancing_type": "sinkhorn", "moe_router_pre_softmax": True},
             "moe_router_pre_softmax=True changes nothing with",
+        ),
+        ({"moe_aux_loss_num_devices": 4}, "moe_aux_loss_num_devices=4 is for .*'device_aux_loss' and 'comm_aux_loss', found 'aux_loss'"),
+        ({"moe_router_load_balancing_type": "comm_aux_loss"}, "type='comm_aux_loss' balances devices; set moe_aux_loss_num_devices"),
+        (
+            {"moe_router_load_balancing_type": "device_aux_loss", "moe_aux_loss_num_devices": 3},
+            "moe_aux_loss_num_devices=3 must be at least 2 and divide num_moe_experts=8 for .*'device_aux_loss'",
+        ),
+        (
+            {"moe_router_load_balancing_type": "device_aux_loss", "moe_router_num_groups": 1, "moe_router_group_topk": 1},
+            "moe_router_num_groups=1 must be at least 2",
+        ),
+        (
+            {"moe_router_load_balancing_type": "device_aux_loss", **GROUPS, "moe_aux_loss_num_devices": 0},
+            "moe_aux_loss_num_devices=0 must be at least 2",
         ),
         ({"moe_router_bias_decay_steps": 9}, "moe_router_bias_decay_steps=9 freezes a bias that never moves; set moe_router_enable_expert"),
         ({**BIASED, "moe_router_bias_decay_steps": 0}, "moe_router_bias_decay_steps=0 must be at least 1"),

@@ -17,10 +17,12 @@ from mcore_parallel.models import AuxLoss, Site, TransformerConfig
 from mcore_parallel.nn import Step
 
 E, K, D = 6, 2, 8
+DEVICES = 3
 F64 = torch.float64
 EVERY_LOSS: dict[str, Any] = {
-    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss"),
-    "moe_aux_loss_coeff": (0.1, 0.2, 0.3),
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "device_aux_loss", "comm_aux_loss"),
+    "moe_aux_loss_coeff": (0.1, 0.2, 0.3, 0.5, 0.6),
+    "moe_aux_loss_num_devices": DEVICES,
     "moe_z_loss_coeff": 0.4,
 }
 MODEL = TransformerConfig(num_layers=1, hidden_size=D, num_attention_heads=2, vocab_size=16, ffn_hidden_size=10)
@@ -49,6 +51,20 @@ def balance(scores: Tensor, picks: Tensor) -> Tensor:
     return E * total
 
 
+def balance_of_devices(scores: Tensor, picks: Tensor, num_devices: int, most: int) -> tuple[Tensor, Tensor]:
+    """The loss of the picks of devices, and of the tokens sent to them, each to ``most`` of them."""
+    held = E // num_devices
+    by_picks, by_tokens = torch.zeros((), dtype=F64), torch.zeros((), dtype=F64)
+    for device in range(num_devices):
+        experts = range(device * held, (device + 1) * held)
+        share = sum(scores[:, expert].mean() for expert in experts)
+        loads = [E / K * (picks == expert).sum() / len(scores) for expert in experts]
+        sent = sum(any(pick in experts for pick in row) for row in picks.tolist())
+        by_picks = by_picks + share * sum(loads) / held
+        by_tokens = by_tokens + share * num_devices / (most * len(scores)) * sent
+    return by_picks, by_tokens
+
+
 def expected_losses(logits: Tensor, sequences: list[list[int]], sigmoid: bool) -> dict[str, Tensor]:
     """Of real tokens, by the lists of them that are a sequence."""
     scores = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True) if sigmoid else logits.softmax(-1)
@@ -56,10 +72,13 @@ def expected_losses(logits: Tensor, sequences: list[list[int]], sigmoid: bool) -
     real = [token for sequence in sequences for token in sequence]
     of_sequences = [balance(scores[sequence], picks[sequence]) for sequence in sequences if sequence]
     whole = balance(scores[real], picks[real])
+    by_picks, by_tokens = balance_of_devices(scores[real], picks[real], DEVICES, K)
     return {
         "load_balancing_loss": whole,
         "seq_load_balancing_loss": sum(of_sequences[1:], start=of_sequences[0]) / len(of_sequences),
         "global_load_balancing_loss": whole,
+        "device_load_balancing_loss": by_picks,
+        "comm_load_balancing_loss": by_tokens,
         "z_loss": torch.stack([logits[token].exp().sum().log() ** 2 for token in real]).mean(),
     }
 
@@ -82,8 +101,26 @@ def test_losses_equal_their_formulas(sigmoid: bool, bias: bool) -> None:
     logits = x @ module.weight.t() + (module.bias if bias else 0)
     check_losses(module, losses, x, expected_losses(logits, [[*range(4)], [*range(4, 8)], [*range(8, 12)]], sigmoid))
     assert {name: loss.coefficient for name, loss in losses.items()} == {
-        "load_balancing_loss": 0.1, "seq_load_balancing_loss": 0.2, "global_load_balancing_loss": 0.3, "z_loss": 0.4,
+        "load_balancing_loss": 0.1, "seq_load_balancing_loss": 0.2, "global_load_balancing_loss": 0.3,
+        "device_load_balancing_loss": 0.5, "comm_load_balancing_loss": 0.6, "z_loss": 0.4,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_devices", "most"), [(None, 1), (2, 2)], ids=["groups", "devices"])
+def test_losses_of_devices_follow_the_picks_of_the_groups(num_devices: int | None, most: int) -> None:
+    choices: dict[str, Any] = {"moe_router_num_groups": 3, "moe_router_group_topk": 1, "moe_router_score_function": "sigmoid"}
+    types: dict[str, Any] = {"moe_router_load_balancing_type": ("device_aux_loss", "comm_aux_loss"), "moe_aux_loss_coeff": (1.0, 1.0)}
+    module = router(**choices, **types, moe_aux_loss_num_devices=num_devices, moe_router_enable_expert_bias=True)
+    assert module.expert_bias is not None
+    module.expert_bias.normal_(generator=torch.Generator().manual_seed(0))
+    x = torch.randn(11, D, dtype=F64, requires_grad=True)
+    routing, losses = module(x, Step.causal(1, 11))
+    scores = (x @ module.weight.t()).sigmoid()
+    picked = balance_of_devices(scores / scores.sum(-1, keepdim=True), routing.experts_TK, num_devices or 3, most)
+    check_losses(module, losses, x, dict(zip(("device_load_balancing_loss", "comm_load_balancing_loss"), picked, strict=True)))
+    if num_devices is None:
+        # A token whose experts lie on one device is one token there.
+        torch.testing.assert_close(*picked)
 
 
 def test_losses_of_packed_sequences_with_padding() -> None:
@@ -113,7 +150,8 @@ def test_a_balanced_router_costs_one_and_evaluation_costs_nothing() -> None:
     x = torch.randn(9, D, dtype=F64)
     _, losses = module(x, Step.causal(1, 9))
     # All scores are equal, so whoever is chosen the loss is 1.
-    assert [losses[name].value.item() for name in list(losses)[:3]] == pytest.approx([1.0] * 3)
+    # All go to experts of one device, of two that they may go to.
+    assert [losses[name].value.item() for name in list(losses)[:5]] == pytest.approx([1.0] * 4 + [0.5])
     assert module.eval()(x, Step.causal(1, 9))[1] == {}
     with torch.no_grad():
         assert module.train()(x, Step.causal(1, 9))[1] == {}

@@ -21,8 +21,11 @@ LOSS_NAMES: Mapping[str, str] = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
+    "device_aux_loss": "device_load_balancing_loss",
+    "comm_aux_loss": "comm_load_balancing_loss",
 }
 """Load-balancing type -> what its loss is called in reports."""
+_OF_DEVICES = ("device_aux_loss", "comm_aux_loss")
 _WITHOUT_LOSS = ("sinkhorn", "quantile_balancing", "none")
 
 RESERVED = frozenset({
@@ -112,11 +115,15 @@ class MoEConfig:
     moe_router_bias_decay_style: str = "constant"
     """How its rate comes down to 0 by then: constant, all at once; linear or cosine, from the first step on."""
     moe_router_load_balancing_type: str | tuple[str, ...] = "aux_loss"
-    """aux_loss (over a micro-batch), seq_aux_loss (over each sequence), global_aux_loss (over the global batch so far), or several of
-    them; sinkhorn, which balances the selection instead; quantile_balancing, which sets the bias of the experts to what would have given
-    each its even share of the global batch; none. A tuple of one is its element."""
+    """aux_loss (over a micro-batch), seq_aux_loss (over each sequence), global_aux_loss (over the global batch so far), device_aux_loss (of
+    the picks of devices) and comm_aux_loss (of the tokens that are sent to devices; both over a micro-batch), or several of them;
+    sinkhorn, which balances the selection instead; quantile_balancing, which sets the bias of the experts to what would have given each
+    its even share of the global batch; none. A tuple of one is its element."""
     moe_aux_loss_coeff: float | tuple[float, ...] = 0.0
     """Weight of the load-balancing loss, one for each type; 0 switches it off."""
+    moe_aux_loss_num_devices: int | None = None
+    """Devices of device_aux_loss and comm_aux_loss: experts are cut into so many groups in order, as ``ParallelPlan.ep`` cuts them. What
+    the layout is changes nothing. None for ``moe_router_num_groups``."""
     moe_z_loss_coeff: float | None = None
     """Weight of the mean squared log-sum-exp of the logits; None switches it off."""
     moe_router_report_entropy: bool = False
@@ -209,6 +216,20 @@ class MoEConfig:
         entropy = ("router_entropy",) if self.moe_router_report_entropy else ()
         drops = ("drop_rate",) if self.moe_expert_capacity_factor is not None else ()
         return (*(LOSS_NAMES[name] for name in self.loss_coefficients), *z_loss, *entropy, *drops)
+
+    @property
+    def num_balanced_devices(self) -> int:
+        """Of device_aux_loss and comm_aux_loss; 1 without them."""
+        devices = self.moe_aux_loss_num_devices
+        return (self.moe_router_num_groups or 1) if devices is None else devices
+
+    @property
+    def most_devices_of_token(self) -> int:
+        """Of those, how many a token is sent to at most: ``moe_router_group_topk`` where they are the router's groups."""
+        devices = self.num_balanced_devices
+        if self.moe_router_group_topk is not None and devices == self.moe_router_num_groups:
+            return self.moe_router_group_topk
+        return min(devices, self.moe_router_topk)
 
     def bias_update_rate(self, step: int | None) -> float:
         """Of the experts' bias at a step of the training.
@@ -373,6 +394,7 @@ class MoEConfig:
             )
         if "quantile_balancing" in types:
             self._check_quantiles()
+        self._check_devices([name for name in types if name in _OF_DEVICES])
         if sinkhorn and (self.moe_router_num_groups or self.moe_router_enable_expert_bias):
             raise ValueError("moe_router_load_balancing_type='sinkhorn' selects by itself; leave moe_router_num_groups and expert bias out")
         if sinkhorn and self.moe_router_score_function != "softmax":
@@ -387,6 +409,26 @@ class MoEConfig:
             )
         if self.moe_z_loss_coeff is not None and not 0 <= self.moe_z_loss_coeff < math.inf:
             raise ValueError(f"moe_z_loss_coeff={self.moe_z_loss_coeff} must not be negative, and finite; leave it out for none")
+
+    def _check_devices(self, types: list[str]) -> None:
+        devices, experts = self.num_balanced_devices, self.num_moe_experts
+        if not types and self.moe_aux_loss_num_devices is not None:
+            raise ValueError(
+                f"moe_aux_loss_num_devices={self.moe_aux_loss_num_devices} is for moe_router_load_balancing_type='device_aux_loss' and "
+                f"'comm_aux_loss', found {self.moe_router_load_balancing_type!r}; name one, or leave it out"
+            )
+        if not types:
+            return
+        if self.moe_aux_loss_num_devices is None and self.moe_router_num_groups is None:
+            raise ValueError(
+                f"moe_router_load_balancing_type={types[0]!r} balances devices; set moe_aux_loss_num_devices, as to the ep of the run, or "
+                "moe_router_num_groups"
+            )
+        if devices < 2 or experts % devices:
+            name = "moe_router_num_groups" if self.moe_aux_loss_num_devices is None else "moe_aux_loss_num_devices"
+            raise ValueError(
+                f"{name}={devices} must be at least 2 and divide num_moe_experts={experts} for moe_router_load_balancing_type={types[0]!r}"
+            )
 
     def _check_quantiles(self) -> None:
         kind, rate = "moe_router_load_balancing_type='quantile_balancing'", self.moe_router_bias_update_rate

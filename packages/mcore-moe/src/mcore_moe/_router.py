@@ -228,6 +228,8 @@ class TopKRouter(nn.Module):
             for kind, weight in config.loss_coefficients.items():
                 if kind == "global_aux_loss":
                     value = self._global_loss(scores_TE, routing, total, step)
+                elif kind in ("device_aux_loss", "comm_aux_loss"):
+                    value = self._device_loss(scores_TE, routing, total, by_tokens=kind == "comm_aux_loss")
                 else:
                     value = functions[kind](scores_TE, experts_TK, total, tokens)
                 losses[LOSS_NAMES[kind]] = AuxLoss(value, weight)
@@ -257,6 +259,20 @@ class TopKRouter(nn.Module):
         tokens_S = counts_SE.sum(-1) / K
         losses_S = (scores_SE * counts_SE).sum(-1) * (E / K) / tokens_S.clamp(min=1).square()
         return losses_S.sum() / (tokens_S > 0).sum().clamp(min=1)
+
+    def _device_loss(self, scores_TE: Tensor, routing: Routing, total: int | Tensor, *, by_tokens: bool) -> Tensor:
+        """By the picks of each device, or by the tokens that are sent to it (DeepSeek-V2, equations 14 to 22), as they are routed."""
+        config = self.config
+        num_devices, topk = config.num_balanced_devices, config.most_devices_of_token if by_tokens else config.moe_router_topk
+        devices_TK = routing.experts_TK.div(config.num_moe_experts // num_devices, rounding_mode="floor")
+        if by_tokens:
+            sent_TD = torch.zeros_like(scores_TE[:, :num_devices], dtype=torch.long).scatter(1, devices_TK, 1)
+            counts_D = (sent_TD if routing.valid_T is None else sent_TD * routing.valid_T.unsqueeze(-1)).sum(0)
+        else:
+            counts_D = count_experts(devices_TK, num_devices, routing.valid_T)
+        scores_TD = scores_TE.unflatten(-1, (num_devices, -1)).sum(-1)
+        counts_D = all_reduce(counts_D, self.groups.tp_cp)
+        return switch_load_balancing_loss_func(scores_TD, counts_D, total, topk, num_devices, 1.0)
 
     def _global_loss(self, scores_TE: Tensor, routing: Routing, total: int | Tensor, step: Step) -> Tensor:
         """By the loads of all ranks in the micro-batches of the global batch so far; its size does not depend on dp."""
