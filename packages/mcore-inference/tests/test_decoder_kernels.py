@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mcore_inference.attention import PagedAttention
 from mcore_inference.cache import LayerSlots
-from mcore_inference.decoder._decoder import _layer_fits, _turns_by_halves
+from mcore_inference.decoder._decoder import _turns_by_halves, layer_fits
 from mcore_parallel import ProcessGroups
 from mcore_parallel.backends import Scaled, quantize_rows
 from mcore_parallel.models import GPTModel, TransformerConfig
@@ -32,17 +32,17 @@ from tests.support.interpreter import run_interpreted
 def test_layers_with_adapters_are_left_to_the_model() -> None:
     config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, activation="swiglu")
     model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention())
-    assert all(_layer_fits(layer) for layer in model.layers.values())
+    assert all(layer_fits(layer) for layer in model.layers.values())
     for number, target in enumerate(("0.*.qkv", "1.*.down")):
         add_lora(model, LoraConfig(rank=2, targets=(f"layers.{target}",)), model.groups)
-        assert not _layer_fits(model.layers[str(number)])
+        assert not layer_fits(model.layers[str(number)])
 
 
 @pytest.mark.parametrize(("width", "fits"), [(256, True), (258, False)])
 def test_heads_that_are_too_wide_for_the_kernel_of_decode_steps_are_left_to_the_model(width: int, fits: bool) -> None:
     shared = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 1, "vocab_size": 64, "activation": "swiglu"}
     model = GPTModel(TransformerConfig(**shared, kv_channels=width), ProcessGroups.single(), attention_core=PagedAttention())
-    assert _layer_fits(model.layers["0"]) == fits
+    assert layer_fits(model.layers["0"]) == fits
 
 
 def test_norms_across_heads_are_left_to_the_model() -> None:
@@ -50,7 +50,7 @@ def test_norms_across_heads_are_left_to_the_model() -> None:
     for across in (False, True):
         config = TransformerConfig(**shared, qk_layernorm_across_heads=across)
         model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention())
-        assert _layer_fits(model.layers["0"]) == (not across)
+        assert layer_fits(model.layers["0"]) == (not across)
 
 
 @pytest.mark.parametrize("kind", ["rope", "yarn"])

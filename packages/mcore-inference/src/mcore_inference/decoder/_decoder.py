@@ -23,7 +23,7 @@ from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLine
 _DTYPES = (torch.bfloat16, torch.float16)
 # Sums before the norm's root need the range of bfloat16.
 _STREAM_DTYPES = (torch.bfloat16,)
-_FINAL_NORM = "final_norm"
+FINAL_NORM = "final_norm"
 _FEW_TOKENS = 16
 """Of ``StreamedFeedForward.stream_few``."""
 
@@ -51,7 +51,7 @@ class FusedDecoder:
 
     def __init__(self, model: GPTModel, max_requests: int, *, records_routing: bool = False, modules: Sequence[str] = ()) -> None:
         self._model, self._modules = model, frozenset(modules)
-        self._names = _layer_names(model)
+        self._names = layer_names(model)
         self._states: dict[str, Tensor] = {}
         self._layers = [cast(TransformerLayer, layer) for layer in model.layers.values()]
         self._norms = [*(_norm(layer.input_norm) for layer in self._layers), _norm(model.final_norm)]
@@ -78,18 +78,12 @@ class FusedDecoder:
             model: any.
             modules: whose outputs are read: layers, and the final norm.
         """
-        if not {*modules} <= {*_layer_names(model), _FINAL_NORM}:
-            return False
-        config = model.config
         parameter = next(model.parameters())
-        sound = parameter.is_cuda and parameter.dtype in _DTYPES and model.is_first and model.is_last
-        sound = sound and not model.groups.sequence_parallel
-        whole = _turns_by_halves(config) and config.mrope_section is None and config.output_multiplier == 1.0
-        whole = whole and isinstance(model.output, OutputLayer) and model.output.products is None and type(model.final_norm) is RMSNorm
+        sound = parameter.is_cuda and parameter.dtype in _DTYPES and not model.groups.sequence_parallel
         layers = list(model.layers.values())
         # Experts of split layers exchange tokens in the model's own forward.
         split = model.groups.tp.size == 1 or all(isinstance(layer, TransformerLayer) and type(layer.mlp) is MLP for layer in layers)
-        return sound and whole and split and bool(layers) and all(_layer_fits(layer) for layer in layers)
+        return sound and split and model_fits(model, modules) and all(layer_fits(layer) for layer in layers)
 
     def logits(self, tokens_T: Tensor, step: Step, rows_R: Tensor | None = None) -> Tensor:
         """[T, V] of a step, or [R, V] of those of its tokens."""
@@ -130,8 +124,8 @@ class FusedDecoder:
             self._states[name] = x.clone()
 
     def _logits(self, y: Tensor, rows_R: Tensor | None) -> Tensor:
-        if _FINAL_NORM in self._modules:
-            self._states[_FINAL_NORM] = y
+        if FINAL_NORM in self._modules:
+            self._states[FINAL_NORM] = y
         return all_gather(F.linear(y if rows_R is None else y[rows_R], self._weight), self._model.groups.tp, dim=1)
 
     def _narrowed(self, x: Tensor, step: Step) -> Tensor:
@@ -170,8 +164,8 @@ class FusedDecoder:
                 mlp = cast(MLP, layer.mlp)
                 x = self._add_few(kernels.streamed_swiglu(x, _matrix(mlp.up)), mlp.down, x.x, _parts(norm))
             self._keep(name, x.x)
-        if _FINAL_NORM in self._modules:
-            self._states[_FINAL_NORM] = self._norms[-1](x.x)
+        if FINAL_NORM in self._modules:
+            self._states[FINAL_NORM] = self._norms[-1](x.x)
         return all_gather(kernels.streamed_linear(x, self._weight), self._model.groups.tp, dim=1)
 
     def _add_few(self, y: Tensor, linear: nn.Module, residual: Tensor, norm: StreamNorm) -> NormedStream:
@@ -221,8 +215,19 @@ class FusedDecoder:
         return cast(PagedAttention, attention.core).attend_packed(heads, attention.layer, step, sink=attention.softmax_offset)
 
 
-def _layer_names(model: GPTModel) -> list[str]:
+def layer_names(model: GPTModel) -> list[str]:
+    """Of its modules."""
     return [f"layers.{number}" for number in model.layers]
+
+
+def model_fits(model: GPTModel, modules: Sequence[str]) -> bool:
+    """Whether what surrounds the layers is plain, some are there, and the outputs of ``modules`` are theirs or the final norm's."""
+    if not {*modules} <= {*layer_names(model), FINAL_NORM}:
+        return False
+    config = model.config
+    whole = model.is_first and model.is_last and len(model.layers) > 0
+    whole = whole and _turns_by_halves(config) and config.mrope_section is None and config.output_multiplier == 1.0
+    return whole and isinstance(model.output, OutputLayer) and model.output.products is None and type(model.final_norm) is RMSNorm
 
 
 def _matrix(linear: nn.Module) -> Tensor | Scaled:
@@ -283,7 +288,8 @@ def _turns_by_halves(config: TransformerConfig) -> bool:
     return not turns or (config.rotary_percent == 1.0 and not config.rotary_interleaved)
 
 
-def _layer_fits(layer: nn.Module) -> bool:
+def layer_fits(layer: nn.Module) -> bool:
+    """Whether attention and feed-forward are plain, each behind an RMS norm."""
     if not isinstance(layer, TransformerLayer) or layer.attention_post_norm is not None or layer.mlp_post_norm is not None:
         return False
     attention, mlp = layer.mixer, layer.mlp

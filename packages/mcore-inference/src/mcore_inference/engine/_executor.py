@@ -15,7 +15,7 @@ from mcore_inference._fields import as_flag, as_integer
 from mcore_inference._stability import experimental_api
 from mcore_inference.attention import TableRows
 from mcore_inference.context import DynamicInferenceContext, HostStep, StepInputs
-from mcore_inference.decoder import FusedDecoder
+from mcore_inference.decoder import FusedDecoder, TorchDecoder
 from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._adjusted_requests import AdjustedRequests
 from mcore_inference.engine._decode_graphs import DecodeGraphs, graph_sizes
@@ -215,9 +215,11 @@ class Executor:
             )
         self._recorder = RoutingRecorder(model, context.max_tokens, context.device) if execution.record_routing else None
         self._pipeline = Pipeline(model) if model.groups.pp.size > 1 else None
-        self._decoder = (
-            FusedDecoder(model, context.max_requests, records_routing=execution.record_routing, modules=modules) if fits else None
-        )
+        self._decoder: FusedDecoder | TorchDecoder | None = None
+        if fits:
+            self._decoder = FusedDecoder(model, context.max_requests, records_routing=execution.record_routing, modules=modules)
+        elif not self._batch_invariant and TorchDecoder.fits(model, modules):
+            self._decoder = TorchDecoder(model, modules=modules)
         if records:
             sizes = graph_sizes(context.max_requests, execution.num_cuda_graphs)
             self.graphs = DecodeGraphs(self._decode_logits, context.builder, sizes, self._recordings)
