@@ -4,6 +4,7 @@
 
 from mcore_inference.attention._backends import AttentionLibrary, has_attention_kernel, load_rotation, reads_tables
 from mcore_inference.attention._core import PagedAttention
+from mcore_inference.attention._decode_contexts import ContinuedRows, DecodeContexts
 from mcore_inference.attention._page_format import PageFormat
 from mcore_inference.attention._rotation import HeadRotation
 from mcore_inference.attention._step import DecodeRows, GatheredRows, HostRows, PagedStep, PrefillRows, TableRows
@@ -11,6 +12,8 @@ from mcore_inference.attention._tiles import fits_packed, prefill_tiles
 
 __all__ = [
     "AttentionLibrary",
+    "ContinuedRows",
+    "DecodeContexts",
     "DecodeRows",
     "GatheredRows",
     "HeadRotation",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from mcore_inference._kernels import has_kernels
 from mcore_inference._stability import experimental_api
 from mcore_inference.attention._backends import LIBRARIES, backend_obstacle, load_library
+from mcore_inference.attention._decode_contexts import ContinuedRows
 from mcore_inference.attention._gathered import attend_gathered
 from mcore_inference.attention._page_format import PageFormat
 from mcore_inference.attention._step import GatheredRows, PagedStep, TableRows
@@ -112,7 +113,7 @@ class PagedAttention(nn.Module):
         cached.write(paged.slots_T, k, v)
         if self._invariant is not None:
             return self._one_by_one(q, cached, rows, sink)
-        return attend_gathered(q, cached, rows, scale=self._scale, window=self._window, sink=sink)
+        return attend_gathered(q, cached, rows, layer=layer, scale=self._scale, window=self._window, sink=sink)
 
     def attend_latent(self, queries: Tensor, entries: Tensor, scale: float, layer: int, step: Step) -> Tensor:
         """Attention to latents, of which the cache holds those of all tokens: one key a token, which is its value too.
@@ -147,7 +148,7 @@ class PagedAttention(nn.Module):
             attend_latents(queries, cached.keys[:, 0], out, paged.rows, scale=scale, splits=None)
             return out
         cached.write(paged.slots_T, entries[:, None], entries[:, None])
-        return attend_gathered(queries, cached, paged.rows, scale=scale, window=-1, sink=None)
+        return attend_gathered(queries, cached, paged.rows, layer=layer, scale=scale, window=-1, sink=None)
 
     def takes_packed(self, heads: PackedHeads, layer: int, step: Step) -> bool:
         """Whether it is a step of the kernels, whose heads turn whole, by halves or not at all, need no gradient, and are not too wide.
@@ -213,6 +214,7 @@ class PagedAttention(nn.Module):
     def _one_by_one(self, q: Tensor, cached: LayerSlots, rows: GatheredRows, sink: Tensor | None) -> Tensor:
         """[T, A, d] by the slots of a layer."""
         contexts = []
+        assert not isinstance(rows.decode, ContinuedRows), "an engine with batch_invariant copies no contexts"
         if rows.decode is not None:
             contexts += [slots[: last + 1] for slots, last in zip(rows.decode.context_RL, rows.decode.positions_R.tolist(), strict=True)]
         if rows.prefill is not None:

@@ -9,14 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mcore_inference.attention._decode_contexts import ContinuedRows, attend_continued
 from mcore_inference.attention._step import DecodeRows, GatheredRows, PrefillRows
 from mcore_inference.cache import LayerSlots
 
 
 # T tokens of a step, A heads, K key-value heads, d width of a head; R decode rows, P prefill rows with up to Q new tokens each; L longest
 # context of the rows.
-def attend_gathered(q: Tensor, cached: LayerSlots, rows: GatheredRows, *, scale: float | None, window: int, sink: Tensor | None) -> Tensor:
+def attend_gathered(
+    q: Tensor, cached: LayerSlots, rows: GatheredRows, *, layer: int, scale: float | None, window: int, sink: Tensor | None
+) -> Tensor:
     """[T, A, d] -> [T, A, d]; ``cached`` holds the layer's keys and values, ``window`` is -1 for none."""
+    if isinstance(rows.decode, ContinuedRows):
+        return attend_continued(q, cached, rows.decode, layer=layer, scale=scale, window=window, sink=sink)
     parts = []
     if rows.decode is not None:
         parts.append(_decode(q[: rows.decode.context_RL.shape[0]], cached, rows.decode, scale, window, sink))

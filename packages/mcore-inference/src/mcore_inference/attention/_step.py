@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from mcore_inference._stability import experimental_api
+from mcore_inference.attention._decode_contexts import ContinuedRows
 from mcore_inference.attention._rotation import HeadRotation
 from mcore_inference.cache import PagedKVCache
 
@@ -52,7 +53,8 @@ class PrefillRows:
 class GatheredRows:
     """What the torch path reads."""
 
-    decode: DecodeRows | None
+    decode: DecodeRows | ContinuedRows | None
+    """``ContinuedRows`` have no others beside them."""
     prefill: PrefillRows | None
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from mcore_inference._stability import experimental_api
 from mcore_inference.attention import (
+    ContinuedRows,
+    DecodeContexts,
     DecodeRows,
     GatheredRows,
     HeadRotation,
@@ -45,6 +47,8 @@ class HostStep:
     """[R, B] blocks of each row; -1 behind the last."""
     lines_R: np.ndarray
     """[R] line of each row, its slot in the states."""
+    contexts: DecodeContexts | None = None
+    """Of the rows, all of one token; None for rows whose contexts are gathered from their blocks."""
 
 
 @experimental_api
@@ -88,7 +92,7 @@ class StepBuilder:
         dtype = pages.dtype if dtype is None else dtype
         self.cache, self.states, self.block_size = cache, states, pages.shape[3]
         self.device, self.has_kernel = pages.device, reads_tables(cache.attention_backend, PageFormat.of(cache), dtype)
-        self._rotation = rotation
+        self._rotation, self._dtype = rotation, dtype
         self.max_blocks, self._group = max_blocks, group
         self._sink = pages.shape[2] - 1
         self.last_tokens = torch.zeros(num_last_tokens or max_requests, dtype=torch.int64, device=self.device)
@@ -127,7 +131,7 @@ class StepBuilder:
             rows: TableRows | GatheredRows = self._table_rows(rest, known, num_decode, len(tiles[0]))
         else:
             head = self.send_words(np.concatenate(parts))
-            rows = self._gathered_rows(host, num_decode)
+            rows = self._continued_rows(host, slots_T) or self._gathered_rows(host, num_decode)
         recurrent = None
         if self.states is not None:
             self._clear_fresh(host)
@@ -317,6 +321,27 @@ class StepBuilder:
         fresh_N = host.lines_R[host.cached_R == 0]
         if self.states is not None and len(fresh_N):
             self.states.clear(self.send(fresh_N))
+
+    def decode_contexts(self, num_rows: int) -> DecodeContexts | None:
+        """For steps of the same rows, one token each; None where contexts are not gathered on a CPU in a dtype whose scores keep digits."""
+        if self.has_kernel or self.device.type != "cpu" or self._dtype not in (torch.float32, torch.float64):
+            return None
+        layers, _, _, _, kv_heads, width = self.cache.pages.shape
+        return DecodeContexts(num_rows, layers * 2 * kv_heads * width * self._dtype.itemsize)
+
+    def _continued_rows(self, host: HostStep, slots_T: np.ndarray) -> GatheredRows | None:
+        contexts, ends = host.contexts, host.cached_R + 1
+        if contexts is None or not contexts.takes(int(ends.max())):
+            return None
+        rows = ContinuedRows(
+            contexts=contexts,
+            positions_R=self._tensor(host.cached_R),
+            slots_R=self._tensor(slots_T),
+            context_RL=self._tensor(self._context(host.tables_RB, ends)[0]) if contexts.is_empty else None,
+            length=int(ends.max()),
+            is_even=bool((ends == ends[0]).all()),
+        )
+        return GatheredRows(decode=rows, prefill=None)
 
     def _gathered_rows(self, host: HostStep, num_decode: int) -> GatheredRows:
         decode = prefill = None

@@ -13,7 +13,7 @@ from torch import Tensor
 from mcore_inference._capability import graph_obstacle, shares_experts
 from mcore_inference._fields import as_flag, as_integer
 from mcore_inference._stability import experimental_api
-from mcore_inference.attention import TableRows
+from mcore_inference.attention import DecodeContexts, TableRows
 from mcore_inference.context import DynamicInferenceContext, HostStep, StepInputs
 from mcore_inference.decoder import FusedDecoder, TorchDecoder
 from mcore_inference.engine._active_request import ActiveRequest
@@ -123,10 +123,18 @@ class DecodeBatch:
         context: of the engine.
         vocab_size: ids that exist.
         adjusted: whose scores are adjusted, which may be some of these.
+        contexts: of the requests; None where steps gather them.
     """
 
-    def __init__(self, entries: list[ActiveRequest], context: DynamicInferenceContext, vocab_size: int, adjusted: AdjustedRequests) -> None:
-        self.entries = entries
+    def __init__(
+        self,
+        entries: list[ActiveRequest],
+        context: DynamicInferenceContext,
+        vocab_size: int,
+        adjusted: AdjustedRequests,
+        contexts: DecodeContexts | None,
+    ) -> None:
+        self.entries, self.contexts = entries, contexts
         lines = [context.line(entry.record.request_id) for entry in entries]
         self.lines_R = np.array(lines)
         # Scores of a request that may end now, and asks for nothing else, are adjusted no more.
@@ -302,11 +310,12 @@ class Executor:
 
     def batch(self, entries: list[ActiveRequest]) -> DecodeBatch:
         """Requests that draw a token in each of the steps that follow."""
-        return DecodeBatch(entries, self._context, self._vocab_size, self.adjusted)
+        contexts = None if self._batch_invariant else self._context.builder.decode_contexts(len(entries))
+        return DecodeBatch(entries, self._context, self._vocab_size, self.adjusted, contexts)
 
     def decode(self, batch: DecodeBatch) -> InFlight:
         """One token for each request of the batch; ``extend_lines`` made room for it."""
-        host = self._context.decode_step(batch.lines_R)
+        host = dataclasses.replace(self._context.decode_step(batch.lines_R), contexts=batch.contexts)
         logits_RV = self._forward(host, range(len(batch.entries)))
         routing = None if self._recorder is None else self._recorder.take(batch.entries, host)
         draws = self._sample(logits_RV, batch.rows, batch.adjust_rows)
