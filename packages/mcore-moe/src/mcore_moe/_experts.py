@@ -83,6 +83,8 @@ class _StackedExperts(nn.Module):
         self.up_bias, self.down_bias = local.get("up_bias"), local.get("down_bias")
         self._products: Mapping[str, GroupedProducts] = {}
         self._stored: dict[str, StoredGroupedProducts | Fp8Stack] = {}
+        self._slots: dict[str, Tensor] = {}
+        """Parameters with the further slots behind them, where there are some."""
         self.up_lora: ExpertLora | None = None
         self.down_lora: ExpertLora | None = None
 
@@ -132,7 +134,7 @@ class _StackedExperts(nn.Module):
             return "whose experts are multiplied by products of the backend; build the model with backend=None"
         if self.up.grad is not None or self.down.grad is not None:
             return "whose experts are being trained: they have gradients; serve a model of its own and load_weights"
-        return None
+        return "whose experts have redundant copies already; round them before" if self._slots else None
 
     def store_in_fp8(self, *, multiply: bool) -> None:
         """Round both stacks to e4m3, in place; what is in fp8 already stays. There is no backward behind it.
@@ -152,6 +154,42 @@ class _StackedExperts(nn.Module):
             )
         if not self.fp8:
             self._stored = {name: Fp8Stack(getattr(self, name), multiply=multiply) for name in ("up", "down")}
+
+    @torch.no_grad()
+    def add_slots(self, num_slots: int) -> list[Tensor]:
+        """Let this rank hold further experts behind its own; calls to ``forward`` bring rows for all of them from now on.
+
+        Parameters become the first part of longer stacks, and keep their names and shapes. There is no backward behind it.
+
+        Args:
+            num_slots: of the rank, its own experts included.
+
+        Returns:
+            All that belongs to an expert, each [num_slots, ...]; what is behind the own experts is not set.
+
+        Raises:
+            ValueError: the weights are being trained, have adapters, or something else multiplies them.
+        """
+        obstacle = "whose experts have adapters; merge them into the model" if self.has_lora else None if self.fp8 else self.fp8_obstacle()
+        if obstacle is not None:
+            raise ValueError(f"num_redundant_experts is set, and {type(self).__name__} is a layer {obstacle}")
+
+        def longer(values_N: Tensor) -> Tensor:
+            values_S = values_N.new_empty((num_slots, *values_N.shape[1:]))
+            # Bytes: fp8 has no such copy on every device.
+            values_S[: len(values_N)].view(torch.uint8).copy_(values_N.contiguous().view(torch.uint8))
+            return values_S
+
+        for name, parameter in self.named_parameters(recurse=False):
+            self._slots[name] = longer(parameter.detach())
+            parameter.requires_grad_(False).data = self._slots[name][: len(parameter)]
+        for stack in self.fp8.values():
+            stack.inverse_NO1 = longer(stack.inverse_NO1)
+        return [*self._slots.values(), *(stack.inverse_NO1 for stack in self.fp8.values())]
+
+    def _held(self, name: str) -> Tensor:
+        """A parameter, or the experts of all slots."""
+        return self._slots[name] if name in self._slots else getattr(self, name)
 
     @property
     def has_lora(self) -> bool:
@@ -216,16 +254,16 @@ class _StackedExperts(nn.Module):
             weights_R: of the results of the rows; None for 1.
         """
         with self.memory.offloading("expert_fc1", self):
-            x_RW = self._multiply_base("up", rows_RD, self.up.flatten(1, -2), ends_N)
+            x_RW = self._multiply_base("up", rows_RD, self._held("up").flatten(1, -2), ends_N)
             x_RW = x_RW if self.up_lora is None else x_RW + self._low_rank(self.up_lora, rows_RD, ends_N)
-            x_RW = x_RW if self.up_bias is None else x_RW + _rows_of_experts(self.up_bias.flatten(1), len(rows_RD), ends_N)
+            x_RW = x_RW if self.up_bias is None else x_RW + _rows_of_experts(self._held("up_bias").flatten(1), len(rows_RD), ends_N)
 
         def activate(x_RW: Tensor) -> Tensor:
             with self.memory.offloading("moe_act", self):
                 return self.activation(x_RW, weights=weights_R, num_rows=ends_N[-1:])
 
         def project(y_RF: Tensor) -> Tensor:
-            y_RD = self._multiply_base("down", y_RF, self.down, ends_N)
+            y_RD = self._multiply_base("down", y_RF, self._held("down"), ends_N)
             return y_RD if self.down_lora is None else y_RD + self._low_rank(self.down_lora, y_RF, ends_N)
 
         if "moe_act" in self.memory.recomputed:
@@ -256,9 +294,9 @@ class _StackedExperts(nn.Module):
 
     def _down_bias(self) -> Tensor | None:
         """Ranks that share an expert all have a gradient, so that their sums have equal terms; only the first one adds the bias."""
-        if self.down_bias is None or self._adds_down_bias:
-            return self.down_bias
-        return self.down_bias * 0
+        if self.down_bias is None:
+            return None
+        return self._held("down_bias") if self._adds_down_bias else self._held("down_bias") * 0
 
 
 @experimental_api

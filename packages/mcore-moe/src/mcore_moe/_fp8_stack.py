@@ -22,6 +22,7 @@ class Fp8Stack:
     """Products of rows with one e4m3 matrix an expert, with a float32 scale for each expert and output feature. There is no backward.
 
     Scales are powers of two: the stored weights are exact in bfloat16. Each rank has scales of its own, for its part of the weights.
+    There may be more scales than the parameter has matrices: of redundant experts behind them.
 
     Args:
         weight: [N, ..., I]; it is rounded, in place: the parameter keeps its name and shape, and is e4m3.
@@ -56,7 +57,7 @@ class Fp8Stack:
             wide: of its shape.
         """
         # One by one: what a cast needs beside a whole stack is several times as large.
-        for into_OI, expert_OI, inverse_O1 in zip(weight.detach(), wide, self.inverse_NO1, strict=True):
+        for into_OI, expert_OI, inverse_O1 in zip(weight.detach(), wide, self.inverse_NO1[: len(weight)], strict=True):
             scaled = quantize_rows(expert_OI.flatten(0, -2), _E4M3, powers_of_two=True)
             # Bytes: fp8 has no such copy on every device.
             into_OI.view(torch.uint8).copy_(scaled.data.view(torch.uint8).view(into_OI.shape))
@@ -84,7 +85,7 @@ class Fp8Stack:
 
     def scaled(self, weight: Tensor) -> Scaled:
         """The weights as [N, O, I], with their scales."""
-        return Scaled(weight.detach().flatten(1, -2), self.inverse_NO1)
+        return Scaled(weight.detach().flatten(1, -2), self.inverse_NO1[: len(weight)])
 
     def widened(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The weights in ``dtype`` and their own shape; float16 may not hold their scales."""

@@ -26,7 +26,7 @@ from mcore_moe.dispatch import (
     TokenExchange,
     choose_exchange,
 )
-from mcore_moe.serving import StreamedExperts
+from mcore_moe.serving import ExpertPlacement, ExpertSlots, StreamedExperts
 from mcore_parallel import Group, ParallelPlan, ProcessGroups
 from mcore_parallel.backends import AlignedRows, BackendLayers, quantization
 from mcore_parallel.comm import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
@@ -84,11 +84,9 @@ class MoELayer(nn.Module):
         self.replicas = self.router.replicas
         if exchange is None and config.moe_token_dispatcher_type == "flex" and _exchanges(groups):
             exchange = _choose(config, site)
-        self.dispatcher: Any = _dispatcher(config, groups, pause, exchange)
-        # Of steps in which the ranks have equally many tokens: few, as a rule, of which one collective costs less than sorted rows.
-        self._equal_dispatcher: Any = (
-            MoEAllGatherTokenDispatcher(config.num_moe_experts, groups, equal_lengths=True) if _exchanges(groups) else self.dispatcher
-        )
+        self._groups = groups
+        self._take_dispatchers(config.num_moe_experts, pause, exchange)
+        self._slots: ExpertSlots | None = None
         self._shares_tokens = self.replicas.size > 1 and _exchanges(groups)
         activation = Activation(
             name=site.config.activation, offset=site.config.glu_linear_offset, clamp=site.config.activation_func_clamp_value
@@ -173,6 +171,45 @@ class MoELayer(nn.Module):
         """The experts' parameters that are in fp8, with their scales."""
         return {getattr(self.experts, name): stack for name, stack in self.experts.fp8.items()}
 
+    def add_redundant_experts(self, num_redundant_experts: int) -> ExpertSlots:
+        """Let ranks hold copies of experts beside their own, and any experts in any order; an engine moves them by their loads.
+
+        Parameters are the first slots of a rank: they hold its experts when this is called and after weights were written to all of them
+        (`ExpertSlots.weights_changed`), and others once experts have moved. There is no training then.
+
+        Args:
+            num_redundant_experts: copies over all ranks, a multiple of ep; 0 for experts that move only.
+
+        Returns:
+            The slots, those of an earlier call with the same number too.
+
+        Raises:
+            ValueError: no other rank holds experts, numbers that ep does not divide, more copies than ranks to hold them, a capacity, a
+                flex dispatcher, or experts that are trained or multiplied by something else.
+        """
+        config, groups = self.router.config, self._groups
+        if self._slots is not None:
+            if self._slots.num_slots != config.num_moe_experts + num_redundant_experts:
+                has = self._slots.num_slots - config.num_moe_experts
+                raise ValueError(f"num_redundant_experts={num_redundant_experts}, and the model has {has} already; build another model")
+            return self._slots
+        if groups.ep.size == 1:
+            raise ValueError(
+                f"num_redundant_experts={num_redundant_experts} copies experts to other ranks, and with ep=1 each rank holds all; serve "
+                "with ep of 2 and more, or leave it out"
+            )
+        if self.drops_tokens or isinstance(self.dispatcher, MoEFlexTokenDispatcher):
+            field, remedy = ("moe_expert_capacity_factor", "None") if self.drops_tokens else ("moe_token_dispatcher_type", "'alltoall'")
+            raise ValueError(
+                f"num_redundant_experts={num_redundant_experts}, and {field}={getattr(config, field)!r} counts on one place an expert; "
+                f"set {field}={remedy}"
+            )
+        home = ExpertPlacement.home(config.num_moe_experts, groups.ep.size, num_redundant_experts)
+        weights = self.experts.add_slots(len(home.experts_GS[0]))
+        self._slots = ExpertSlots(weights, home, groups.ep, groups.dp.rank)
+        self._take_dispatchers(self._slots.num_slots, None, None)
+        return self._slots
+
     def streamed(self) -> StreamedExperts | None:
         """As of ``mcore_parallel.nn.StreamsFeedForward``: of a mixture alone, on a rank that holds all of it."""
         alone = self.shared_experts is None and self.latent_down is None and isinstance(self.dispatcher, LocalTokenDispatcher)
@@ -183,6 +220,10 @@ class MoELayer(nn.Module):
 
     def forward(self, x_TD: Tensor, step: Step) -> tuple[Tensor, Aux | None]:
         """[T, D] -> ([T, D], losses and counts; None outside training)."""
+        slots = self._slots
+        if slots is not None and (not slots.is_settled or (self.training and torch.is_grad_enabled())):
+            state = "are not in their slots after new weights: its engine brings them there" if not slots.is_settled else "are not trained"
+            raise RuntimeError(f"layers.{self.layer} has redundant experts, which {state}; run the model by its engine")
         dispatcher = self._equal_dispatcher if step.equal_lengths else self.dispatcher
         overlaps = self.router.config.moe_shared_expert_overlap and isinstance(dispatcher, MoEAlltoAllTokenDispatcher)
         shared_TD = None if overlaps else self._shared(x_TD, step)
@@ -195,6 +236,8 @@ class MoELayer(nn.Module):
             routed_TD = copy_to_tensor_model_parallel_region(self.latent_down(x_TD), self.replicas)
         if self.router.config.moe_apply_probs_on_input:
             routed_TD, routing = _weighted(routed_TD, routing)
+        if slots is not None:
+            routing = slots.assign(routing)
         if overlaps:
             computed: list[Tensor | None] = []
             sent = dispatcher.dispatch(routed_TD, routing, lambda: computed.append(self._shared(x_TD, step)))
@@ -219,6 +262,15 @@ class MoELayer(nn.Module):
         """
         self.router.update_expert_bias(counts, skipped, step)
 
+    def _take_dispatchers(self, num_experts: int, pause: Callable[[], None] | None, exchange: TokenExchange | None) -> None:
+        """For so many experts, or slots of experts, over all ranks."""
+        config, groups = self.router.config, self._groups
+        self.dispatcher: Any = _dispatcher(config, num_experts, groups, pause, exchange)
+        # Of steps in which the ranks have equally many tokens: few, as a rule, of which one collective costs less than sorted rows.
+        self._equal_dispatcher: Any = (
+            MoEAllGatherTokenDispatcher(num_experts, groups, equal_lengths=True) if _exchanges(groups) else self.dispatcher
+        )
+
     def _compute(self, rows_RD: Tensor, ends_N: Tensor, weights_R: Tensor | None) -> Tensor:
         if self._multiple == 1:
             return self.experts(rows_RD, ends_N, weights_R)
@@ -238,8 +290,9 @@ class MoELayer(nn.Module):
         return y_TD if self.shared_expert_gate is None else self.shared_expert_gate(x_TD).sigmoid() * y_TD
 
 
-def _dispatcher(config: MoEConfig, groups: ProcessGroups, pause: Callable[[], None] | None, exchange: TokenExchange | None) -> Any:
-    num_experts = config.num_moe_experts
+def _dispatcher(
+    config: MoEConfig, num_experts: int, groups: ProcessGroups, pause: Callable[[], None] | None, exchange: TokenExchange | None
+) -> Any:
     if not _exchanges(groups):
         replicated = groups.tp.size > 1 and not groups.sequence_parallel
         return ReplicatedTokenDispatcher(num_experts, groups) if replicated else LocalTokenDispatcher(num_experts)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Mixtures without gradients in few kernels, for engines."""
+"""Mixtures without gradients, for engines: in few kernels, and with redundant experts."""
 
 from mcore_moe._fp8_stack import Fp8Stack
+from mcore_moe.serving._expert_slots import ExpertSlots
+from mcore_moe.serving._placement import LEAST_GAIN, ExpertPlacement, place_experts, plan_moves
 from mcore_moe.serving._streamed import StreamedExperts
 
-__all__ = ["Fp8Stack", "StreamedExperts"]
+__all__ = ["LEAST_GAIN", "ExpertPlacement", "ExpertSlots", "Fp8Stack", "StreamedExperts", "place_experts", "plan_moves"]
