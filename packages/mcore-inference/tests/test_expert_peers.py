@@ -18,6 +18,7 @@ from mcore_inference.engine._expert_votes import Decision, Vote, decide
 from mcore_parallel import ParallelPlan, ProcessGroups
 
 MISMATCH = "ep rank 1 has weight_version=2 and ep rank 0 3; load the same weights on all"
+AGAIN = "ep rank {} has not loaded weight_version=3 again, as others have; load the same weights on all"
 HALF = "ep rank 1 has weights of a load that failed half-way; repeat it"
 
 
@@ -33,6 +34,9 @@ HALF = "ep rank 1 has weights of a load that failed half-way; repeat it"
             Decision(False, MISMATCH, unequal=MISMATCH),
         ),
         ([Vote(True, None, 3), Vote(False, None, -1)], Decision(False, HALF, unequal=HALF)),
+        ([Vote(True, None, 3, is_home=True), Vote(False, None, 3, is_home=True)], Decision(True)),
+        ([Vote(True, None, 3, is_home=True), Vote(False, None, 3)], Decision(False, AGAIN.format(1), unequal=AGAIN.format(1))),
+        ([Vote(True, None, 3), Vote(False, None, 3, is_home=True)], Decision(False, AGAIN.format(0), unequal=AGAIN.format(0))),
         # The shortest patience, and the longest work.
         ([Vote(True, None, 3, max_steps=20, num_left=4), Vote(True, None, 3, max_steps=9, num_left=7)], Decision(True, num_steps=7)),
         ([Vote(True, None, 3, max_steps=20, num_left=40), Vote(False, None, 3, max_steps=9, num_left=90)], Decision(True, num_steps=9)),

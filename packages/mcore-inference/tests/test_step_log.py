@@ -31,7 +31,10 @@ def test_lines_add_up_to_the_counters_of_the_engine(
     lines = [json.loads(record.getMessage()) for record in caplog.records if record.name == "mcore_inference.steps"]
     assert [line["step"] for line in lines] == [5, 10, 15, 20] and engine.step_count == 20
     stats = engine.stats()
-    assert set(stats) >= COUNTERS and all(set(line) == {"step", "seconds", *stats} for line in lines)
+    # No engine of one rank moves experts.
+    assert set(stats) >= COUNTERS - {"expert_rebalances", "moved_experts"} and all(
+        set(line) == {"step", "seconds", *stats} for line in lines
+    )
     assert all(line["steps"] == 5 and line["seconds"] >= 0 for line in lines)
     assert [line["prefix_cache_hits"] for line in lines] == [16, 0, 0, 0] and lines[0]["prefix_cache_queries"] == 27
     # One prompt of nine tokens, the last token of the two others, and eighteen tokens of each that are fed back.

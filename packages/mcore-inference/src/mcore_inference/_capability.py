@@ -3,7 +3,7 @@
 """Which models an engine can serve: it names what it holds, and refuses everything else."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -57,6 +57,35 @@ class StoresExperts(Protocol):
 
     def fp8_weights(self) -> Mapping[nn.Parameter, StoredWeight]:
         """Those in fp8."""
+        ...
+
+
+@experimental_api
+class ExpertSlots(Protocol):
+    """Where the experts of one layer lie, and copies of them. Weights move where all ranks that share them call it between two steps."""
+
+    loads: Tensor
+    """[E], tokens of this rank that went to each expert; whoever reads it zeroes it."""
+
+    def weights_changed(self) -> None:
+        """The parameters hold new weights, and other copies do not."""
+        ...
+
+    def settle(self) -> None:
+        """Bring new weights to all copies."""
+        ...
+
+    def rebalance(self, loads: Sequence[int]) -> tuple[float, float, int]:
+        """Move experts by the loads of all ranks: the busiest rank's load over the mean before and after, and how many have moved."""
+        ...
+
+
+@runtime_checkable
+class HoldsExperts(Protocol):
+    """A feed-forward whose experts may lie on any of the ranks that share them, and on several, as those of a mixture."""
+
+    def add_redundant_experts(self, num_redundant_experts: int) -> ExpertSlots:
+        """Take memory for so many copies over all ranks."""
         ...
 
 

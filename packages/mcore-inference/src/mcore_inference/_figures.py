@@ -79,6 +79,14 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
             help="Age of the engine's process when it drew its first token, of several the largest; 0 before.", together="largest"
         ),
         "weight_version": Figure(help="Number of completed weight loads, of several engines the smallest.", together="smallest"),
+        "expert_rebalances": Figure(
+            help="Times that experts were placed by their loads; of engines that share them the same.", kind="counter", together="largest"
+        ),
+        "moved_experts": Figure(help="Places that got another expert, of all ranks that share them.", kind="counter", together="largest"),
+        "expert_imbalance": Figure(
+            help="Tokens of the busiest rank over the mean, of a layer on average, before experts moved last.", together="largest"
+        ),
+        "expert_imbalance_after": Figure(help="The same of these tokens where experts lie now.", together="largest"),
         "running_requests": Figure(help="Requests that take part in steps."),
         "waiting_requests": Figure(help="Requests in the queue."),
         "longest_waiting_seconds": Figure(

@@ -5,6 +5,7 @@
 from mcore_inference.engine._engine import DynamicInferenceEngine
 from mcore_inference.engine._event_loop import get_asyncio_loop
 from mcore_inference.engine._executor import ExecutionConfig
+from mcore_inference.engine._expert_balance import ExpertBalancing, add_redundant_experts
 from mcore_inference.engine._follower import follow_runner
 from mcore_inference.engine._lockstep_config import LockstepConfig
 from mcore_inference.engine._queue import asyncio_Queue, asyncio_QueueShutDown
@@ -19,6 +20,7 @@ __all__ = [
     "EngineHealth",
     "EngineRunner",
     "ExecutionConfig",
+    "ExpertBalancing",
     "IncompleteWeightsError",
     "Increment",
     "LockstepConfig",
@@ -26,6 +28,7 @@ __all__ = [
     "StaticInferenceEngine",
     "WeightLoadError",
     "WeightSlice",
+    "add_redundant_experts",
     "asyncio_Queue",
     "asyncio_QueueShutDown",
     "deliver",

@@ -2,8 +2,9 @@
 # Copyright (c) 2026 the mcore authors
 """The engine: continuous batching of requests over one model."""
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -22,6 +23,7 @@ from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.decoder import quantize_weights
 from mcore_inference.engine._admission import Admission
 from mcore_inference.engine._executor import ExecutionConfig, Executor
+from mcore_inference.engine._expert_balance import ExpertBalance
 from mcore_inference.engine._expert_peers import ExpertPeers
 from mcore_inference.engine._expert_votes import Vote
 from mcore_inference.engine._intake import Intake
@@ -106,6 +108,8 @@ class DynamicInferenceEngine:
         self.finished_counts: Counter[str] = self._requests.finished_counts
         """Requests that ended, by reason."""
         execution = ExecutionConfig() if execution is None else execution
+        balancing = execution.expert_balancing
+        self._balance = None if balancing is None else ExpertBalance(model, balancing)
         speculates, on_gpu = execution.speculation is not None, context.device.type == "cuda"
         runs_ahead = on_gpu and not speculates if execution.run_ahead is None else execution.run_ahead
         self._executor = Executor(model, context, self.vocab_size, execution)
@@ -122,7 +126,7 @@ class DynamicInferenceEngine:
         self._shared_steps: SharedSteps | None = None
         if self.peers is not None:
             self._shared_steps = SharedSteps(
-                self.peers, model, self._executor, self._requests, self._admission, speculates=speculates
+                self.peers, model, self._executor, self._requests, self._admission, self._balance, speculates=speculates
             )  # fmt: skip
         self._intake = Intake(context, tokenizer, self.vocab_size, seed=seed, ngrams=ngrams, shares_prefixes=shares)
 
@@ -216,7 +220,8 @@ class DynamicInferenceEngine:
             RuntimeError: it has unfinished requests, or is suspended.
         """
         self._check_idle("create_cuda_graphs")
-        self._executor.record_graphs()
+        with self._with_experts():
+            self._executor.record_graphs()
         if reset_context:
             self.reset_prefix_cache()
 
@@ -232,7 +237,31 @@ class DynamicInferenceEngine:
             torch.OutOfMemoryError: a step of ``max_tokens`` does not fit beside weights and cache.
         """
         self._check_idle("warm_up")
-        self._executor.warm_up()
+        with self._with_experts():
+            self._executor.warm_up()
+
+    @contextlib.contextmanager
+    def _with_experts(self) -> Iterator[None]:
+        """For steps whose tokens are of no request: experts are where they are looked for, and loads are not counted."""
+        if self._balance is not None:
+            self._move_experts(self._balance.settle)
+        yield
+        if self._balance is not None:
+            self._balance.forget_loads()
+
+    def _move_experts(self, move: Callable[[], None]) -> None:
+        """Between two steps; what breaks half-way leaves weights that no step may use."""
+        self._loop.read_results()
+        self._loop.forget_batch()
+        self.weights.are_complete = False
+        move()
+        self.weights.are_complete = True
+
+    def _follow_loads(self, num_steps: int) -> None:
+        """Before a step that all ranks make: move experts where that is due."""
+        balance = self._balance
+        if balance is not None and balance.is_due(num_steps):
+            self._move_experts(lambda: balance.follow(num_steps))
 
     @property
     def is_warm(self) -> bool:
@@ -276,11 +305,12 @@ class DynamicInferenceEngine:
                 ``take_finished`` or the next step returns them. The others go on.
         """
         if self._shared_steps is not None:
-            self._shared_steps.run(self._vote(), self._advance)
+            self._shared_steps.run(self._vote(), self._advance, self._follow_loads)
             return self.take_finished()
         if self.is_suspended:
             raise RuntimeError("the engine is suspended; call resume() first")
         self.weights.check_complete()
+        self._follow_loads(self.step_count)
         self._advance()
         return self.take_finished()
 
@@ -374,6 +404,7 @@ class DynamicInferenceEngine:
             "longest_waiting_seconds": self._admission.longest_waiting_s,
             **{f"finished_{reason.value}": self.finished_counts[reason.value] for reason in FinishReason},
             **self.context.get_kvcache_utilization_stats(),
+            **({} if self._balance is None else self._balance.stats()),
         }
 
     def latency_stats(self) -> dict[str, float]:
@@ -412,6 +443,8 @@ class DynamicInferenceEngine:
             self._drain()
         self._loop.read_results()
         self.weights.load(chunks)
+        if self._balance is not None:
+            self._balance.weights_changed()
         self.weight_version = following
         self._loop.forget_batch()
         if in_flight == "keep":

@@ -20,6 +20,7 @@ from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._adjusted_requests import AdjustedRequests
 from mcore_inference.engine._decode_graphs import DecodeGraphs, graph_sizes
 from mcore_inference.engine._draft_graphs import DraftGraphs
+from mcore_inference.engine._expert_balance import ExpertBalancing
 from mcore_inference.engine._mixed_graphs import MixedGraphs, doubled_rows, mixed_sizes, proposal_sizes
 from mcore_inference.engine._model_drafts import ModelDrafts
 from mcore_inference.engine._pipeline import Pipeline
@@ -65,6 +66,9 @@ class ExecutionConfig:
     """Verify several proposed tokens a step; None for one token a step. Excludes ``run_ahead``."""
     record_routing: bool = False
     """Keep the experts that each token went to (``record.routed_experts``), for a trainer that replays them."""
+    expert_balancing: ExpertBalancing | None = None
+    """Move the experts of a mixture between the ranks that share them (ep) by their loads, and copy the busiest; None leaves each where
+    it is."""
 
     def __post_init__(self) -> None:
         as_flag("record_routing", self.record_routing)
@@ -79,6 +83,8 @@ class ExecutionConfig:
                 raise ValueError(f"num_cuda_graphs={self.num_cuda_graphs} and use_graphs=False exclude each other; leave one at None")
         if self.use_cuda_graphs_for_non_decode_steps and self.use_graphs is False:
             raise ValueError("use_cuda_graphs_for_non_decode_steps=True and use_graphs=False exclude each other; leave one out")
+        if self.expert_balancing is not None and not isinstance(self.expert_balancing, ExpertBalancing):
+            raise ValueError(f"expert_balancing is a {type(self.expert_balancing).__name__}; give ExpertBalancing(...), or None")
         if self.speculation is not None and not isinstance(self.speculation, (NgramSpeculation, MtpSpeculation, EagleSpeculation)):
             raise ValueError(
                 f"speculation is a {type(self.speculation).__name__}; give NgramSpeculation, MtpSpeculation or EagleSpeculation, or None"

@@ -41,6 +41,8 @@ class ExpertPeers:
         group = peers_of(model)
         self.rank, self._ranks = group.rank, group.ranks
         self._pg: dist.ProcessGroup | None = None
+        self.num_steps = 0
+        """Of all decisions, the same on every rank."""
         self._changed = threading.Condition()
         self._forget()
 
@@ -181,6 +183,7 @@ class ExpertPeers:
             if self._failure is not None:
                 return Decision(False)
             self.num_left = self.last.num_steps - 1 if self.last.steps else 0
+            self.num_steps += self.last.num_steps if self.last.steps else 0
             self._decided = time.monotonic()
             return self.last
 

@@ -28,6 +28,8 @@ class Vote:
     another one, or nothing is recorded."""
     max_graph_rows: int = 0
     """Rows of its largest recording."""
+    is_home: bool = False
+    """Whether experts, which may lie elsewhere, are at home since weights were loaded: they move before the next step."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,9 @@ def _unequal(votes: Sequence[Vote]) -> str | None:
             return f"ep rank {rank} has weights of a load that failed half-way; repeat it"
         if first >= 0 and vote.weight_version != first:
             return f"ep rank {rank} has weight_version={vote.weight_version} and ep rank 0 {first}; load the same weights on all"
+        if first >= 0 and vote.is_home != votes[0].is_home:
+            late = 0 if vote.is_home else rank
+            return f"ep rank {late} has not loaded weight_version={first} again, as others have; load the same weights on all"
     return None
 
 

@@ -10,6 +10,7 @@ import torch
 from mcore_inference._capability import exchanges_tokens
 from mcore_inference.engine._admission import Admission
 from mcore_inference.engine._executor import Executor
+from mcore_inference.engine._expert_balance import ExpertBalance
 from mcore_inference.engine._expert_peers import ExpertPeers
 from mcore_inference.engine._expert_votes import Decision, Vote
 from mcore_inference.engine._live_requests import LiveRequests
@@ -29,14 +30,23 @@ class SharedSteps:
         executor: counts its forwards, and replays recordings of the size that all agreed on.
         requests: of this rank.
         admission: their queue.
+        balance: of the experts; None where they do not move.
         speculates: whether a step may have proposals, which is known only when it begins.
     """
 
     def __init__(
-        self, peers: ExpertPeers, model: GPTModel, executor: Executor, requests: LiveRequests, admission: Admission, *, speculates: bool
+        self,
+        peers: ExpertPeers,
+        model: GPTModel,
+        executor: Executor,
+        requests: LiveRequests,
+        admission: Admission,
+        balance: ExpertBalance | None,
+        *,
+        speculates: bool,
     ) -> None:
         self._peers, self._model, self._executor = peers, model, executor
-        self._requests, self._admission, self._speculates = requests, admission, speculates
+        self._requests, self._admission, self._balance, self._speculates = requests, admission, balance, speculates
 
     def vote(self, weights: int, *, suspended: bool) -> Vote:
         """What this rank says of the next step.
@@ -52,21 +62,29 @@ class SharedSteps:
         max_steps = self._peers.max_steps
         # With results that are read a step later.
         num_left = max_steps if self._admission.waiting else 1 + max((entry.num_left for entry in self._admission.running), default=0)
-        return Vote(self._requests.has_work, hold, weights, version, policy, max_steps, num_left)
+        is_home = self._balance is not None and self._balance.is_home
+        return Vote(self._requests.has_work, hold, weights, version, policy, max_steps, num_left, is_home=is_home)
 
-    def run(self, vote: Vote, advance: Callable[[], None]) -> None:
+    def run(self, vote: Vote, advance: Callable[[], None], follow_loads: Callable[[int], None]) -> None:
         """One pass, by a vote or as the last vote decided: ``advance``, or a dummy step where the rank has no requests, is held, or runs no
         model.
 
-        ``Executor.agreed_rows`` says which.
+        ``Executor.agreed_rows`` says which. Before the first pass of a decision experts may move, in ``follow_loads`` with the number of
+        steps that were decided so far.
 
         Raises:
             RankFailedError: a rank is lost, late, or failed in the middle of the model.
             Exception: whatever ``advance`` raised outside of the model.
         """
+        is_first = not self._peers.num_left
         decision, executor = self._peers.decide(self._with_graphs(vote)), self._executor
         if not decision.steps:
             return
+        if is_first:
+            try:
+                follow_loads(self._peers.num_steps)
+            except Exception as error:
+                raise self._peers.fail(error) from error
         executor.agreed_rows = decision.graph_rows
         before = executor.num_forwards_begun
         try:

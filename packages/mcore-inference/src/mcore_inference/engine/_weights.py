@@ -119,7 +119,7 @@ class ModelWeights:
         self._model, self._bucket_bytes = model, bucket_bytes
         self._elsewhere = names_elsewhere(model)
         self.are_complete = True
-        """False between the first copy of a load and its end, so after a load that failed half-way."""
+        """False between the first copy of a load, or a move of experts, and its end, so after one that failed half-way."""
 
     def check_complete(self) -> None:
         """See that the model can run.
@@ -128,7 +128,9 @@ class ModelWeights:
             IncompleteWeightsError: it cannot.
         """
         if not self.are_complete:
-            raise IncompleteWeightsError("the last load_weights failed after it had begun to copy; repeat it with all parameters")
+            raise IncompleteWeightsError(
+                "the last load_weights failed after it had begun to copy, or experts did not arrive; repeat it with all parameters"
+            )
 
     @torch.no_grad()
     def load(self, chunks: Iterable[WeightChunk]) -> None:
