@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -38,12 +39,10 @@ from tests.contracts.test_expert_parallel_engine import (
     ON_GPUS,
     PATIENT,
     PROMPTS,
-    QUICK,
     Answers,
     check_equal,
     make_engine,
     settings,
-    slow_down,
 )
 from tests.support.decode_graphs import serve_as_on_a_gpu
 from tests.support.mixtures import compare_records
@@ -85,7 +84,7 @@ def answers_of(prompts: list[list[int]], seed: int = 0, **fields: Any) -> Answer
 def places_of(engine: DynamicInferenceEngine) -> list[list[list[int]]]:
     """Of each mixture here and each of its experts the slots that hold it."""
     mixtures = [layer.mlp for layer in engine.model.layers.values() if isinstance(layer.mlp, MoELayer)]
-    return [mixture._slots.placement.slots() for mixture in mixtures if mixture._slots is not None]
+    return [mixture.expert_slots.placement.slots() for mixture in mixtures if mixture.expert_slots is not None]
 
 
 def check_moving(
@@ -167,16 +166,26 @@ def replayed_alone(prompt: list[int], versions: list[tuple[int, int]], params: S
 
 def check_runners() -> tuple[list[list[tuple[int, int]]], dict[str, float]]:
     engine, rank = skewed_engine(ProcessGroups.build(EP2), balancing=dataclasses.replace(BALANCING, interval_steps=4)), dist.get_rank()
-    slow_down(engine)
+    queued = threading.Event()
+
+    def wait_for_weights(*_: Any) -> None:
+        """All ranks are in one step when they ask for new weights."""
+        if engine.stats()["expert_rebalances"] >= 2:
+            assert queued.wait(50)
+
+    engine.model.register_forward_pre_hook(wait_for_weights)
     new, params = skewed_weights(1), dataclasses.replace(LONG, return_log_probs=True)
 
     async def main() -> list[Any]:
         # Few steps a vote: experts move while requests run.
         with EngineRunner(engine, lockstep=dataclasses.replace(PATIENT, vote_interval_steps=2)) as runner:
             streams = [await runner.submit(prompt, params) for prompt in PROMPTS[rank : rank + 2]]
-            while await runner.call(lambda: engine.stats()["expert_rebalances"]) < 2:
+            while engine.stats()["expert_rebalances"] < 2:
                 await asyncio.sleep(0.005)
-            await runner.load_weights(new)
+            load = asyncio.ensure_future(runner.load_weights(new))
+            await asyncio.sleep(0)
+            queued.set()
+            await load
             records = [await stream.record() for stream in streams]
             await asyncio.to_thread(dist.barrier)
             return records
@@ -192,7 +201,8 @@ def check_runners() -> tuple[list[list[tuple[int, int]]], dict[str, float]]:
 @pytest.mark.world(2)
 def test_runners_move_experts_and_load_weights_while_requests_run(world: World) -> None:
     (one, stats), (two, others) = world(check_runners)
-    assert any(len(versions) == 2 for versions in one + two)
+    # One that waited for blocks may have begun behind the load.
+    assert any(len(versions) == 2 for versions in one) and any(len(versions) == 2 for versions in two)
     assert stats["expert_rebalances"] == others["expert_rebalances"] > 2 and stats["moved_experts"] > 0
 
 
@@ -244,12 +254,15 @@ def test_no_rank_steps_where_one_alone_has_loaded_again(world: World) -> None:
 def check_absent() -> None:
     engine, rank = skewed_engine(ProcessGroups.build(EP2), balancing=BALANCING), dist.get_rank()
     assert engine.peers is not None
-    engine.peers.open(QUICK)
+    engine.peers.open(PATIENT)
     engine.generate(PROMPTS[:1], LONG)
+    # Steps before, however long they took, are none of it.
+    engine.peers._config = dataclasses.replace(PATIENT, step_timeout_s=1)
+    dist.barrier()
     # A move is due: nobody begins it without the others.
     num_rebalances = engine.stats()["expert_rebalances"]
     if rank == 0:
-        with pytest.raises(RankFailedError, match="ep rank 1 did not come to the next step within 3 s"):
+        with pytest.raises(RankFailedError, match="ep rank 1 did not come to the next step within 1 s"):
             engine.generate(PROMPTS[:1])
     dist.barrier()
     assert engine.stats()["expert_rebalances"] == num_rebalances
@@ -265,7 +278,7 @@ def test_a_rank_that_does_not_come_where_experts_would_move_is_named(world: Worl
 
 def check_failed_move() -> None:
     engine, rank = skewed_engine(ProcessGroups.build(EP2), balancing=BALANCING), dist.get_rank()
-    slots = engine.model.layers["2"].mlp._slots
+    slots = engine.model.layers["2"].mlp.expert_slots
 
     def fail(loads: Any) -> Any:
         raise ArithmeticError("broken")
@@ -336,6 +349,10 @@ def test_settings_are_refused_by_name() -> None:
         ExecutionConfig(expert_balancing=2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="with ep=1 each rank holds all; serve with ep of 2 and more"):
         skewed_engine(ProcessGroups.single(), balancing=BALANCING)
+    moving = skewed_engine(ProcessGroups.single())
+    moving.model.layers["2"].mlp.expert_slots = object()
+    with pytest.raises(ValueError, match="experts of the model move between ranks, by .* another engine; set expert_balancing, too"):
+        DynamicInferenceEngine(moving.model, moving.context)
     dense = GPTModel(CONFIG, ProcessGroups.single(), attention_core=PagedAttention(), dtype=torch.float64)
     with pytest.raises(ValueError, match="num_redundant_experts=4, and no layer of the model has experts; leave expert_balancing out"):
         add_redundant_experts(dense, 4)
@@ -375,10 +392,10 @@ def check_graphs() -> tuple[int, dict[str, float], int]:
     reference = GPTModel(ON_GPUS, single, feed_forward=experts, dtype=torch.float64).eval()
     reference.load_state_dict(halves.state_dict())
     sizes = InferenceConfig(max_sequence_length=96, max_requests=8, block_size_tokens=16, num_blocks=64)
-    params = SamplingParams(temperature=0, num_tokens_to_generate=24, ignore_eos=True, return_log_probs=True)
+    params = SamplingParams(temperature=0, num_tokens_to_generate=40, ignore_eos=True, return_log_probs=True)
     prompts = [prompt[:9] for prompt in PROMPTS]
     shards, records, stats, replays = named_shards(halves), [], {}, 0
-    for balancing in (ExpertBalancing(num_redundant_experts=4, interval_steps=16), None):
+    for balancing in (ExpertBalancing(num_redundant_experts=4, interval_steps=8), None):
         model = skew(GPTModel(ON_GPUS, groups, feed_forward=experts, attention_core=PagedAttention(), **place))
         engine = DynamicInferenceEngine(
             model, DynamicInferenceContext.for_model(model, sizes), execution=ExecutionConfig(expert_balancing=balancing)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_moe.serving import LEAST_GAIN, ExpertPlacement, place_experts, plan_moves
+from mcore_moe.serving import ExpertPlacement, place_experts, plan_moves
+from mcore_moe.serving._placement import LEAST_GAIN
 
 
 @st.composite
@@ -30,7 +31,7 @@ def test_each_expert_has_a_slot_and_no_rank_gets_more_to_do_than_the_busiest_had
     after = place_experts(loads, before)
     # A placement with ranks of different sizes, or without an expert, is none.
     assert [len(row) for row in after.experts_GS] == [len(row) for row in before.experts_GS]
-    assert after.num_experts == len(loads) == after.slots().__len__()
+    assert after.num_experts == len(loads) == len(after.slots())
     assert sum(after.rank_loads(loads)) == pytest.approx(sum(loads))
     assert after is before or max(after.rank_loads(loads)) < max(before.rank_loads(loads))
     assert place_experts(loads, before) == after

@@ -84,6 +84,11 @@ class ExpertSlots(Protocol):
 class HoldsExperts(Protocol):
     """A feed-forward whose experts may lie on any of the ranks that share them, and on several, as those of a mixture."""
 
+    @property
+    def expert_slots(self) -> ExpertSlots | None:
+        """Where they lie; None where each is at home."""
+        ...
+
     def add_redundant_experts(self, num_redundant_experts: int) -> ExpertSlots:
         """Take memory for so many copies over all ranks."""
         ...

@@ -86,7 +86,8 @@ class MoELayer(nn.Module):
             exchange = _choose(config, site)
         self._groups = groups
         self._take_dispatchers(config.num_moe_experts, pause, exchange)
-        self._slots: ExpertSlots | None = None
+        self.expert_slots: ExpertSlots | None = None
+        """Where the experts lie since ``add_redundant_experts``."""
         self._shares_tokens = self.replicas.size > 1 and _exchanges(groups)
         activation = Activation(
             name=site.config.activation, offset=site.config.glu_linear_offset, clamp=site.config.activation_func_clamp_value
@@ -188,11 +189,11 @@ class MoELayer(nn.Module):
                 flex dispatcher, or experts that are trained or multiplied by something else.
         """
         config, groups = self.router.config, self._groups
-        if self._slots is not None:
-            if self._slots.num_slots != config.num_moe_experts + num_redundant_experts:
-                has = self._slots.num_slots - config.num_moe_experts
+        if self.expert_slots is not None:
+            if self.expert_slots.num_slots != config.num_moe_experts + num_redundant_experts:
+                has = self.expert_slots.num_slots - config.num_moe_experts
                 raise ValueError(f"num_redundant_experts={num_redundant_experts}, and the model has {has} already; build another model")
-            return self._slots
+            return self.expert_slots
         if groups.ep.size == 1:
             raise ValueError(
                 f"num_redundant_experts={num_redundant_experts} copies experts to other ranks, and with ep=1 each rank holds all; serve "
@@ -206,9 +207,9 @@ class MoELayer(nn.Module):
             )
         home = ExpertPlacement.home(config.num_moe_experts, groups.ep.size, num_redundant_experts)
         weights = self.experts.add_slots(len(home.experts_GS[0]))
-        self._slots = ExpertSlots(weights, home, groups.ep, groups.dp.rank)
-        self._take_dispatchers(self._slots.num_slots, None, None)
-        return self._slots
+        self.expert_slots = ExpertSlots(weights, home, groups.ep, groups.dp.rank)
+        self._take_dispatchers(self.expert_slots.num_slots, None, None)
+        return self.expert_slots
 
     def streamed(self) -> StreamedExperts | None:
         """As of ``mcore_parallel.nn.StreamsFeedForward``: of a mixture alone, on a rank that holds all of it."""
@@ -220,7 +221,7 @@ class MoELayer(nn.Module):
 
     def forward(self, x_TD: Tensor, step: Step) -> tuple[Tensor, Aux | None]:
         """[T, D] -> ([T, D], losses and counts; None outside training)."""
-        slots = self._slots
+        slots = self.expert_slots
         if slots is not None and (not slots.is_settled or (self.training and torch.is_grad_enabled())):
             state = "are not in their slots after new weights: its engine brings them there" if not slots.is_settled else "are not trained"
             raise RuntimeError(f"layers.{self.layer} has redundant experts, which {state}; run the model by its engine")

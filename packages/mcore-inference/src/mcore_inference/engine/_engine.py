@@ -23,7 +23,7 @@ from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.decoder import quantize_weights
 from mcore_inference.engine._admission import Admission
 from mcore_inference.engine._executor import ExecutionConfig, Executor
-from mcore_inference.engine._expert_balance import ExpertBalance
+from mcore_inference.engine._expert_balance import ExpertBalance, check_experts
 from mcore_inference.engine._expert_peers import ExpertPeers
 from mcore_inference.engine._expert_votes import Vote
 from mcore_inference.engine._intake import Intake
@@ -108,8 +108,11 @@ class DynamicInferenceEngine:
         self.finished_counts: Counter[str] = self._requests.finished_counts
         """Requests that ended, by reason."""
         execution = ExecutionConfig() if execution is None else execution
-        balancing = execution.expert_balancing
-        self._balance = None if balancing is None else ExpertBalance(model, balancing)
+        self._balance: ExpertBalance | None = None
+        if execution.expert_balancing is None:
+            check_experts(model)
+        else:
+            self._balance = ExpertBalance(model, execution.expert_balancing)
         speculates, on_gpu = execution.speculation is not None, context.device.type == "cuda"
         runs_ahead = on_gpu and not speculates if execution.run_ahead is None else execution.run_ahead
         self._executor = Executor(model, context, self.vocab_size, execution)

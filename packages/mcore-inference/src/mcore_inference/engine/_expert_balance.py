@@ -53,8 +53,7 @@ def add_redundant_experts(model: GPTModel, num_redundant_experts: int) -> list[E
     Raises:
         ValueError: no layer has experts, one has such as cannot be copied or moved, or they do not fit the device.
     """
-    layers = [layer for layer in model.layers.values() if isinstance(layer, TransformerLayer)]
-    mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, HoldsExperts)]
+    mixtures = _mixtures(model)
     if not mixtures and model.groups.pp.size == 1:
         raise ValueError(
             f"num_redundant_experts={num_redundant_experts}, and no layer of the model has experts; leave expert_balancing out"
@@ -66,6 +65,21 @@ def add_redundant_experts(model: GPTModel, num_redundant_experts: int) -> list[E
             f"num_redundant_experts={num_redundant_experts} does not fit beside the weights of the model: "
             f"{str(error).partition('. ')[0]}; lower it"
         ) from error
+
+
+def check_experts(model: GPTModel) -> None:
+    """Whether the experts of a model, which an engine does not move, are where it looks for them.
+
+    Raises:
+        ValueError: they move by another engine, or did.
+    """
+    if any(mixture.expert_slots is not None for mixture in _mixtures(model)):
+        raise ValueError("experts of the model move between ranks, by add_redundant_experts or another engine; set expert_balancing, too")
+
+
+def _mixtures(model: GPTModel) -> list[HoldsExperts]:
+    layers = [layer for layer in model.layers.values() if isinstance(layer, TransformerLayer)]
+    return [layer.mlp for layer in layers if isinstance(layer.mlp, HoldsExperts)]
 
 
 class ExpertBalance:

@@ -70,19 +70,19 @@ class SharedSteps:
         model.
 
         ``Executor.agreed_rows`` says which. Before the first pass of a decision experts may move, in ``follow_loads`` with the number of
-        steps that were decided so far.
+        passes that all ranks have made.
 
         Raises:
             RankFailedError: a rank is lost, late, or failed in the middle of the model.
             Exception: whatever ``advance`` raised outside of the model.
         """
-        is_first = not self._peers.num_left
+        is_first, num_steps = not self._peers.num_left, self._peers.num_steps
         decision, executor = self._peers.decide(self._with_graphs(vote)), self._executor
         if not decision.steps:
             return
         if is_first:
             try:
-                follow_loads(self._peers.num_steps)
+                follow_loads(num_steps)
             except Exception as error:
                 raise self._peers.fail(error) from error
         executor.agreed_rows = decision.graph_rows

@@ -4,7 +4,7 @@
 
 from mcore_moe._fp8_stack import Fp8Stack
 from mcore_moe.serving._expert_slots import ExpertSlots
-from mcore_moe.serving._placement import LEAST_GAIN, ExpertPlacement, place_experts, plan_moves
+from mcore_moe.serving._placement import ExpertPlacement, place_experts, plan_moves
 from mcore_moe.serving._streamed import StreamedExperts
 
-__all__ = ["LEAST_GAIN", "ExpertPlacement", "ExpertSlots", "Fp8Stack", "StreamedExperts", "place_experts", "plan_moves"]
+__all__ = ["ExpertPlacement", "ExpertSlots", "Fp8Stack", "StreamedExperts", "place_experts", "plan_moves"]

@@ -96,7 +96,7 @@ def place_experts(loads_E: Sequence[float], before: ExpertPlacement) -> ExpertPl
 
     Args:
         loads_E: tokens of each expert.
-        before: where they lie. It is returned where a move would gain less than `LEAST_GAIN`.
+        before: where they lie. It is returned where the busiest rank would have less than 5 % less to do.
 
     Returns:
         One whose busiest rank has no more to do than that of ``before``.
