@@ -16,6 +16,7 @@ hangs.
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,15 +31,19 @@ from mcore_inference import (
     EngineDeadError,
     EngineLostError,
     EngineRunner,
+    ExecutionConfig,
+    ExpertBalancing,
     FinishReason,
     RequestError,
     SamplingParams,
 )
 from mcore_inference.coordinator import CoordinatedRunner
+from mcore_parallel import ProcessGroups
 from mcore_parallel.guard import STALLED_EXIT_CODE
 from mcore_tools._quiet_pipe import quiet_pipe
 from mcore_tools.arguments import Parser, file, integer, number
 from mcore_tools.exit_code import exit_code, under_way
+from mcore_tools.recipes import RunConfig
 from mcore_tools.serving import (
     PROGRAM,
     EngineLayout,
@@ -109,7 +114,7 @@ def _show(prompts: Sequence[str], results: Sequence[DynamicInferenceRequestRecor
 def _coordinated_runner(options: argparse.Namespace) -> Iterator[CoordinatedRunner]:
     """Over one engine in a process of its own."""
     layout = EngineLayout(tp=options.tp, pp=options.pp, num_sharing=1)
-    layout.check(*served_model(options.checkpoint))
+    layout.check(*served_model(options.checkpoint), balancing_of(options))
     with coordinated(engine_words(options), count=1, layout=layout) as run:
         assert run is not None, "nobody stops it"
         with run() as runner:
@@ -128,6 +133,8 @@ def engine_words(options: argparse.Namespace, *more: str) -> list[str]:
     words += [] if options.weight_dtype is None else ["--weight-dtype", options.weight_dtype]
     words += [] if options.speculation is None else ["--speculation", options.speculation]
     words += [] if options.speculation_tokens is None else ["--speculation-tokens", str(options.speculation_tokens)]
+    words += [] if options.redundant_experts is None else ["--redundant-experts", str(options.redundant_experts)]
+    words += [] if options.rebalance_steps is None else ["--rebalance-steps", str(options.rebalance_steps)]
     return words
 
 
@@ -174,6 +181,30 @@ def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_expert_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where the experts of a mixture lie."""
+    parser.add_argument(
+        "--redundant-experts",
+        metavar="N",
+        type=integer(0, 2**20),
+        help="copies of the busiest experts of each layer, over all ranks that share them, which move by their loads (default: none, and "
+        "no expert moves)",
+    )
+    parser.add_argument(
+        "--rebalance-steps",
+        metavar="N",
+        type=integer(1, 2**31),
+        help="steps after which experts move; without --redundant-experts they change places only (default: 3000)",
+    )
+
+
+def balancing_of(options: argparse.Namespace) -> ExpertBalancing | None:
+    """How experts move, by the flags; None where they stay."""
+    given = {"num_redundant_experts": options.redundant_experts, "interval_steps": options.rebalance_steps}
+    given = {name: value for name, value in given.items() if value is not None}
+    return ExpertBalancing(**given) if given else None
+
+
 def check_length(options: argparse.Namespace) -> None:
     """Refuse, before a model is loaded, proposals by nobody and continuations that never fit."""
     if options.speculation is None and options.speculation_tokens is not None:
@@ -191,7 +222,6 @@ def opened(
 ) -> Iterator[tuple[DynamicInferenceEngine, EngineRanks | None]]:
     """The engine of a command, and the ranks that it is split over, or shares its experts with; None where it is alone."""
     with contextlib.ExitStack() as stack:
-        choice = options.speculation
         check_length(options)
         layout = EngineLayout(tp=options.tp, pp=options.pp, num_sharing=num_sharing)
         ranks = None if layout.num_ranks == 1 else EngineRanks(layout, [*PROGRAM, verb, *words])
@@ -199,7 +229,7 @@ def opened(
             # Settings and tokenizer are read a second time, so that no process is started for a model that cannot be split so. Ranks
             # that are there already find out when they build it.
             if ranks.starts_others:
-                layout.check(*served_model(options.checkpoint))
+                layout.check(*served_model(options.checkpoint), balancing_of(options))
             stack.enter_context(ranks)
         device = device_of("cuda" if torch.cuda.is_available() else "cpu")
         engine = open_engine(
@@ -211,13 +241,18 @@ def opened(
             kv_cache_dtype=options.kv_cache_dtype,
             weight_dtype=options.weight_dtype,
             groups=None if ranks is None else ranks.groups,
-            execution=None
-            if choice is None
-            else lambda config, groups: speculating(choice, options.speculation_tokens, config, groups, device),
+            execution=lambda config, groups: _execution(options, config, groups, device),
         )
         if ranks is not None:
             ranks.meet("loaded")
         yield engine, ranks
+
+
+def _execution(options: argparse.Namespace, config: RunConfig, groups: ProcessGroups, device: torch.device | str) -> ExecutionConfig:
+    choice, execution = options.speculation, ExecutionConfig()
+    if choice is not None:
+        execution = speculating(choice, options.speculation_tokens, config, groups, device)
+    return dataclasses.replace(execution, expert_balancing=balancing_of(options))
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -235,6 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_model_arguments(parser)
     add_split_argument(parser)
     add_speculation_arguments(parser)
+    add_expert_arguments(parser)
     add_sampling_arguments(parser)
     parser.add_argument("--input", metavar="FILE", type=file, help="continue the prompts of a file: a line each, or objects (.jsonl)")
     parser.add_argument("--output", metavar="FILE", type=Path, help="where the continuations of --input go; what it has is not done again")

@@ -49,10 +49,12 @@ from mcore_tools._quiet_pipe import quiet_pipe
 from mcore_tools.arguments import Parser, integer, number, secret
 from mcore_tools.exit_code import FAILED, exit_code, under_way
 from mcore_tools.generate import (
+    add_expert_arguments,
     add_model_arguments,
     add_sampling_arguments,
     add_speculation_arguments,
     add_split_argument,
+    balancing_of,
     check_length,
     continue_coordinated,
     engine_words,
@@ -105,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_model_arguments(parser)
     add_split_argument(parser)
     add_speculation_arguments(parser)
+    add_expert_arguments(parser)
     add_sampling_arguments(parser)
     parser.add_argument("--host", help="address (default: 127.0.0.1); other than loopback it needs --token-file")
     parser.add_argument("--port", type=integer(0, 65_535), help="0 for a free one (default: 8000)")
@@ -316,7 +319,7 @@ def _serve_replicas(options: argparse.Namespace, token: str | None, weights: Wei
     """Serve by engines in processes of their own."""
     check_length(options)
     layout = EngineLayout(tp=options.tp, pp=options.pp, num_sharing=options.data_parallel if options.expert_parallel else 1)
-    layout.check(*served_model(options.checkpoint))
+    layout.check(*served_model(options.checkpoint), balancing_of(options))
     words = engine_words(options, "--max-waiting", str(options.max_waiting))
     words += [] if options.stall_seconds is None else ["--stall-seconds", str(options.stall_seconds)]
     words += ["--data-parallel", str(options.data_parallel), "--expert-parallel"] if options.expert_parallel else []

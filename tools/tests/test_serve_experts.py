@@ -98,6 +98,7 @@ def test_engines_of_two_ranks_that_share_experts_answer_as_one_process(tmp_path:
             "--join",
             coordinator.address,
             *SPLIT[name],
+            *([] if name == "pp2" else ["--redundant-experts", "4", "--rebalance-steps", "3"]),
         ]
         ranks = [
             stack.enter_context(Command(main, [*words, "--name", f"rank-{rank}"], {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
@@ -165,6 +166,8 @@ def test_what_cannot_share_experts_is_refused_by_name(
         (mixture, [], "give --data-parallel of 2 and more"),
         (mixture, ["--data-parallel", "7"], "--data-parallel 7 with --expert-parallel must divide num_moe_experts="),
         (mixture, ["--data-parallel", "2", "--tp", "3"], "tp=3 must divide"),
+        (mixture, ["--data-parallel", "2", "--redundant-experts", "3"], "ep=2 must divide num_moe_experts=4 and num_redundant_experts=3"),
+        (mixture, ["--data-parallel", "2", "--redundant-experts", "10"], "at most 4 copies of num_moe_experts=4"),
         (mixture, ["--data-parallel", "2", "--pp", "3"], "num_layers=2 are fewer than pp*vpp=3*1"),
         (mixture, ["--data-parallel", "2", "--tp", "2", "--join", "tcp://127.0.0.1:1"], "is one of 4 processes; leave out --join"),
     ):
@@ -173,6 +176,27 @@ def test_what_cannot_share_experts_is_refused_by_name(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     assert main([str(mixture), "--port", "0", "--expert-parallel", "--data-parallel", "2", "--tp", "2"]) == 2
     assert "--data-parallel 2 of 2 GPUs each (--tp, --pp) needs 4 and 3 are visible" in capsys.readouterr().err
+
+
+def test_experts_move_only_where_ranks_share_them(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixture, dense = save(tmp_path / "a", "moe_tiny"), save(tmp_path / "b", "gpt_tiny")
+    monkeypatch.delenv("RANK", raising=False)
+    for folder, words, reason in (
+        (
+            dense,
+            ["serve", "--port", "0", "--data-parallel", "2", "--redundant-experts", "2"],
+            "between ranks, and the model has no experts",
+        ),
+        (mixture, ["serve", "--port", "0", "--data-parallel", "2", "--rebalance-steps", "9"], "--tp 1 leaves all experts on each rank"),
+        (mixture, ["generate", "--prompt", "x", "--redundant-experts", "2"], "with ep=1 each rank holds all"),
+        (mixture, ["generate", "--prompt", "x", "--rebalance-steps", "0"], "--rebalance-steps"),
+    ):
+        verb, *more = words
+        try:
+            code = {"serve": main, "generate": generate}[verb]([str(folder), *more])
+        except SystemExit as ended:
+            code = ended.code
+        assert code == 2 and reason in capsys.readouterr().err, words
 
 
 def test_experts_are_spread_over_the_tp_ranks_of_engines_where_they_are_even() -> None:

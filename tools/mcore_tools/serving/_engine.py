@@ -23,6 +23,7 @@ from mcore_inference import (
     InferenceConfig,
     PagedAttention,
     SamplingParams,
+    add_redundant_experts,
 )
 from mcore_inference.decoder import quantize_weights
 from mcore_parallel import ProcessGroups
@@ -82,6 +83,12 @@ def build_engine(
         fill(model)
         quantize_weights(model, weight_dtype)
         fill = None
+    balancing = None if execution is None else execution.expert_balancing
+    if cache_gb is None and balancing is not None:
+        # Likewise: a cache takes what copies of experts leave, which are made of rounded ones.
+        if weight_dtype is not None:
+            quantize_weights(model, weight_dtype)
+        add_redundant_experts(model, balancing.num_redundant_experts)
     context = DynamicInferenceContext.for_model(model, sizes)
     if fill is not None:
         fill(model)

@@ -4,7 +4,9 @@
 
 from dataclasses import dataclass
 
+from mcore_inference import ExpertBalancing
 from mcore_moe import MoEConfig, moe_feed_forward
+from mcore_moe.serving import ExpertPlacement
 from mcore_parallel import ParallelPlan
 from mcore_parallel.models import TransformerConfig, check_layout, dense_feed_forward, place_layers
 from mcore_parallel.pipeline import PipelineConfig
@@ -77,8 +79,8 @@ class EngineLayout:
         ep, etp = (self.num_sharing * self.tp, 1) if even else (self.num_sharing, self.tp)
         return ParallelPlan(tp=self.tp, pp=self.pp, dp=self.num_sharing, ep=ep, etp=etp, sequence_parallel=False)
 
-    def check(self, model: TransformerConfig, moe: MoEConfig | None) -> None:
-        """See that a model can be split so; it costs no tensor and no process.
+    def check(self, model: TransformerConfig, moe: MoEConfig | None, balancing: ExpertBalancing | None = None) -> None:
+        """See that a model can be split so, and its experts move; it costs no tensor and no process.
 
         Raises:
             ValueError: names the size that does not fit.
@@ -86,3 +88,10 @@ class EngineLayout:
         check_layout(model, self.plan(moe), feed_forward=moe_feed_forward(moe) if moe else dense_feed_forward)
         if self.pp > 1:
             place_layers(model, PipelineConfig(), num_stages=self.pp)
+        if balancing is None:
+            return
+        ep = self.plan(moe).ep
+        if moe is None or ep == 1:
+            lacks = "the model has no experts" if moe is None else f"{self} leaves all experts on each rank"
+            raise ValueError(f"--redundant-experts and --rebalance-steps move experts between ranks, and {lacks}; leave them out")
+        ExpertPlacement.home(moe.num_moe_experts, ep, balancing.num_redundant_experts)
