@@ -76,6 +76,15 @@ def test_types_and_sizes_are_checked(values: dict[str, Any], message: str) -> No
             {"moe_router_load_balancing_type": "sinkhorn", "moe_router_pre_softmax": True},
             "moe_router_pre_softmax=True changes nothing with",
         ),
+        ({"moe_dispatch_fwd_dtype": "int8"}, "moe_dispatch_fwd_dtype='int8' must be fp8 or None"),
+        (
+            {"moe_dispatch_fwd_dtype": "fp8", "moe_token_dispatcher_type": "flex"},
+            "moe_dispatch_fwd_dtype='fp8' needs moe_token_dispatcher_type='alltoall', found 'flex'",
+        ),
+        (
+            {"moe_dispatch_fwd_dtype": "fp8", "moe_shared_expert_overlap": True, "moe_shared_expert_intermediate_size": 8},
+            "moe_dispatch_fwd_dtype='fp8' does not go with moe_shared_expert_overlap=True",
+        ),
         ({"moe_aux_loss_num_devices": 4}, "moe_aux_loss_num_devices=4 is for .*'device_aux_loss' and 'comm_aux_loss', found 'aux_loss'"),
         ({"moe_router_load_balancing_type": "comm_aux_loss"}, "type='comm_aux_loss' balances devices; set moe_aux_loss_num_devices"),
         (
@@ -168,7 +177,7 @@ def test_what_nobody_would_read_is_refused(values: dict[str, Any], message: str)
         MoEConfig(num_moe_experts=8, **values)
 
 
-@pytest.mark.parametrize("name", ["moe_dispatch_fwd_dtype", "moe_paged_stash", "moe_router_force_biased", "inference_grouped_gemm_backend"])
+@pytest.mark.parametrize("name", ["moe_combine_bwd_dtype", "moe_paged_stash", "moe_router_force_biased", "inference_grouped_gemm_backend"])
 def test_reserved_fields_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=4 is reserved and not implemented; leave it out"):
         MoEConfig(num_moe_experts=8, **{name: 4})

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from mcore_moe import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher, MoEConfig, MoELayer, moe_feed_forward
 from mcore_moe.dispatch import _allgather
-from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
-from mcore_parallel.comm import all_reduce
+from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.models import Site, TransformerConfig
 from mcore_parallel.nn import Step, quick_geglu
-from tests.support.mixtures import filled_layer
+from tests.support.mixtures import equal_to_one_rank, filled_layer
 
 D = 8
 F64 = torch.float64
@@ -32,32 +30,7 @@ MIXTURE = MoEConfig(
 )
 
 
-def check(mixture: MoEConfig, groups: ProcessGroups, parts: list[Tensor], valid: list[Tensor] | None = None) -> None:
-    """Output, gradients of tokens and parameters, losses and counts of the ranks' parts are those of one rank with all of them."""
-    rank, losses = groups.world.rank, groups.tp_cp.size == groups.world.size
-    layer, alone = (filled_layer(MODEL, mixture, place) for place in (groups, ProcessGroups.single()))
-    mine, whole = parts[rank].clone().requires_grad_(), torch.cat(parts).requires_grad_()
-    # Under sequence parallelism a step speaks of the tokens of all tp ranks.
-    everything = torch.cat(valid) if valid else None
-    step = Step.causal(1, len(whole) if groups.tp.size > 1 else len(mine))
-    y, aux = layer(mine, dataclasses.replace(step, valid=everything))
-    expected, expected_aux = alone(whole, dataclasses.replace(Step.causal(1, len(whole)), valid=everything))
-    torch.testing.assert_close(y, expected.split([len(part) for part in parts])[rank], rtol=1e-10, atol=1e-12)
-    assert all_reduce(aux.counts[0], groups.world).tolist() == expected_aux.counts[0].tolist()
-    if losses:
-        for key, loss in expected_aux.losses.items():
-            torch.testing.assert_close(
-                all_reduce(aux.losses[key].value.detach(), groups.world), loss.value.detach(), rtol=1e-10, atol=1e-12
-            )
-    (y.square().sum() + (aux.total() if losses else 0)).backward()
-    (expected.square().sum() + (expected_aux.total() if losses else 0)).backward()
-    torch.testing.assert_close(mine.grad, whole.grad.split([len(part) for part in parts])[rank], rtol=1e-10, atol=1e-12)
-    serial = {shard.name: shard.parameter.grad for shard in named_shards(alone)}
-    for shard in named_shards(layer):
-        grad = all_reduce(shard.parameter.grad, groups.data(shard.spec.view))
-        for axis in shard.spec.partial:
-            grad = all_reduce(grad, groups.axis(shard.spec.view, axis))
-        torch.testing.assert_close(grad, serial[shard.name][shard.spec.slices(groups)], rtol=1e-10, atol=1e-12, msg=shard.name)
+check = functools.partial(equal_to_one_rank, MODEL)
 
 
 def check_exchange(plan: ParallelPlan, exchange: str) -> None:

@@ -29,7 +29,7 @@ _OF_DEVICES = ("device_aux_loss", "comm_aux_loss")
 _WITHOUT_LOSS = ("sinkhorn", "quantile_balancing", "none")
 
 RESERVED = frozenset({
-    "inference_grouped_gemm_backend", "inference_moe_token_dispatcher_type", "moe_combine_bwd_dtype", "moe_dispatch_fwd_dtype",
+    "inference_grouped_gemm_backend", "inference_moe_token_dispatcher_type", "moe_combine_bwd_dtype",
     "moe_enable_routing_replay", "moe_expert_rank_capacity_factor", "moe_flex_dispatcher_num_sms",
     "moe_mlp_glu_interleave_size", "moe_paged_stash", "moe_router_force_biased", "moe_single_grouped_bias", "moe_single_grouped_weight",
 })  # fmt: skip
@@ -137,6 +137,10 @@ class MoEConfig:
     moe_token_dispatcher_type: str = "alltoall"
     """How tokens travel to ranks with other experts: alltoall, each pick to its expert; allgather, all tokens to all ranks; flex, each
     token once to each rank, by a backend. Ranks that hold all experts, or all tokens, exchange none."""
+    moe_dispatch_fwd_dtype: str | None = None
+    """What tokens travel to their experts in: fp8 (e4m3, with a scale for each 128 values), half the bytes of bfloat16; None for the dtype
+    of the model. Experts read what has been rounded so in every layout, where nothing travels, too; results, and all gradients, travel in
+    the dtype of the model. With the dispatcher alltoall."""
     moe_flex_dispatcher_backend: str = "deepep"
     """Who exchanges in flex: the libraries deepep and hybridep; symmetric, kernels that store in the memory of the other GPUs of a host."""
     moe_flex_dispatcher_fallback: str | None = None
@@ -338,6 +342,7 @@ class MoEConfig:
             )
         if self.moe_token_dispatcher_type not in ("alltoall", "allgather", "flex"):
             raise ValueError(f"moe_token_dispatcher_type={self.moe_token_dispatcher_type!r} must be alltoall, allgather or flex")
+        self._check_payload()
         scaling, rate = self.moe_router_topk_scaling_factor, self.moe_router_bias_update_rate
         if scaling is not None and not 0 < scaling < math.inf:
             raise ValueError(f"moe_router_topk_scaling_factor={scaling} must be above 0 and finite; leave it out for 1")
@@ -349,6 +354,21 @@ class MoEConfig:
         jitter = self.moe_input_jitter_eps
         if jitter is not None and not 0 <= jitter < 1:
             raise ValueError(f"moe_input_jitter_eps={jitter} must lie in 0..1, 1 excluded")
+
+    def _check_payload(self) -> None:
+        dtype = self.moe_dispatch_fwd_dtype
+        if dtype not in (None, "fp8"):
+            raise ValueError(f"moe_dispatch_fwd_dtype={dtype!r} must be fp8 or None")
+        if dtype is not None and self.moe_token_dispatcher_type != "alltoall":
+            raise ValueError(
+                f"moe_dispatch_fwd_dtype={dtype!r} needs moe_token_dispatcher_type='alltoall', found {self.moe_token_dispatcher_type!r}, "
+                "which sends the dtype of the model; leave one out"
+            )
+        if dtype is not None and self.moe_shared_expert_overlap:
+            raise ValueError(
+                f"moe_dispatch_fwd_dtype={dtype!r} does not go with moe_shared_expert_overlap=True, whose rows travel in the dtype of the "
+                "model; leave one out"
+            )
 
     def _check_bias_decay(self) -> None:
         steps, style = self.moe_router_bias_decay_steps, self.moe_router_bias_decay_style
@@ -549,6 +569,11 @@ def check_experts(
     if config.moe_latent_size is not None and model.add_bias_linear:
         raise ValueError(
             f"moe_latent_size={config.moe_latent_size} does not go with add_bias_linear=True: its projections have no biases; leave one out"
+        )
+    if config.moe_dispatch_fwd_dtype is not None and dtype == torch.float16:
+        raise ValueError(
+            f"moe_dispatch_fwd_dtype={config.moe_dispatch_fwd_dtype!r} sends numbers that float16 does not have; build the model in "
+            "bfloat16 or float32, or leave it out"
         )
     if config.num_moe_experts % plan.ep:
         raise ValueError(f"ep={plan.ep} must divide num_moe_experts={config.num_moe_experts}; lower ep or change num_moe_experts")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mcore_moe._config import OF_FLEX, MoEConfig, check_experts
 from mcore_moe._experts import GroupedMLP, TEGroupedMLP, experts_class
+from mcore_moe._fp8_payload import rounded
 from mcore_moe._fp8_stack import Fp8Stack
 from mcore_moe._quantize import get_align_size_for_quantization
 from mcore_moe._router import TopKRouter
@@ -215,6 +216,8 @@ class MoELayer(nn.Module):
         """As of ``mcore_parallel.nn.StreamsFeedForward``: of a mixture alone, on a rank that holds all of it."""
         alone = self.shared_experts is None and self.latent_down is None and isinstance(self.dispatcher, LocalTokenDispatcher)
         experts = self.experts
+        # Its kernels read the tokens as they are.
+        alone = alone and self.router.config.moe_dispatch_fwd_dtype is None
         if not alone or type(self.router) is not TopKRouter or not isinstance(experts, GroupedMLP):
             return None
         return StreamedExperts(self.router, experts) if StreamedExperts.fits(self.router, experts) else None
@@ -239,6 +242,8 @@ class MoELayer(nn.Module):
             routed_TD, routing = _weighted(routed_TD, routing)
         if slots is not None:
             routing = slots.assign(routing)
+        if self.router.config.moe_dispatch_fwd_dtype == "fp8":
+            routed_TD = rounded(routed_TD)
         if overlaps:
             computed: list[Tensor | None] = []
             sent = dispatcher.dispatch(routed_TD, routing, lambda: computed.append(self._shared(x_TD, step)))
@@ -301,7 +306,7 @@ def _dispatcher(
         return MoEFlexTokenDispatcher(num_experts, groups, exchange)
     if config.moe_token_dispatcher_type == "allgather":
         return MoEAllGatherTokenDispatcher(num_experts, groups)
-    return MoEAlltoAllTokenDispatcher(num_experts, groups.ep, groups.expt_tp, pause=pause)
+    return MoEAlltoAllTokenDispatcher(num_experts, groups.ep, groups.expt_tp, pause=pause, fp8=config.moe_dispatch_fwd_dtype == "fp8")
 
 
 def _row_multiple(config: MoEConfig, site: Site) -> int:

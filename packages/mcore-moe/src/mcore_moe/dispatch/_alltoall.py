@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_moe import _fp8_payload
 from mcore_moe._routing import Routing
 from mcore_moe._stability import experimental_api
 from mcore_moe.dispatch._equal import check_equal
@@ -60,19 +61,28 @@ class MoEAlltoAllTokenDispatcher:
         expert_tp: ranks that share each expert; None for one rank an expert.
         pause: called between start and end of every exchange of rows, forwards and backwards, for other work to run meanwhile
             (``mcore_parallel.pipeline.Overlap.pause``).
+        fp8: tokens travel in e4m3, with a scale for each block of 128 and their weights in the same message; results and gradients do not.
 
     Raises:
         ValueError: the group size does not divide E.
     """
 
-    def __init__(self, num_experts: int, group: Group, expert_tp: Group | None = None, *, pause: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        group: Group,
+        expert_tp: Group | None = None,
+        *,
+        pause: Callable[[], None] | None = None,
+        fp8: bool = False,
+    ) -> None:
         if num_experts % group.size:
             raise ValueError(f"ep={group.size} must divide num_moe_experts={num_experts}; lower ep")
         self.num_experts = num_experts
         self.num_local_experts = num_experts // group.size
         self.group = group
         self.expert_tp = expert_tp or Group.single()
-        self.pause = pause
+        self.pause, self.fp8 = pause, fp8
         self._sizes_agree = False
 
     def dispatch(self, x_TD: Tensor, routing: Routing, meanwhile: Callable[[], None] | None = None) -> Dispatched:
@@ -122,6 +132,12 @@ class MoEAlltoAllTokenDispatcher:
         self, picks: LocalPicks, sent: list[int], received: list[int], shared: list[int], meanwhile: Callable[[], None] | None
     ) -> tuple[Tensor, Tensor]:
         """Rows for this rank's experts and their weights, in the order of arrival."""
+        if self.fp8:
+            if meanwhile is not None:
+                raise ValueError("fp8=True sends rows in one step, and meanwhile runs between two; leave one out")
+            rows_QD, weights_Q = _fp8_payload.send(picks.rows_RD, picks.weights_R, received, sent, self.group, self.pause)
+            copies, own = [_copies(part, self.expert_tp) for part in (rows_QD, weights_Q)], [len(rows_QD)] * self.expert_tp.size
+            return _fp8_payload.send(copies[0], copies[1], shared, own, self.expert_tp, None)
         weights_Q = all_to_all_autograd(picks.weights_R, received, sent, self.group)
         rows_QD = self._send(picks.rows_RD, received, sent, meanwhile)
         return _gather_rows(rows_QD, shared, self.expert_tp), _gather_rows(weights_Q, shared, self.expert_tp)
@@ -184,10 +200,12 @@ def _gather_rows(rows_QD: Tensor, sizes: list[int], group: Group) -> Tensor:
 
     An all-to-all moves what an all-gather would, and takes a different number of rows from each rank without padding.
     """
-    if group.size == 1:
-        return rows_QD
-    copies_HQD = rows_QD.expand(group.size, *rows_QD.shape)
-    return all_to_all_autograd(copies_HQD.flatten(0, 1), sizes, [len(rows_QD)] * group.size, group)
+    return all_to_all_autograd(_copies(rows_QD, group), sizes, [len(rows_QD)] * group.size, group) if group.size > 1 else rows_QD
+
+
+def _copies(rows_QD: Tensor, group: Group) -> Tensor:
+    """One for each rank, behind each other."""
+    return rows_QD.expand(group.size, *rows_QD.shape).flatten(0, 1)
 
 
 def _reduce_scatter_rows(rows_RD: Tensor, sizes: list[int], group: Group) -> Tensor:
