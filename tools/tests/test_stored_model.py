@@ -160,6 +160,20 @@ def test_groups_of_fields_are_compared_with_what_is_left_out(tmp_path: Path) -> 
         check_stored(dataclasses.replace(run, model=other), folder)
 
 
+def test_a_configuration_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, parse = small("train.seed=7123"), yaml.safe_load
+    folder, parsed = stored(tmp_path / "c", run=config_text(run)), []
+
+    def noted(text: str) -> object:
+        parsed.append(text)
+        return parse(text)
+
+    monkeypatch.setattr(yaml, "safe_load", noted)
+    for _ in range(3):
+        check_stored(run, folder)
+    assert parsed == [config_text(run)]
+
+
 @pytest.mark.parametrize(
     ("run", "words"),
     [("model: [", r"run\.yaml is no YAML"), ("model: {num_layer: 2}", "'num_layer' is no field"), ("[" * 5000, r"run\.yaml is no YAML")],

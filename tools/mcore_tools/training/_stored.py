@@ -3,6 +3,7 @@
 """What a checkpoint says of its model, compared with the run that takes its weights."""
 
 import dataclasses
+import functools
 import json
 import math
 from collections import Counter
@@ -239,11 +240,17 @@ def _from_sizes(sizes: Mapping[str, Any], config: RunConfig | None) -> tuple[Tra
 
 
 def read_run(folder: Folder, manifest: Manifest) -> Mapping[str, Any]:
-    """The ``run.yaml`` of a checkpoint."""
+    """The ``run.yaml`` of a checkpoint; not to be changed."""
     try:
-        run = yaml.safe_load(read_asset(folder, RUN_FILE, manifest).decode())
+        return _parsed(read_asset(folder, RUN_FILE, manifest).decode())
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{RUN_FILE} is no YAML: {' '.join(str(error).split())}") from None
+
+
+@functools.lru_cache(maxsize=4)
+def _parsed(text: str) -> Mapping[str, Any]:
+    """A start of a run reads one file five times, and YAML takes 10 ms."""
+    run = yaml.safe_load(text)
     return run if isinstance(run, Mapping) else {}
 
 
