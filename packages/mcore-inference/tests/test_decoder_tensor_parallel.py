@@ -3,7 +3,6 @@
 """The fused decoder over tensor-parallel ranks against the whole model."""
 
 import multiprocessing
-from multiprocessing import forkserver
 from typing import Any
 
 import pytest
@@ -21,7 +20,8 @@ from mcore_inference.decoder import FusedDecoder
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import Step
-from tests.support.interpreter import patch_language_once, run_interpreted
+from tests.support import world
+from tests.support.interpreter import run_interpreted
 from tests.support.world import run
 
 LLAMA: dict[str, Any] = {"normalization": "RMSNorm", "activation": "swiglu"}
@@ -66,7 +66,6 @@ def check_interpreted() -> list[list[int]]:
     from mcore_inference.attention import _backends
     from mcore_inference.decoder import _decoder
 
-    patch_language_once()
     _backends.has_kernels = lambda *_: True
     _decoder._STREAM_DTYPES = (torch.float32,)
     FusedDecoder.fits = staticmethod(lambda *_: True)
@@ -135,9 +134,8 @@ def test_one_shot_sums_are_those_of_the_ranks() -> None:
 
 
 if __name__ == "__main__":
-    # All that the two ranks need; the worlds of other tests load more.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["pytest", "torch._dynamo", "mcore_inference"])
-    forkserver.ensure_running()
+    # Ranks are forked from this process: in that of other worlds nothing is interpreted.
+    world._server, world.start_server = multiprocessing.get_context("fork"), lambda: None  # type: ignore[assignment]
     one, two = run(check_interpreted, 2, timeout_s=100.0)
     assert one == two
     print("same")
