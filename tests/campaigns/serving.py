@@ -37,9 +37,9 @@ from tests.campaigns._serving_service import Figures, Service, quiet, served
 from tests.campaigns._serving_trials import leaving, memory, oversize, slow, soak
 from tools.bench._record import record
 
-__all__ = ["main"]
+__all__ = ["PARTS", "main"]
 
-_PARTS = {
+PARTS = {
     "quiet": "without attack",
     "hostile": "hostile bytes",
     "leaving": "clients that leave",
@@ -108,9 +108,9 @@ def _run(options: argparse.Namespace, cores: Cores, until: float) -> Iterator[di
             trials = _trials(options, service, until)
             for part in options.parts:
                 if part in trials and time.monotonic() < until:
-                    yield (done := {**done, _PARTS[part]: _timed(trials[part])})
+                    yield (done := {**done, PARTS[part]: _timed(trials[part])})
     if "kills" in options.parts and time.monotonic() < until:
-        yield {**done, _PARTS["kills"]: _timed(lambda: killed_engines(options.kills, options.seed, until))}
+        yield {**done, PARTS["kills"]: _timed(lambda: killed_engines(options.kills, options.seed, until))}
 
 
 def _short(options: argparse.Namespace, trials: Mapping[str, Figures]) -> list[str]:
@@ -121,12 +121,12 @@ def _short(options: argparse.Namespace, trials: Mapping[str, Figures]) -> list[s
         under = trials.get("hostile bytes", {})
         count = len(under.get("rounds", [under] if under else []))
         return [f"{options.rounds - count} of {options.rounds} rounds"] if count < options.rounds else []
-    short = [_PARTS[part] for part in options.parts if _PARTS[part] not in trials]
+    short = [PARTS[part] for part in options.parts if PARTS[part] not in trials]
     counted = {"leaving": ("count", options.aborts), "kills": ("kills", options.kills)}
     for part, (field, count) in counted.items():
-        figures = trials.get(_PARTS[part])
+        figures = trials.get(PARTS[part])
         if figures is not None and figures[field] < count:
-            short.append(f"{_PARTS[part]}: {figures[field]} of {count}")
+            short.append(f"{PARTS[part]}: {figures[field]} of {count}")
     return short
 
 
@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
         "requests": 5000,
     }.items():
         parser.add_argument(f"--{name}", type=int, default=count)
-    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS), metavar="PART", help=f"of {', '.join(_PARTS)}")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--budget-seconds", type=float, default=math.inf, help="begin no part or round later; what is lacking is a problem")
     parser.add_argument("--seconds", type=float, default=30, help="of the trial without attack, and of the slow clients")
     parser.add_argument(

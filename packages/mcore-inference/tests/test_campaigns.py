@@ -15,11 +15,11 @@ import pytest
 pytest.importorskip("zmq", reason="the campaign has a coordinator")
 pytest.importorskip("uvicorn", reason="the campaign has servers")
 
-from tests.campaigns._serving_changes import Fates
+from tests.campaigns._serving_changes import Fates, killed_engines
 from tests.campaigns._serving_clients import Departure, leave
 from tests.campaigns._serving_cores import assigned
 from tests.campaigns._serving_soak import Sample, growth
-from tests.campaigns.serving import main
+from tests.campaigns.serving import PARTS, main
 from tests.support.commands import run_command
 
 # Times depend on what else the machine does; those of the documentation are of a run of their own.
@@ -57,7 +57,11 @@ def check(figures, sizes):
 
 @pytest.mark.timeout(180)
 def test_the_short_campaign_loses_and_leaks_nothing():
-    check(run(SHORT, 170), SHORT)
+    figures = run(SHORT, 170, "--parts", *(part for part in PARTS if part != "kills"))
+    # Here, where a server to fork engines from runs already.
+    killed = killed_engines(SHORT["kills"], seed=0)
+    assert killed["kills"] == SHORT["kills"] and not killed["problems"]
+    check({**figures, "killed engines": killed}, SHORT)
 
 
 @pytest.mark.timeout(180)
