@@ -45,12 +45,13 @@ weights go between layouts only where one divides the other
 a comparison of weights that a tolerance makes true
     test_transfer: test_engines_of_other_layouts_have_equal_weights
 a rollout of text fails for want of masks
-    test_known_traps: test_rollouts_of_text_are_refused_by_name
+    test_known_traps: test_rollouts_of_text_are_learnt_from_in_tokens_of_the_policy
 a layout of layers is evaluated as a program
     ../../mcore-moe/tests/test_config: test_a_text_that_is_no_list_of_layers_is_refused_and_never_run
 """
 
 import asyncio
+import dataclasses
 import itertools
 import re
 from pathlib import Path
@@ -69,6 +70,7 @@ from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.training import Batch, score
 from mcore_rl import (
     BatchStyle,
+    BestAndWorst,
     EnvironmentServer,
     FrozenWeights,
     GenericGenerationArgs,
@@ -93,7 +95,12 @@ from mcore_rl import (
     rollout_batches,
 )
 from mcore_rl import _update as update_module
+from mcore_rl._collect import Collection, draw
+from mcore_rl._header import RolloutHeader
+from mcore_rl._loop import rollout_means
 from mcore_rl._reference import token_logprobs
+from mcore_rl._text_rollouts import in_tokens
+from mcore_rl._update import update
 from mcore_rl.envs import CharacterShare
 from tests.support.refit_layouts import carried
 
@@ -292,13 +299,54 @@ class Texts(CharacterShare):
     """Makes rollouts of text."""
 
     async def group_rollout(self, interface: InferenceInterface, *, size: int, args: GenericGenerationArgs) -> list[Any]:
-        return [Rollout(trajectory="ab", prompt_length=1, reward=1.0, env_id="texts", problem_id="0")] * size
+        return list(TEXTS[:size])
 
 
-def test_rollouts_of_text_are_refused_by_name() -> None:
+TEXTS = [
+    Rollout(trajectory=f"a{answer}", prompt_length=1, reward=reward, env_id="texts", problem_id="0")
+    for answer, reward in (("b", 1.0), ("c", 0.0))
+]
+
+
+def test_rollouts_of_text_are_learnt_from_in_tokens_of_the_policy() -> None:
     model = policy()
-    own, config = engine(model), GRPOConfig(num_groups=1, group_size=2, seq_len=8)
-    learner = Learner(model=model, groups=model.groups, objective=GRPOObjective(), sync=None, optimizer=None)  # type: ignore[arg-type]
-    parts: dict[str, Any] = {"interface": MegatronLocal(own), "engine": own, "learner": learner, "lr": 1.0}
-    with pytest.raises(TypeError, match="the agent made a Rollout, .*: let group_rollout make TokenRollouts"):
-        grpo_iteration(config, agent=Texts(["a"], "a"), **parts)
+    own, config = engine(model), GRPOConfig(num_groups=1, group_size=2, seq_len=8, num_epochs=2)
+    interface = MegatronLocal(own)
+    drawn = draw(config, Texts(["a"], "a"), interface, 1)
+    assert drawn.failure is None
+    [[first, second]] = drawn.groups
+    assert first.trajectory == (*interface.encode("a"), *interface.encode("b")) and first.generation_mask == (False, True)
+    assert first.logprobs is None and (first.reward, second.reward) == (1.0, 0.0)
+    header = RolloutHeader.of(first)
+    assert header.rollout(header.encode(first)).logprobs is None and header.num_bytes() == len(header.encode(first))
+    assert TokenRollout.from_json(first.to_json()).logprobs is None
+    collected = Collection.of(config, drawn.groups)
+    assert rollout_means(config, collected, None)["without_logprobs"] == 1.0
+    pairs = BestAndWorst(Texts(["a"], "a"), group_size=2)
+    [pair] = asyncio.run(pairs.get_contrastive_rollouts(interface, num_pairs=1, args=GenericGenerationArgs()))
+    assert (pair.chosen, pair.rejected) == (first, second)
+    with pytest.raises(TypeError, match="the agent made a str; let it make TokenRollouts, or Rollouts beside an interface"):
+        in_tokens("ab", interface)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="old_logprobs='inference' takes the engine's .* problem '0' of environment 'texts' has none"):
+        Collection.of(dataclasses.replace(config, old_logprobs="inference"), drawn.groups)
+
+
+def test_without_log_probabilities_of_the_engine_the_loss_is_that_of_equal_ones() -> None:
+    config = GRPOConfig(num_groups=1, group_size=2, seq_len=8, num_epochs=2)
+    results = []
+    for known in (True, False):
+        model, groups = policy(), ProcessGroups.single()
+        sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
+        optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-2, weight_decay=0.0), sync, groups)
+        learner = Learner(model=model, groups=groups, objective=GRPOObjective(), sync=sync, optimizer=optimizer)
+        texts = [in_tokens(rollout, MegatronLocal(engine(model))) for rollout in TEXTS]
+        if known:
+            # The trainer's own, as of an engine without a mismatch.
+            batches = rollout_batches(texts, [0.0, 0.0], seq_len=8, micro_batch_size=2)
+            [row] = token_logprobs(model, batches, groups, temperature=1.0)
+            texts = [dataclasses.replace(text, logprobs=(float(row[n, 0]),)) for n, text in enumerate(texts)]
+        done = update(config, Collection.of(config, [texts]), learner, 1e-2)
+        results.append([(report.loss, report.grad_norm, report.metrics["is_weight"], report.metrics["ratio"]) for report in done.policy])
+    for (*one, weight, ratio), (*other, corrected, same_ratio) in zip(*results, strict=True):
+        assert other == pytest.approx(one, rel=1e-6) and weight == pytest.approx(1.0, abs=1e-6) and corrected == 1.0
+        assert same_ratio == pytest.approx(ratio, rel=1e-6)

@@ -20,7 +20,7 @@ from mcore_parallel import ProcessGroups
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_rl import GenericGenerationArgs, InferenceRequest, MegatronLocal
-from mcore_rl.inference import LostError, OpenAIInference, PeerError, PeerReplyError, PeerTimeoutError
+from mcore_rl.inference import LostError, OpenAIInference, PeerError, PeerReplyError, PeerTimeoutError, SGLangInference
 from mcore_rl.inference._peer import PeerRefusalError
 from tests.support.tcp_server import tcp_server
 
@@ -186,3 +186,26 @@ def test_a_server_is_left_no_choice_of_its_own() -> None:
 def test_an_open_max_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="max_tokens=None"):
         ask("http://127.0.0.1:1", InferenceRequest(prompts=[[1]]))
+
+
+def test_answers_of_a_server_that_gives_texts_alone_are_in_tokens_of_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[dict[str, Any]] = []
+
+    def ask(reason: str) -> Any:
+        async def post(_: OpenAIInference, body: bytes) -> bytes:
+            sent.append(json.loads(body))
+            return json.dumps({"choices": [{"text": "ab", "finish_reason": reason}]}).encode()
+
+        monkeypatch.setattr(OpenAIInference, "_post", post)
+        [[response]] = asyncio.run(OpenAIInference("http://x", model="m", tokenizer=TOKENIZER, logprobs="none").agenerate(REQUEST))
+        return response
+
+    ended, cut = ask("stop"), ask("length")
+    assert ended.token_ids == [1, 2, 3, *TOKENIZER.tokenize("ab"), TOKENIZER.eod] and cut.token_ids == [1, 2, 3, *TOKENIZER.tokenize("ab")]
+    assert ended.logprobs is None and cut.finish_reason == "length"
+    assert set(sent[0]) == {"model", "prompt", "max_tokens", "temperature", "top_p"}
+    with pytest.raises(ValueError, match="logprobs='none' must be 'raw' or 'processed'"):
+        SGLangInference("http://127.0.0.1:1", tokenizer=TOKENIZER, logprobs="none")  # type: ignore[arg-type]
+    # A server that was to give log-probabilities is refused without.
+    with pytest.raises(PeerReplyError, match="gave no completion with ids and log-probabilities"):
+        asyncio.run(OpenAIInference("http://x", model="m", tokenizer=TOKENIZER).agenerate(REQUEST))

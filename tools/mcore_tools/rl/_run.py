@@ -455,6 +455,8 @@ def _values(report: IterationReport) -> dict[str, float]:
         "score_s": report.score_s,
         "tokens_per_s": num_tokens / (report.rollout_s + report.train_s + report.refit_s),
     }
+    if report.without_logprobs:
+        values["without_logprobs"] = report.without_logprobs
     if report.group_similarity is not None:
         values["group_similarity"] = report.group_similarity
     if report.packing_efficiency is not None:

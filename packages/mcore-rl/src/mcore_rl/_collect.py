@@ -25,7 +25,8 @@ from mcore_rl._placement import RankTimeoutError
 from mcore_rl._rendezvous import rendezvous
 from mcore_rl._rollout_statistics import example_numbers, pair_counts, token_versions
 from mcore_rl._shaping import same_reward
-from mcore_rl._types import TokenRollout
+from mcore_rl._text_rollouts import in_tokens
+from mcore_rl._types import Rollout, TokenRollout
 from mcore_rl._update_plan import UpdatePlan, plan_updates
 from mcore_rl.agent import GroupedRolloutGenerator
 from mcore_rl.inference import InferenceInterface
@@ -215,6 +216,11 @@ def joined(config: GRPOConfig, shares: Sequence[Mapping[str, Any]], *, num_ranks
     headers = flat(groups)
     if not headers:
         raise RuntimeError(_nothing(config, pairs))
+    if config.old_logprobs == "inference" and (silent := next((header for header in headers if not header.has_logprobs), None)):
+        raise ValueError(
+            f"old_logprobs='inference' takes the engine's log-probabilities, and an answer to problem {silent.problem_id!r} of environment "
+            f"{silent.env_id!r} has none; set old_logprobs='trainer'"
+        )
     replicas = [part["replica"] for part in shares]
     num_ranks = num_ranks or 1 + max(replica for replica in replicas if replica is not None)
     updates = plan_updates(config, headers, num_ranks, pairs=pairs)
@@ -283,19 +289,20 @@ def _nothing(config: GRPOConfig, pairs: bool) -> str:
     )
 
 
-def fitting(config: GRPOConfig, group: Sequence[TokenRollout]) -> list[TokenRollout]:
-    """The rollouts of a group that can be trained on; the log names the others.
+def fitting(config: GRPOConfig, made: Sequence[TokenRollout | Rollout], interface: InferenceInterface | None) -> list[TokenRollout]:
+    """The rollouts of a group that can be trained on, those of text in tokens; the log names the others.
+
+    Args:
+        config: says how long they may be.
+        made: by the agent.
+        interface: whose ``encode`` makes tokens; None where an agent makes no texts.
 
     Raises:
-        TypeError: one is of another kind, as a text.
+        TypeError: as of ``in_tokens``.
     """
     most = config.longest_trajectory
+    group = [in_tokens(rollout, interface) for rollout in made]
     for rollout in group:
-        if not isinstance(rollout, TokenRollout):
-            kind = type(rollout).__name__
-            raise TypeError(
-                f"the agent made a {kind}, and a policy learns from the tokens that it drew: let group_rollout make TokenRollouts"
-            )
         if (length := len(rollout.trajectory)) > most:
             name = f"seq_len={config.seq_len}" if config.packing is None else f"packing.bin_size={config.packing.bin_size}"
             where = f"environment {rollout.env_id!r}: an answer to problem {rollout.problem_id!r}"
@@ -324,7 +331,7 @@ async def ask(
             interface, num_groups=wanted, size=config.group_size, args=config.drawing_args, timeout_s=max(0.0, end - clock())
         )
         async for drawn in stream:
-            group = fitting(config, drawn)
+            group = fitting(config, drawn, interface)
             is_equal = config.filter_equal_groups and same_reward([rollout.reward for rollout in group])
             (equal if is_equal and group else groups).append(group)
     if (missing := num_groups - len(groups) - len(equal)) > 0:

@@ -157,7 +157,7 @@ async def ask_pairs(
         async with asyncio.timeout(config.rollout_timeout_s) as limit:
             made = await pairs.get_contrastive_rollouts(generator, num_pairs=num_pairs, args=config.drawing_args)
             drawn = [[pair.chosen, pair.rejected] for pair in made]
-            return [pair for pair in drawn if len(fitting(config, pair)) == len(pair)]
+            return [pair for pair in drawn if len(fitting(config, pair, interface)) == len(pair)]
     except TimeoutError as error:
         if not limit.expired():
             raise

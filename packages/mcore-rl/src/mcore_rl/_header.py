@@ -38,6 +38,8 @@ class RolloutHeader:
     """Tokens before the first that the policy wrote; all, where it wrote none."""
     prompt: str
     """Digest of those; equal for answers that may share a prompt, and empty for one that shares none."""
+    has_logprobs: bool
+    """Whether the engine gave those of its tokens."""
     has_versions: bool
     """Whether the weights that drew each token are known."""
     routing: tuple[int, int] | None
@@ -62,6 +64,7 @@ class RolloutHeader:
             finish_reason=rollout.finish_reason,
             num_prompt=num_prompt,
             prompt=digest,
+            has_logprobs=rollout.logprobs is not None,
             has_versions=rollout.weight_versions is not None,
             routing=None if routed is None else (routed.shape[1], routed.shape[2]),
         )
@@ -79,12 +82,14 @@ class RolloutHeader:
 
     def num_bytes(self, *, routed: bool = True) -> int:
         """Of ``encode``."""
-        size = 9 * self.num_tokens + (16 if self.has_versions else 8) * self.num_generated
+        size = 9 * self.num_tokens + 8 * (self.has_logprobs + self.has_versions) * self.num_generated
         return size + (2 * self._num_routed if routed else 0)
 
     def encode(self, rollout: TokenRollout, *, routed: bool = True) -> bytes:
         """The numbers of this rollout's tokens; its routing on demand."""
-        parts = [as_array(rollout.trajectory, "q").tobytes(), as_array(rollout.logprobs, "d").tobytes()]
+        parts = [as_array(rollout.trajectory, "q").tobytes()]
+        if rollout.logprobs is not None:
+            parts.append(as_array(rollout.logprobs, "d").tobytes())
         if rollout.weight_versions is not None:
             parts.append(as_array(rollout.weight_versions, "q").tobytes())
         parts.append(as_array(rollout.generation_mask, "b").tobytes())
@@ -103,7 +108,8 @@ class RolloutHeader:
             rest = rest[count * size :]
             return numbers
 
-        trajectory, logprobs = take(self.num_tokens, "q", 8).tolist(), take(self.num_generated, "d", 8).tolist()
+        trajectory = take(self.num_tokens, "q", 8).tolist()
+        logprobs = take(self.num_generated, "d", 8).tolist() if self.has_logprobs else None
         versions = take(self.num_generated, "q", 8).tolist() if self.has_versions else None
         # Numbers are no booleans.
         mask: Any = memoryview(take(self.num_tokens, "b", 1).tobytes()).cast("?").tolist()

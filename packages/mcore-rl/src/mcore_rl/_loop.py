@@ -49,6 +49,8 @@ class IterationReport:
     """With the hand-over of memory in both directions. Where engines are ahead of the trainer, what was waited for the rollouts."""
     train_s: float
     refit_s: float
+    without_logprobs: float = 0.0
+    """Share of the generated tokens of which the engine gave no log-probability; no correction weighs them."""
     to_generation_s: float = 0.0
     """Of ``rollout_s``, until the engine has the memory (``GRPOConfig.memory``)."""
     to_training_s: float = 0.0
@@ -200,6 +202,7 @@ def rollout_means(config: GRPOConfig, collected: Collection, num_asked: int | No
         "lengths": tuple(lengths),
         "mean_turns": sum(header.num_turns for header in flat) / len(flat),
         "packing_efficiency": sum(filled) / len(filled) if filled else None,
+        "without_logprobs": sum(header.num_generated for header in flat if not header.has_logprobs) / max(1, sum(lengths)),
         "truncated": truncated_share(collected.groups),
         "group_similarity": shared / most if most else None,
         "environments": environment_reports(collected.groups),

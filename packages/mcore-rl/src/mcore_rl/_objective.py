@@ -65,9 +65,10 @@ class GRPOObjective:
     is the model's distribution at ``temperature``; all log-probabilities are of that. A token counts by its weight in
     ``batch.loss_mask``, and one of weight 0 may hold anything.
 
-    ``batch.extras`` holds [B, S] tensors aligned with ``labels``: ``advantages``, ``inference_logprobs``, and
-    optionally ``old_logprobs`` (else the current ones without gradient, right for one update a rollout), ``ref_logprobs``, and
-    ``loss_factors``, which multiply the losses but not what their sum is divided by (`rollout_batches` sets them from its `Aggregation`).
+    ``batch.extras`` holds [B, S] tensors aligned with ``labels``: ``advantages``, ``inference_logprobs`` (NaN where the engine gave none,
+    whose weight is 1), and optionally ``old_logprobs`` (else the current ones without gradient, right for one update a rollout),
+    ``ref_logprobs``, and ``loss_factors``, which multiply the losses but not what their sum is divided by (`rollout_batches` sets them from
+    its `Aggregation`).
 
     Raises:
         ValueError: a field out of its range.
@@ -110,10 +111,13 @@ class GRPOObjective:
         current, entropy = (masked(value) for value in self._distribution(output, batch.labels.flatten()))
         values = {name: masked(extras[name]) for name in _EXTRAS if name in extras}
         old, inference = values.get("old_logprobs", current.detach()), values["inference_logprobs"]
+        # Of what the engine said nothing, nothing is corrected.
+        is_known = ~inference.isnan()
+        inference = torch.where(is_known, inference, old)
         sequences = Sequences.of(batch, output.layer.groups.cp) if self._needs_sequences() else None
         ratio = self.policy.ratio(current, old, keep, sequences)
         loss = self.policy.losses(current, values["advantages"], ratio)
-        metrics: dict[str, Tensor] = {"ratio": ratio, "entropy": entropy, "logprob_mismatch": (current - inference).abs()}
+        metrics: dict[str, Tensor] = {"ratio": ratio, "entropy": entropy, "logprob_mismatch": (current - inference).abs() * is_known}
         metrics |= mismatch(old, inference)
         metrics["clipped_above"], metrics["clipped_below"] = ratio > 1 + self.policy.clip_high, ratio < 1 - self.policy.clip_low
         if self.correction is not None:

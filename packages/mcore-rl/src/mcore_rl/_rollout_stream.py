@@ -177,7 +177,7 @@ class RolloutStream:
             self._pose(min(self._num_groups - len(useful), most - num_taken))
             posed = self._open[0]
             try:
-                group = fitting(config, await self._in_time(posed.task, limit))
+                group = fitting(config, await self._in_time(posed.task, limit), self._interface)
             finally:
                 # One that failed is left behind, too.
                 if not self._is_closing:

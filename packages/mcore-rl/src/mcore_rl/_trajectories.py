@@ -3,6 +3,7 @@
 """Judged trajectories in micro-batches, and where each of them is."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -136,7 +137,8 @@ def write_batches(
         tokens[batch, place.start : place.start + len(row)] = row
         labels[batch, own] = trajectory[1:]
         filled[batch, own] = True
-        drawn[batch, own][written] = np.asarray(as_array(rollout.logprobs, "d"))[int(rollout.generation_mask[0]) :]
+        logprobs = (math.nan,) * sum(rollout.generation_mask) if rollout.logprobs is None else rollout.logprobs
+        drawn[batch, own][written] = np.asarray(as_array(logprobs, "d"))[int(rollout.generation_mask[0]) :]
         if num_counted := style.num_counted(rollout):
             weights[batch, own], factors[batch, own] = (written * value for value in style.aggregation.weights(num_counted))
     tokens, labels, real = (torch.from_numpy(values) for values in (tokens, labels, filled))

@@ -81,8 +81,8 @@ class InferenceResponse:
     token_ids: Sequence[int]
     """Prompt and generated tokens."""
     prompt_length: int
-    logprobs: Sequence[float]
-    """Log-probability of each generated token under the distribution that it was drawn from."""
+    logprobs: Sequence[float] | None
+    """Log-probability of each generated token under the distribution that it was drawn from; None where the engine says nothing of them."""
     finish_reason: str = "stop"
     """stop, or length when the token limit ended it."""
     routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
@@ -121,8 +121,8 @@ class TokenRollout:
     reward: float
     generation_mask: Sequence[bool]
     """Which tokens the policy wrote."""
-    logprobs: Sequence[float]
-    """Of the tokens the policy wrote, in order."""
+    logprobs: Sequence[float] | None
+    """Of the tokens the policy wrote, in order; None where the engine says nothing of them: these are learnt from without a correction."""
     env_id: str
     problem_id: str
     finish_reason: str = "stop"
@@ -142,10 +142,11 @@ class TokenRollout:
             if values is not None and len(values) != num_written:
                 raise ValueError(f"{name} has {len(values)} entries for {num_written} generated tokens of {self.problem_id}")
         # A number that is none makes the sum none, in a fraction of the time that looking at each takes.
-        if not math.isfinite(sum(self.logprobs)) and not all(map(math.isfinite, self.logprobs)):
-            place = next(place for place, value in enumerate(self.logprobs) if not math.isfinite(value))
+        logprobs = self.logprobs or ()
+        if not math.isfinite(sum(logprobs)) and not all(map(math.isfinite, logprobs)):
+            place = next(place for place, value in enumerate(logprobs) if not math.isfinite(value))
             raise ValueError(
-                f"logprobs[{place}]={self.logprobs[place]} of {self.problem_id} must be a finite number; whatever drew the token is broken"
+                f"logprobs[{place}]={logprobs[place]} of {self.problem_id} must be a finite number; whatever drew the token is broken"
             )
         check_reward(self.reward, env_id=self.env_id, problem_id=self.problem_id)
         experts = self.routed_experts

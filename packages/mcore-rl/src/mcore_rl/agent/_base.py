@@ -32,7 +32,7 @@ class TokenizedRolloutGenerator(ABC):
 
 @experimental_api
 class RolloutGenerator(ABC):
-    """Produces rollouts as texts, each of a problem of its own: for data sets and judges, not for training."""
+    """Produces rollouts as texts, each of a problem of its own: for data sets and judges."""
 
     @abstractmethod
     async def rollout(self, interface: InferenceInterface, *, args: GenericGenerationArgs) -> Rollout | None:
@@ -71,7 +71,7 @@ class GroupedRolloutGenerator(ABC):
 
     @abstractmethod
     async def group_rollout(self, interface: InferenceInterface, *, size: int, args: GenericGenerationArgs) -> list[TokenRollout]:
-        """``size`` judged answers to one problem."""
+        """``size`` judged answers to one problem. Texts (`Rollout`) become the tokens that ``interface.encode`` gives."""
 
     async def get_grouped_rollouts(
         self,

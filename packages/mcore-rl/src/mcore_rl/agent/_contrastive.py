@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_rl._stability import experimental_api
+from mcore_rl._text_rollouts import in_tokens
 from mcore_rl._types import GenericGenerationArgs, TokenRollout
 from mcore_rl.agent._base import GroupedRolloutGenerator
 from mcore_rl.inference import InferenceInterface
@@ -85,7 +86,7 @@ class BestAndWorst(ContrastiveRolloutGenerator):
             wanted = min(num_pairs - len(pairs), left)
             left -= wanted
             stream = self.agent.get_grouped_rollouts(interface, num_groups=wanted, size=self.group_size, args=args)
-            pairs += [pair async for group in stream if (pair := _pair(group)) is not None]
+            pairs += [pair async for group in stream if (pair := _pair([in_tokens(one, interface) for one in group])) is not None]
         return pairs
 
 

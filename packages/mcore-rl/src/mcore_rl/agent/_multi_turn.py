@@ -67,8 +67,9 @@ class MultiTurnAgent(JudgedAgent):
         limits = [limit for limit in (self.max_tokens, interface.max_tokens) if limit is not None]
         most = min(limits) if limits else None
         episode = self.begin(problem)
-        tokens, mask, logprobs, responses = interface.encode_messages(await self._asked(episode.start(), "start")), [], [], []
+        tokens, mask, responses = interface.encode_messages(await self._asked(episode.start(), "start")), [], []
         experts: Tensor | None = None
+        logprobs: list[float] | None = []
         versions: list[int] | None = []
         mask += [False] * len(tokens)
         while True:
@@ -80,7 +81,7 @@ class MultiTurnAgent(JudgedAgent):
             drawn = len(answer.token_ids) - answer.prompt_length
             tokens, reason = list(answer.token_ids), answer.finish_reason
             mask += [True] * drawn
-            logprobs += answer.logprobs
+            logprobs = None if logprobs is None or answer.logprobs is None else [*logprobs, *answer.logprobs]
             experts = _recorded(experts, answer)
             versions = None if versions is None or answer.weight_versions is None else [*versions, *answer.weight_versions]
             responses.append(answer.response)
@@ -98,7 +99,7 @@ class MultiTurnAgent(JudgedAgent):
             trajectory=tuple(tokens),
             reward=reward,
             generation_mask=tuple(mask),
-            logprobs=tuple(logprobs),
+            logprobs=None if logprobs is None else tuple(logprobs),
             env_id=problem.env_id or self.env_id,
             problem_id=problem.problem_id,
             finish_reason=reason,

@@ -38,7 +38,7 @@ class RewardOnlyAgent(JudgedAgent):
             trajectory=tuple(answer.token_ids),
             reward=reward,
             generation_mask=(False,) * answer.prompt_length + (True,) * (len(answer.token_ids) - answer.prompt_length),
-            logprobs=tuple(answer.logprobs),
+            logprobs=None if answer.logprobs is None else tuple(answer.logprobs),
             env_id=problem.env_id or self.env_id,
             problem_id=problem.problem_id,
             finish_reason=answer.finish_reason,

@@ -27,7 +27,8 @@ class OpenAIInference(PeerInference):
         generation_args: choices for requests that leave them open.
         logprobs: what the server reports: ``raw`` is of the logits as they are, ``processed`` of the distribution that was drawn from. A
             raw one is good only for temperature 1 without ``top_k`` and ``top_p``; others are refused. A server of this project reports
-            either, vLLM processed ones with ``--logprobs-mode processed_logprobs``.
+            either, vLLM processed ones with ``--logprobs-mode processed_logprobs``. ``none`` is of a server that gives texts alone: tokens
+            are the tokenizer's, its end behind an answer that stopped, and are learnt from without an importance correction.
         timeout_s: seconds for one continuation, from the connection to the last byte.
         max_concurrency: requests that the server has at a time, from one event loop.
         api_key: sent as a bearer token.
@@ -37,6 +38,7 @@ class OpenAIInference(PeerInference):
     """
 
     path = "/v1/completions"
+    kinds = ("raw", "processed", "none")
 
     def __init__(
         self,
@@ -45,7 +47,7 @@ class OpenAIInference(PeerInference):
         model: str,
         tokenizer: "Tokenizer",
         generation_args: GenericGenerationArgs | None = None,
-        logprobs: Literal["raw", "processed"] = "raw",
+        logprobs: Literal["raw", "processed", "none"] = "raw",
         timeout_s: float = 600.0,
         max_concurrency: int = 64,
         api_key: str | None = None,
@@ -62,10 +64,11 @@ class OpenAIInference(PeerInference):
             "temperature": 1.0 if args.temperature is None else args.temperature,
             "top_p": args.top_p or 1.0,
             "top_k": args.top_k or 0,
-            **UNCHANGED,
-            "logprobs": 0,
-            "return_token_ids": True,
         }
+        if self.logprobs == "none":
+            # Other servers refuse fields that they do not know.
+            return {name: value for name, value in body.items() if name != "top_k" or value}
+        body |= {**UNCHANGED, "logprobs": 0, "return_token_ids": True}
         if self.logprobs == "processed":
             # A server of this project is told with each request, vLLM when it starts.
             body["logprobs_mode"] = "processed_logprobs"
@@ -73,6 +76,10 @@ class OpenAIInference(PeerInference):
 
     def _read(self, content: Any) -> PeerAnswer:
         [choice] = content["choices"]
+        if self.logprobs == "none":
+            text, reason = choice["text"], choice["finish_reason"]
+            end = [self.tokenizer.eod] if reason == "stop" and self.tokenizer.eod is not None else []
+            return PeerAnswer(text=text, tokens=[*self.tokenizer.tokenize(text), *end], scores=None, reason=reason)
         return PeerAnswer(
             text=choice["text"],
             tokens=choice["token_ids"],

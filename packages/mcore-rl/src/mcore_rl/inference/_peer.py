@@ -44,7 +44,7 @@ class PeerAnswer:
     tokens: Any
     """Generated ids."""
     scores: Any
-    """Of each, its log-probability."""
+    """Of each, its log-probability; None of a server that gives texts alone."""
     reason: Any
     prompt: Any = None
     """Ids that were continued, where the server repeats them."""
@@ -58,6 +58,8 @@ class PeerInference(InferenceInterface):
 
     path: str
     """Of the route."""
+    kinds: tuple[str, ...] = ("raw", "processed")
+    """Log-probabilities that there are."""
 
     def __init__(
         self,
@@ -65,14 +67,14 @@ class PeerInference(InferenceInterface):
         *,
         tokenizer: "Tokenizer",
         generation_args: GenericGenerationArgs | None = None,
-        logprobs: Literal["raw", "processed"] = "raw",
+        logprobs: Literal["raw", "processed", "none"] = "raw",
         timeout_s: float = 600.0,
         max_concurrency: int = 64,
         api_key: str | None = None,
     ) -> None:
         self._peer = HttpPeer(url, api_key=api_key, timeout_s=timeout_s)
-        if logprobs not in ("raw", "processed"):
-            raise ValueError(f"logprobs={logprobs!r} must be 'raw' or 'processed'")
+        if logprobs not in self.kinds:
+            raise ValueError(f"logprobs={logprobs!r} must be {' or '.join(map(repr, self.kinds))}")
         if max_concurrency < 1:
             raise ValueError(f"max_concurrency={max_concurrency} must be at least 1")
         self.url, self.tokenizer = url, tokenizer
@@ -146,6 +148,9 @@ class PeerInference(InferenceInterface):
         text, tokens, scores, reason, versions = answer.text, answer.tokens, answer.scores, answer.reason, answer.versions
         if not isinstance(text, str) or reason not in ("stop", "length"):
             raise PeerReplyError(f"{self.url} ended with text {text!r} and finish_reason={reason!r}; it must be 'stop' or 'length'")
+        if self.logprobs == "none":
+            ids = [*prompt, *tokens]
+            return InferenceResponse(response=text, token_ids=ids, prompt_length=len(prompt), logprobs=None, finish_reason=reason)
         if not isinstance(tokens, list) or not isinstance(scores, list) or not len(tokens) == len(scores) <= max_tokens:
             raise PeerReplyError(
                 f"{self.url} must give up to {max_tokens} token_ids, each with a log-probability; got {str(tokens)[:200]} and "
