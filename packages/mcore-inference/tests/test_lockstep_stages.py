@@ -4,8 +4,10 @@
 
 import asyncio
 import functools
+import itertools
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -144,3 +146,33 @@ def check_killed(doomed: int) -> float:
 def test_a_killed_rank_of_any_stage_is_named_and_the_others_end(world: World, doomed: int) -> None:
     seconds = world(functools.partial(check_killed, doomed), doomed=(doomed,))
     assert seconds[0] < 5 and seconds.count(0.0) == 2 and seconds[doomed] is None
+
+
+def check_hung(doomed: int) -> None:
+    engine = split_engine(1, 4)
+    patience = LockstepConfig(join_timeout_s=50, silence_timeout_s=16, step_timeout_s=8)
+    if dist.get_rank() == doomed:
+        passes = itertools.count()
+        engine.model.register_forward_pre_hook(lambda *_: threading.Event().wait() if next(passes) == 5 else None)
+    what = rf"rank {doomed} \(tp 0 of stage {doomed}\) did not end step"
+    if dist.get_rank():
+        with pytest.raises(EngineDeadError, match=what):
+            follow_runner(engine, patience)
+        return
+
+    async def main() -> None:
+        runner = EngineRunner(engine, lockstep=patience)
+        streams = [await runner.submit(prompt, SamplingParams(num_tokens_to_generate=20, ignore_eos=True)) for prompt in PROMPTS]
+        for stream in streams:
+            with pytest.raises(RankFailedError, match=what) as caught:
+                await stream.record()
+            assert caught.value.rank == doomed
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("doomed", [0, 1, 2, 3])
+@pytest.mark.world(4)
+def test_a_stage_that_hangs_is_named_and_not_those_that_wait_for_it(world: World, doomed: int) -> None:
+    world(functools.partial(check_hung, doomed))

@@ -184,3 +184,35 @@ def test_victims_are_taken_until_their_blocks_are_really_free() -> None:
 
     assert plan_step(running, [], limits, freed_by).preempted == (2, 1)
     assert plan_step(running, [], limits).preempted == (2,)
+
+
+def test_a_step_takes_its_share_and_leaves_the_rest_to_the_next() -> None:
+    limits = replace(LIMITS, max_step_requests=2)
+    # Requests 0 and 1 are in flight: nothing of them is missing, and they keep their places.
+    running = [view(0, 8, 8), view(1, 12, 12), view(2, 9, 8), view(3, 9, 8)]
+    assert work(plan_step(running, [], limits)) == [(2, 1, True), (3, 1, True)]
+    assert work(plan_step(running[:3], [view(4, 5), view(5, 5)], limits)) == [(2, 1, True), (4, 5, True)]
+    assert plan_step(running, [view(4, 5)], replace(limits, max_step_requests=3)).admitted == ()
+    assert work(plan_step([], [view(number, 1) for number in range(4)], limits)) == [(0, 1, True), (1, 1, True)]
+    plan = plan_step(running[:2], [], limits)
+    assert (plan.work, plan.preempted) == ((), ())
+    # Blocks of one in flight are there for who is older.
+    assert plan_step([view(0, 9, 8), view(1, 12, 12)], [], replace(limits, free_blocks=0)).preempted == (1,)
+
+
+@pytest.mark.parametrize("num_batches", [2, 3, 4])
+@pytest.mark.parametrize("num_requests", [1, 2, 5, 8, 13])
+def test_batches_in_flight_have_their_share_and_nobody_is_left_out(num_batches: int, num_requests: int) -> None:
+    share = -(-num_requests // num_batches)
+    limits = Limits(max_requests=16, max_tokens=16, block_size=4, free_blocks=10_000, max_step_requests=share)
+    tokens, in_flight, sizes = dict.fromkeys(range(num_requests), 1), list[tuple[int, ...]](), list[int]()
+    for _ in range(40 * num_batches):
+        if len(in_flight) == num_batches or (in_flight and sum(map(len, in_flight)) == num_requests):
+            for number in in_flight.pop(0):
+                tokens[number] += 1
+        busy = {number for step in in_flight for number in step}
+        plan = plan_step([view(number, count, count - (number not in busy)) for number, count in tokens.items()], [], limits)
+        in_flight.append(tuple(item.request_id for item in plan.work))
+        sizes.append(len(plan.work))
+    assert max(tokens.values()) - min(tokens.values()) <= 1 and min(tokens.values()) > 30
+    assert max(sizes) == share

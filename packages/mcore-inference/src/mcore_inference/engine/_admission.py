@@ -18,10 +18,11 @@ class Admission:
 
     Args:
         context: gives running requests their slots and blocks.
+        num_batches: of requests that are in steps at the same time, each with its share of them.
     """
 
-    def __init__(self, context: DynamicInferenceContext) -> None:
-        self._context = context
+    def __init__(self, context: DynamicInferenceContext, num_batches: int = 1) -> None:
+        self._context, self._num_batches = context, num_batches
         self.waiting: list[ActiveRequest] = []
         self.running: list[ActiveRequest] = []
         self.holds_queue = False
@@ -48,6 +49,9 @@ class Admission:
         limits = dataclasses.replace(limits, max_requests=limits.max_requests - len(self.running) + len(running))
         views = [self.view(entry) for entry in running]
         queue = self.waiting if admits else []
+        if self._num_batches > 1:
+            share = -(-min(limits.max_requests, len(running) + len(queue)) // self._num_batches)
+            limits = dataclasses.replace(limits, max_step_requests=max(1, share))
         waiting = (self._waiting_view(entry) for entry in queue if entry.has_begun or not self.holds_queue)
         return plan_step(views, waiting, limits, self._context.freed_by)
 
@@ -55,6 +59,11 @@ class Admission:
     def num_in_flight(self) -> int:
         """Requests that run, or were preempted after their first token."""
         return len(self.running) + sum(entry.has_begun for entry in self.waiting)
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether a step could take a request that is in none, or admit one."""
+        return bool(self.waiting) or any(self._context.num_cached(entry.record.request_id) < entry.num_tokens for entry in self.running)
 
     @property
     def next_only_decodes(self) -> bool:

@@ -103,23 +103,26 @@ class DynamicInferenceEngine:
         self.weight_version = 0
         """Of the weights; 0 before the first ``load_weights``."""
         self._max_waiting = max_waiting_requests
-        self._admission = Admission(context)
+        execution = ExecutionConfig() if execution is None else execution
+        speculates, on_gpu = execution.speculation is not None, context.device.type == "cuda"
+        waits = speculates or shares_experts(model) or execution.run_ahead is False
+        num_batches = 1 if waits else model.groups.pp.size
+        self._admission = Admission(context, num_batches)
         self._requests = LiveRequests(self._admission)
         self.finished_counts: Counter[str] = self._requests.finished_counts
         """Requests that ended, by reason."""
-        execution = ExecutionConfig() if execution is None else execution
         self._balance: ExpertBalance | None = None
         if execution.expert_balancing is None:
             check_experts(model)
         else:
             self._balance = ExpertBalance(model, execution.expert_balancing)
-        speculates, on_gpu = execution.speculation is not None, context.device.type == "cuda"
         runs_ahead = on_gpu and not speculates if execution.run_ahead is None else execution.run_ahead
         self._executor = Executor(model, context, self.vocab_size, execution)
         ngrams = execution.speculation if isinstance(execution.speculation, NgramSpeculation) else None
         self._verification = Verification(context, self._admission, self._executor.drafts if ngrams is None else NgramProposals())
         self._loop = StepLoop(
-            context, self._requests, self._admission, self._executor, self._verification if speculates else None, runs_ahead=runs_ahead
+            context, self._requests, self._admission, self._executor, self._verification if speculates else None, runs_ahead=runs_ahead,
+            num_batches=num_batches,
         )  # fmt: skip
         if execution.log_interval_steps is not None:
             self._loop.log = StepLog(self.stats, execution.log_interval_steps)

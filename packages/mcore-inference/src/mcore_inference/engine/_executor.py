@@ -32,7 +32,7 @@ from mcore_inference.sampling import AdjustRows, DrawRows, Draws, Sampler, keep_
 from mcore_inference.scheduling import Work
 from mcore_inference.speculation import EagleSpeculation, MtpSpeculation, NgramSpeculation
 from mcore_parallel.backends import TorchBackend
-from mcore_parallel.comm import all_gather
+from mcore_parallel.comm import Arrival, all_gather
 from mcore_parallel.models import GPTModel, ModelOutput
 from mcore_parallel.nn import Step
 from mcore_parallel.training.distill import HiddenCapture
@@ -50,7 +50,8 @@ class ExecutionConfig:
     """
 
     run_ahead: bool | None = None
-    """Read a step's results while the device computes the next; None for where there is a GPU."""
+    """Read a step's results while the device computes the next; None for where there is a GPU. Over the stages of a pipeline that share no
+    experts as many batches of requests are in flight as there are stages, each in a step of its own, unless it is False."""
     use_graphs: bool | None = None
     """Replay decode steps as CUDA graphs; None for where the model and the device can."""
     num_cuda_graphs: int | None = None
@@ -99,6 +100,8 @@ class ExecutionConfig:
 class InFlight:
     """A step that the device computes, and whose results the host has not read."""
 
+    entries: Sequence[ActiveRequest]
+    """Of the step."""
     sampled: list[ActiveRequest]
     draws: Draws | None
     prompt_scores: list[PromptScores]
@@ -117,6 +120,23 @@ class InFlight:
         if self.routing is not None:
             self.routing.hand_out()
         return draws
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """A step that the stages compute, and whose logits are on their way; nothing is drawn yet."""
+
+    entries: Sequence[ActiveRequest]
+    """Of the step."""
+    logits: Arrival
+    """[N, V]."""
+    sampled: list[tuple[ActiveRequest, range]]
+    """Requests that draw, and their rows of the logits."""
+    prompt_rows: list[tuple[ActiveRequest, int, list[int]]]
+    """Requests whose prompt is scored, the first of their rows, and the tokens that follow."""
+    computed: list[ActiveRequest]
+    """As of ``InFlight``."""
+    routing: StepRouting | None
 
 
 class DecodeBatch:
@@ -252,7 +272,11 @@ class Executor:
 
     def run(self, work: Sequence[tuple[ActiveRequest, Work]]) -> InFlight:
         """Run the model over planned tokens and draw where all known tokens are computed."""
-        context, send = self._context, self._context.builder.send
+        return self.draw(self.launch(work))
+
+    def launch(self, work: Sequence[tuple[ActiveRequest, Work]]) -> Launched:
+        """Run the model over planned tokens."""
+        context = self._context
         tokens = []
         for entry, item in work:
             context.extend(item.request_id, item.num_tokens + len(entry.drafts))
@@ -261,8 +285,7 @@ class Executor:
         # Only rows that are read go through the gather and the softmax.
         rows: list[int] = []
         prompt_rows: list[tuple[ActiveRequest, int, list[int]]] = []
-        sampled: list[ActiveRequest] = []
-        sampled_rows: list[int] = []
+        sampled: list[tuple[ActiveRequest, range]] = []
         computed: list[ActiveRequest] = []
         end = 0
         for entry, item in work:
@@ -273,40 +296,49 @@ class Executor:
                 prompt_rows.append((entry, len(rows), targets))
                 rows += range(start, start + len(targets))
             if item.is_last and entry.segment.num_tokens_to_generate:
-                sampled.append(entry)
                 first = end - 1 - len(entry.drafts)
-                sampled_rows += range(len(rows), len(rows) + end - first)
+                sampled.append((entry, range(len(rows), len(rows) + end - first)))
                 rows += range(first, end)
             elif item.is_last:
                 computed.append(entry)
-        host = context.host_step(tokens)
-        logits_NV = self._forward(host, rows)
+        host, entries = context.host_step(tokens), [entry for entry, _ in work]
+        logits = self._forward(host, rows)
         if self.drafts is not None:
             self.drafts.observe([(entry, item.num_tokens + len(entry.drafts)) for entry, item in work])
-        routing = None if self._recorder is None else self._recorder.take([entry for entry, _ in work], host)
+        routing = None if self._recorder is None else self._recorder.take(entries, host)
         for entry, item in work:
             context.advance(item.request_id, item.num_tokens)
             # Whoever reads these blocks is launched later, so they are written then.
             context.register(item.request_id, entry.keys)
             entry.segment.finished_chunk_token_count = min(context.num_cached(item.request_id), len(entry.segment.prompt_tokens))
+        return Launched(
+            entries=entries, logits=logits, sampled=sampled, prompt_rows=prompt_rows, computed=computed, routing=routing
+        )  # fmt: skip
 
+    def draw(self, step: Launched) -> InFlight:
+        """Draw where all known tokens are computed; a request that ended meanwhile, whose line may be another's, draws nothing."""
+        send, logits_NV = self._context.builder.send, step.logits.wait()
         prompt_scores, draws = [], None
-        for entry, first, targets in prompt_rows:
-            values_N, best = self._sampler.score(logits_NV[first : first + len(targets)], send(targets), entry.params.top_n_logprobs)
-            prompt_scores.append(PromptScores(entry=entry, values_N=values_N, best=best))
+        for entry, first, targets in step.prompt_rows:
+            if not entry.ended:
+                values_N, best = self._sampler.score(logits_NV[first : first + len(targets)], send(targets), entry.params.top_n_logprobs)
+                prompt_scores.append(PromptScores(entry=entry, values_N=values_N, best=best))
+        sampled = [entry for entry, _ in step.sampled if not entry.ended]
         if sampled:
-            draws = self._draw(logits_NV if len(sampled_rows) == len(rows) else logits_NV[send(sampled_rows)], sampled)
+            rows = [row for entry, rows in step.sampled if not entry.ended for row in rows]
+            draws = self._draw(logits_NV if len(rows) == len(logits_NV) else logits_NV[send(rows)], sampled)
         drafts = [entry.drafts for entry in sampled]
         for entry in sampled:
             entry.num_pending += 1
             entry.drafts = []
         return InFlight(
+            entries=step.entries,
             sampled=sampled,
             draws=draws,
             prompt_scores=prompt_scores,
-            computed=computed,
+            computed=step.computed,
             drafts=drafts if any(drafts) else None,
-            routing=routing,
+            routing=step.routing,
         )
 
     def set_last_tokens(self, tokens: Mapping[int, int]) -> None:
@@ -322,43 +354,43 @@ class Executor:
     def decode(self, batch: DecodeBatch) -> InFlight:
         """One token for each request of the batch; ``extend_lines`` made room for it."""
         host = dataclasses.replace(self._context.decode_step(batch.lines_R), contexts=batch.contexts)
-        logits_RV = self._forward(host, range(len(batch.entries)))
+        logits_RV = self._forward(host, range(len(batch.entries))).wait()
         routing = None if self._recorder is None else self._recorder.take(batch.entries, host)
         draws = self._sample(logits_RV, batch.rows, batch.adjust_rows)
         self._context.advance_lines(batch.lines_R)
         batch.advance()
-        return InFlight(sampled=batch.entries, draws=draws, prompt_scores=[], computed=[], routing=routing)
+        return InFlight(entries=batch.entries, sampled=batch.entries, draws=draws, prompt_scores=[], computed=[], routing=routing)
 
-    def _forward(self, host: HostStep, rows: Sequence[int]) -> Tensor:
+    def _forward(self, host: HostStep, rows: Sequence[int]) -> Arrival:
         """One pass through the model, counted: ranks that share experts make as many."""
         self.num_forwards_begun += 1
-        logits_NV = self._logits(host, rows)
+        logits = self._logits(host, rows)
         self.num_forwards += 1
-        return logits_NV
+        return logits
 
-    def _logits(self, host: HostStep, rows: Sequence[int]) -> Tensor:
+    def _logits(self, host: HostStep, rows: Sequence[int]) -> Arrival:
         """Logits [N, V] of these tokens of the step, over the whole vocabulary on every tp rank."""
         num_tokens, builder = len(host.tokens_T), self._context.builder
         self.num_computed += num_tokens
         if self.graphs is not None and num_tokens == len(host.lengths_R) and (self.agreed_rows is not None or not self._shares_experts):
             logits_RV = self.graphs.run(host, self.agreed_rows)
             if logits_RV is not None:
-                return logits_RV if len(rows) == num_tokens else logits_RV[builder.send(rows)]
+                return Arrival(logits_RV if len(rows) == num_tokens else logits_RV[builder.send(rows)], ())
         # Without proposals few logits are read; recordings for proposals compute all.
         wide = (self.proposal_graphs, self.mixed_graphs)
         for graphs in wide if len(rows) > len(host.lengths_R) else wide[::-1]:
             if graphs is not None and num_tokens != len(host.lengths_R):
                 logits_NV = graphs.run(host, rows)
                 if logits_NV is not None:
-                    return logits_NV
+                    return Arrival(logits_NV, ())
         return self._launched_logits(host, rows)
 
-    def _launched_logits(self, host: HostStep, rows: Sequence[int]) -> Tensor:
+    def _launched_logits(self, host: HostStep, rows: Sequence[int]) -> Arrival:
         """Logits [N, V] of a step that is launched kernel by kernel."""
         inputs, rows_N = self._context.builder.build(host), self._context.builder.send(rows)
         if self._pipeline is not None:
-            return self._pipeline.logits(inputs, rows_N)
-        return self._model_logits(inputs, rows_N)
+            return self._pipeline.start(inputs, rows_N)
+        return Arrival(self._model_logits(inputs, rows_N), ())
 
     def run_padding(self) -> None:
         """The exchanges of a step of ``agreed_rows`` on a rank without work. Cache, counters and random numbers stay as they are."""
@@ -452,7 +484,7 @@ class Executor:
             counts = doubled_rows(context.max_requests)
             steps += [([self._verified] * count, [behind] * count) for count in counts if count * self._verified <= context.max_tokens]
         for lengths, cached in steps:
-            logits_NV = self._launched_logits(builder.sink_step(lengths, cached), range(len(lengths)))
+            logits_NV = self._launched_logits(builder.sink_step(lengths, cached), range(len(lengths))).wait()
             if self.drafts is not None:
                 self.drafts.warm_up(lengths, cached)
         warm_up_draws(self._sampler, self.adjusted.adjuster, logits_NV, self._vocab_size)

@@ -52,7 +52,10 @@ class _Follower:
         self._failure: BaseException | None = None
         self._digest = 0
         self._pg = open_group(engine, config)
-        self._link = RankLink(self._pg, 0, silence_s=config.silence_timeout_s, on_message=self._receive, on_lost=self._lose)
+        self._link = RankLink(
+            self._pg, 0, silence_s=config.silence_timeout_s, on_message=self._receive, on_lost=self._lose,
+            sign=lambda: {"steps": engine.step_count},
+        )  # fmt: skip
         if engine.peers is not None:
             engine.peers.open(config, self._give_up)
             engine.peers.spans_steps = True

@@ -24,7 +24,7 @@ from mcore_inference.sampling import SamplingParams
 from mcore_parallel.groups import Group, connect
 
 _MAX_UNACKNOWLEDGED = 4
-"""Steps that the first rank may be ahead of another."""
+"""Steps that the first rank may be ahead of another of its stage, and one more for each stage behind."""
 
 
 def ranks_of(engine: DynamicInferenceEngine) -> Group:
@@ -125,9 +125,12 @@ class LockstepLeader:
         self._failure: RankFailedError | None = None
         self._calls: list[dict[str, Any]] = []
         self._pending: dict[int, _Pending] = {}
+        self._signs: dict[int, tuple[float, int]] = {}
+        """Of ranks that had nothing else to send: when it came, and the steps that they had launched."""
         self._number = 0
         self._digest = 0
         self._num_ranks = ranks_of(engine).size
+        self._most_unacknowledged = _MAX_UNACKNOWLEDGED + engine.model.groups.pp.size - 1
         self._pg = open_group(engine, config)
         self._links = [
             RankLink(self._pg, rank, silence_s=config.silence_timeout_s, on_message=self._receive, on_lost=self._blame)
@@ -178,7 +181,7 @@ class LockstepLeader:
             RankFailedError: a rank is lost, late, or did something else.
             Exception: what the step raised on all ranks alike.
         """
-        self._wait(lambda: len(self._pending) < _MAX_UNACKNOWLEDGED)
+        self._wait(lambda: len(self._pending) < self._most_unacknowledged)
         number = self._send({"step": True}, is_step=True)
         error: Exception | None = None
         finished: list[DynamicInferenceRequestRecord] = []
@@ -324,6 +327,8 @@ class LockstepLeader:
             if self._failure is None and message["end"] is not None:
                 self._blame(rank, f"ended: {message['end']}")
         else:
+            with self._changed:
+                self._signs[rank] = now, message["steps"]
             self._check_late(now)
 
     def _compare(self, number: int) -> None:
@@ -350,9 +355,16 @@ class LockstepLeader:
     def _check_late(self, now: float) -> None:
         with self._changed:
             late = [pending for pending in self._pending.values() if pending.due is not None and now > pending.due]
-            blamed = [self._culprit(pending) for pending in late]
+            blamed = [self._culprit(pending) for pending in late if self._is_explained(pending)]
         for rank, what in blamed:
             self._blame(rank, what)
+
+    def _is_explained(self, pending: _Pending) -> bool:
+        """Whether all stages that a late step waits for have said how far they are, since it is late."""
+        if not pending.is_step or self.engine.model.groups.pp.size == 1 or pending.due is None:
+            return True
+        missing = [rank for rank in range(1, self._num_ranks) if rank not in pending.acks]
+        return all(self._signs.get(rank, (0.0, 0))[0] > pending.due for rank in missing)
 
     def _culprit(self, pending: _Pending) -> tuple[int, str]:
         """Whom a late message waits for, and what that rank did."""
@@ -369,6 +381,10 @@ class LockstepLeader:
         if pending.is_step and pending.own is not None and pending.own.kind:
             # The others may wait in the model for this rank, which has left it.
             return 0, f"failed in {pending.name}: {pending.own.text}"
+        if pending.is_step and self.engine.model.groups.pp.size > 1:
+            # Of stages those behind wait for the first one that has launched the fewest steps, and those before are ahead.
+            steps = {0: self.engine.step_count, **{rank: self._signs[rank][1] for rank in missing if rank in self._signs}}
+            return min(steps, key=lambda rank: steps[rank]), f"did not end {pending.name} {within}"
         return missing[0] if missing else 0, f"did not end {pending.name} {within}"
 
     def _blame(self, rank: int, what: str) -> None:

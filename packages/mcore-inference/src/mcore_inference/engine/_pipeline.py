@@ -3,39 +3,48 @@
 """A step through the stages of a pipeline: hidden states go from stage to stage, logits from the last to all."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mcore_inference.context import StepInputs
 from mcore_parallel import named_buffer_shards, named_shards
-from mcore_parallel.comm import TensorSpec, all_gather, all_reduce, recv, send
+from mcore_parallel.comm import Arrival, P2PCommunicator, TensorSpec, all_gather
+from mcore_parallel.groups import connect
 from mcore_parallel.models import GPTModel, ModelOutput
 
 
 class Pipeline:
     """The stages of a model, of which this rank holds one. All ranks run the same steps, and draw the same tokens from the same logits.
 
+    Several steps may be on their way: a stage begins the next one while others compute those before.
+
     Args:
-        model: one stage.
+        model: one stage; the ranks of all stages make this together.
     """
 
     def __init__(self, model: GPTModel) -> None:
-        self._model, self._group = model, model.groups.pp
+        group = model.groups.pp
+        self._model, self._group, self._neighbours = model, group, P2PCommunicator(group)
+        # Logits go back while hidden states of later steps go on: on one communicator each would wait for the other.
+        self._logits_group = connect(group.ranks, group.ranks[group.rank], timeout_s=group.timeout_s, name="mcore-logits", local=True)
 
-    def logits(self, inputs: StepInputs, rows_N: Tensor) -> Tensor:
-        """[N, V] of these tokens of the step, over the whole vocabulary, on every stage."""
-        model, group = self._model, self._group
-        x = inputs.tokens_T
+    def start(self, inputs: StepInputs, rows_N: Tensor) -> Arrival:
+        """Compute this stage's part of a step: [N, V] of these tokens, over the whole vocabulary, comes to every stage."""
+        model, x = self._model, inputs.tokens_T
         if not model.is_first:
             shape = len(inputs.tokens_T), model.config.hidden_size
-            x = recv(TensorSpec(shape=shape, dtype=model.dtype, device=x.device), group, group.rank - 1)
+            x = self._neighbours.recv_forward(TensorSpec(shape=shape, dtype=model.dtype, device=x.device))
         output, _ = model(x, inputs.step)
         if isinstance(output, ModelOutput):
-            logits_NV = all_gather(output.logits(rows_N), model.groups.tp, dim=1)
+            logits_NV = all_gather(output.logits(rows_N), model.groups.tp, dim=1).contiguous()
         else:
-            send(output, group, group.rank + 1)
-            logits_NV = torch.zeros((len(rows_N), model.config.vocab_size), dtype=model.dtype, device=x.device)
-        # Zeros of the other stages change nothing.
-        return all_reduce(logits_NV, group)
+            self._neighbours.send_forward(output)
+            logits_NV = torch.empty((len(rows_N), model.config.vocab_size), dtype=model.dtype, device=x.device)
+        if not len(rows_N):
+            return Arrival(logits_NV, ())
+        work = dist.broadcast(logits_NV, self._group.ranks[-1], group=self._logits_group.pg, async_op=True)
+        assert work is not None, "this rank is one of the group"
+        return Arrival(logits_NV, (work,))
 
 
 def names_elsewhere(model: GPTModel) -> frozenset[str]:

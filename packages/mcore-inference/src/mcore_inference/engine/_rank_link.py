@@ -25,14 +25,15 @@ _MAX_BYTES = 2**30
 class RankLink:
     """One end of a connection: messages arrive in order, and a rank that is silent or gone is reported once.
 
-    A message is a JSON object; ``{}`` is a sign of life and ``{"end": ...}`` the last one of its direction.
+    A message is a JSON object; what ``sign`` gives is a sign of life and ``{"end": ...}`` the last one of its direction.
 
     Args:
         pg: a gloo group of the two and maybe others, which nothing else sends over.
         peer: position of the other rank in the group.
         silence_s: seconds without any message after which the other is lost.
-        on_message: called in a thread of the link with each message; ``{}`` too.
+        on_message: called in a thread of the link with each message, signs of life too.
         on_lost: called in a thread of the link, at most once, with ``peer`` and what became of it.
+        sign: what to send where nothing was sent for a while.
     """
 
     def __init__(
@@ -43,9 +44,10 @@ class RankLink:
         silence_s: float,
         on_message: Callable[[int, dict[str, Any]], None],
         on_lost: Callable[[int, str], None],
+        sign: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self._pg, self.peer, self._silence_s = pg, peer, silence_s
-        self._on_message, self._on_lost = on_message, on_lost
+        self._on_message, self._on_lost, self._sign = on_message, on_lost, sign
         self._lock = threading.Lock()
         self._is_over = self._has_ended = False
         self._sent: queue.SimpleQueue[list[tuple[Any, Tensor]] | None] = queue.SimpleQueue()
@@ -125,7 +127,7 @@ class RankLink:
                 try:
                     parts = self._sent.get(timeout=self._silence_s / 4)
                 except queue.Empty:
-                    self.send({})
+                    self.send(self._sign())
                     continue
                 if parts is None:
                     return

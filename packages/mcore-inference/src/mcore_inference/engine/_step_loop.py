@@ -2,11 +2,12 @@
 # Copyright (c) 2026 the mcore authors
 """The steps of an engine, each launched before the results of the one before are read."""
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Mapping
 
 from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.engine._admission import Admission
-from mcore_inference.engine._executor import DecodeBatch, Executor, InFlight
+from mcore_inference.engine._executor import DecodeBatch, Executor, InFlight, Launched
 from mcore_inference.engine._live_requests import LiveRequests
 from mcore_inference.engine._step_log import StepLog
 from mcore_inference.engine._verification import Verification
@@ -24,6 +25,8 @@ class StepLoop:
         executor: runs the steps.
         verification: of proposed tokens; None where nobody proposes any.
         runs_ahead: results of a step are read when the next one is launched; else at once.
+        num_batches: of requests that are in flight at the same time, each in a step of its own that waits for its results, as the stages of
+            a pipeline have them; above 1 in place of ``runs_ahead``.
     """
 
     def __init__(
@@ -35,10 +38,14 @@ class StepLoop:
         verification: Verification | None,
         *,
         runs_ahead: bool,
+        num_batches: int = 1,
     ) -> None:
         self._context, self._requests, self._admission, self._executor = context, requests, admission, executor
-        self._verification, self._runs_ahead = verification, runs_ahead
-        self._in_flight: InFlight | None = None
+        self._verification, self._num_batches = verification, num_batches
+        self._most_in_flight = num_batches - 1 if num_batches > 1 else int(runs_ahead)
+        """Steps whose results are not read when the next one is planned."""
+        self._in_flight: deque[InFlight | Launched] = deque()
+        """The oldest first."""
         self._batch: DecodeBatch | None = None
         self._num_released = 0
         self.step_count = 0
@@ -56,57 +63,59 @@ class StepLoop:
         Raises:
             Exception: whatever the model raised; the requests of the step have ended then.
         """
-        admits, requests = self._executor.agreed_rows is None, self._requests
+        most, launched = max(0, len(self._in_flight) - 1), False
+        try:
+            launched = self._launch(weight_version)
+            if launched:
+                self.step_count += 1
+                most = self._most_in_flight
+        finally:
+            # A step that fails takes nothing from those before it.
+            while len(self._in_flight) > most:
+                self._take_oldest()
+        while self._in_flight and self._num_batches > 1 and not self._admission.may_go_on:
+            self._take_oldest()
+        if launched and self.log is not None:
+            self.log.note(self.step_count)
+
+    def _launch(self, weight_version: int) -> bool:
+        """Plan a step and launch it; False where nothing can be computed."""
+        admits, requests, executor = self._executor.agreed_rows is None, self._requests, self._executor
         blamed = list(requests.entries.values())
         try:
             drafts = {} if self._verification is None else self._verification.propose()
-            batch = None if drafts else self._decoding(admits)
+            batch = None if drafts or self._num_batches > 1 else self._decoding(admits)
             if batch is not None and self._context.extend_lines(batch.lines_R):
                 blamed = batch.entries
-                self._go_on(lambda: self._executor.decode(batch))
-            else:
-                # Its rows would lag behind what this step draws.
-                self._batch = None
-                plan = self._plan(drafts, admits)
-                blamed = [requests.entries[item.request_id] for item in plan.work]
-                for request_id in plan.preempted:
-                    self._admission.note_pause([requests.entries[request_id]])
-                    self._admission.preempt(requests.entries[request_id])
-                for request_id in plan.admitted:
-                    self._admission.admit(requests.entries[request_id], weight_version)
-                if self._verification is not None:
-                    self._verification.fill(plan.admitted)
-                work = [(requests.entries[item.request_id], item) for item in plan.work]
-                self._go_on((lambda: self._executor.run(work)) if work else None)
+                self._in_flight.append(executor.decode(batch))
+                return True
+            # Its rows would lag behind what this step draws.
+            self._batch = None
+            plan = self._plan(drafts, admits)
+            blamed = [requests.entries[item.request_id] for item in plan.work]
+            for request_id in plan.preempted:
+                self._admission.note_pause([requests.entries[request_id]])
+                self._admission.preempt(requests.entries[request_id])
+            for request_id in plan.admitted:
+                self._admission.admit(requests.entries[request_id], weight_version)
+            if self._verification is not None:
+                self._verification.fill(plan.admitted)
+            work = [(requests.entries[item.request_id], item) for item in plan.work]
+            if work:
+                self._in_flight.append(executor.run(work) if self._num_batches == 1 else executor.launch(work))
+            return bool(work)
         except Exception as error:
             requests.fail(blamed, error)
             raise
 
     def read_results(self) -> None:
-        """Wait for the step in flight, if there is one, and take its results."""
-        if self._in_flight is not None:
-            before, self._in_flight = self._in_flight, None
-            self._take_results(before)
+        """Wait for the steps in flight, if there are any, and take their results."""
+        while self._in_flight:
+            self._take_oldest()
 
     def forget_batch(self) -> None:
         """Plan the next step afresh: requests or what the cache holds of them are no longer what they were."""
         self._batch = None
-
-    def _go_on(self, launch: Callable[[], InFlight] | None) -> None:
-        """Launch the next step, then take the results of the one before it."""
-        before, self._in_flight = self._in_flight, None
-        try:
-            if launch is not None:
-                self._in_flight = launch()
-                self.step_count += 1
-        finally:
-            # A step that fails takes nothing from the one before it.
-            if before is not None:
-                self._take_results(before)
-        if not self._runs_ahead:
-            self.read_results()
-        if launch is not None and self.log is not None:
-            self.log.note(self.step_count)
 
     def _decoding(self, admits: bool) -> DecodeBatch | None:
         """The running requests as one batch, when all of them decode and nobody can join."""
@@ -123,11 +132,11 @@ class StepLoop:
         return self._batch
 
     def _plan(self, drafts: Mapping[int, int], admits: bool) -> StepPlan:
-        if any(entry.grammar is not None for entry in self._admission.running):
+        if self._num_batches == 1 and any(entry.grammar is not None for entry in self._admission.running):
             # What a form allows next, the host says.
             self.read_results()
         plan = self._admission.plan(admits=admits)
-        if plan.preempted and self._in_flight is not None:
+        if plan.preempted and self._in_flight:
             # What is preempted is computed again from tokens that the host knows.
             self.read_results()
             plan = self._admission.plan(admits=admits)
@@ -137,6 +146,14 @@ class StepLoop:
         held = self._admission.holds_queue or not admits
         assert plan.work or self._in_flight or not self._requests.entries or held, "what was accepted can always advance"
         return plan
+
+    def _take_oldest(self) -> None:
+        step = self._in_flight.popleft()
+        try:
+            self._take_results(self._executor.draw(step) if isinstance(step, Launched) else step)
+        except Exception as error:
+            self._requests.fail(step.entries, error)
+            raise
 
     def _take_results(self, step: InFlight) -> None:
         draws = step.wait()

@@ -51,6 +51,8 @@ class Limits:
     """Whether a prompt may be computed in parts, over several steps."""
     reserve_blocks: int = 0
     """Blocks that an admission leaves free for running requests to grow into; ignored when none runs."""
+    max_step_requests: int | None = None
+    """Requests of one step, where others are to be in another one at the same time; None for as many as run."""
 
     def blocks(self, num_tokens: int) -> int:
         """Blocks that this many tokens take."""
@@ -90,7 +92,8 @@ def plan_step(
 ) -> StepPlan:
     """Plan one step.
 
-    Running requests come first: those that decode get one token each, the token budget left goes to prompts in progress, in order.
+    Running requests come first: those that decode get one token each, the token budget left goes to prompts in progress, in order. One
+    without missing tokens, whose next one is being drawn, keeps its place and its blocks.
     When blocks run out the last running request is preempted, so the first one always advances. Then waiting
     requests are admitted strictly in order; the first that does not fit ends the admission, and a step that
     preempts admits nobody. A waiting request whose next block is being computed for another one is passed over until it can share
@@ -102,10 +105,11 @@ def plan_step(
         limits: sizes and free blocks.
         freed_by: blocks that are free once these running requests give up theirs; None where no block is shared.
     """
-    budget = limits.max_tokens
-    wanted = {view.request_id: 1 for view in running if view.num_missing == 1}
+    budget, most = limits.max_tokens, limits.max_step_requests or limits.max_requests
+    going_on = [view for view in running if view.num_missing][:most]
+    wanted = {view.request_id: 1 for view in going_on if view.num_missing == 1}
     budget -= len(wanted)
-    for view in running:
+    for view in going_on:
         if view.request_id not in wanted:
             # A prompt that is being recomputed, or grew by recomputation, may exceed the budget: chunks are the only way then.
             wanted[view.request_id] = min(view.num_missing, budget)
@@ -114,7 +118,7 @@ def plan_step(
     work, preempted, free = _give_blocks(running, wanted, limits, freed_by)
     admitted: list[int] = []
     num_running = len(running)
-    if not preempted and num_running < limits.max_requests:
+    if not preempted and num_running < limits.max_requests and len(work) < most:
         in_work = {key for view in running for key in view.keys}
         for view in waiting:
             # A block with the last token would be computed in any case.
@@ -133,7 +137,7 @@ def plan_step(
             budget -= num_tokens
             free -= needed
             num_running += 1
-            if num_running >= limits.max_requests:
+            if num_running >= limits.max_requests or len(work) >= most:
                 break
     # Python's sort is stable: age decides inside each kind.
     ordered = sorted(work.values(), key=lambda item: item.num_tokens > 1)
@@ -150,7 +154,7 @@ def _give_blocks(
     index = 0
     while index < len(survivors):
         view = survivors[index]
-        num_tokens = wanted[view.request_id]
+        num_tokens = wanted.get(view.request_id, 0)
         needed = limits.blocks(view.num_cached + num_tokens) - view.num_blocks
         while needed > free and len(survivors) > index:
             victim = survivors.pop()
