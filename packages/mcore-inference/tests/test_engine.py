@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,16 +19,13 @@ from mcore_inference import (
     DynamicInferenceEngine,
     DynamicInferenceRequestRecord,
     EventType,
-    ExecutionConfig,
     FinishReason,
     InferenceConfig,
     InvalidTokenError,
     MaxSequenceLengthOverflowError,
     NonFiniteLogitsError,
     PagedAttention,
-    QueueFullError,
     SamplingParams,
-    StaticInferenceEngine,
     Status,
 )
 from mcore_parallel import ProcessGroups
@@ -194,21 +190,6 @@ def test_a_prompt_in_parts_gives_the_tokens_and_log_probs_of_a_whole_one(make_mo
         torch.testing.assert_close(torch.tensor((record.prompt_log_probs or []) + record.generated_log_probs), wanted.float())
 
 
-def test_log_probs_are_the_models_own_whatever_the_sampling(make_model: Make, make_engine: Make) -> None:
-    model = make_model()
-    params = SamplingParams(temperature=0.3, top_k=4, top_p=0.9, presence_penalty=1.0, return_log_probs=True, top_n_logprobs=3, seed=3)
-    record = make_engine(model).generate([[1, 2, 3]], params)[0]
-    tokens = [1, 2, 3, *record.generated_tokens]
-    wanted = full_log_probs(model, tokens)[2:-1]
-    for row, token, value, best in zip(
-        wanted, record.generated_tokens, record.generated_log_probs, record.generated_top_n_logprobs, strict=True
-    ):
-        assert value == pytest.approx(row[token].item(), abs=1e-9)
-        top = row.topk(3)
-        assert list(best) == top.indices.tolist()
-        assert list(best.values()) == pytest.approx(top.values.tolist(), abs=1e-9)
-
-
 def test_a_prompt_of_one_token_is_a_prompt_in_every_company(make_model: Make, make_engine: Make) -> None:
     """Its step has one token, as a decode step does; its log-probabilities are those of what follows all the same."""
     model = make_model()
@@ -225,55 +206,6 @@ def test_a_prompt_of_one_token_is_a_prompt_in_every_company(make_model: Make, ma
         values = [wanted[place - 1][token].item() for place, token in enumerate([*prompt, *tokens]) if place]
         assert len(record.prompt_log_probs or []) == len(prompt) - 1
         assert [*(record.prompt_log_probs or []), *record.generated_log_probs] == pytest.approx(values, abs=1e-9)
-
-
-def test_the_best_tokens_of_prompts_are_those_of_the_model_in_chunks_too(make_model: Make, make_engine: Make) -> None:
-    model, prompts = make_model(), random_prompts(random.Random(3), 4, 40)
-    scored = SamplingParams(num_tokens_to_generate=2, return_log_probs=True, skip_prompt_log_probs=False, seed=1)
-    params = [replace(scored, top_n_logprobs=count) for count in (0, 3, 1, 64)]
-    engine = make_engine(model, max_tokens=9)
-    for record, wanted in zip(engine.generate([*prompts, [5]], [*params, params[1]]), [*params, params[1]], strict=True):
-        assert record.prompt_top_n_logprobs == record.merge().prompt_top_n_logprobs
-        if not wanted.top_n_logprobs or len(record.prompt_tokens) == 1:
-            assert record.prompt_top_n_logprobs is None
-            continue
-        best = record.prompt_top_n_logprobs
-        assert best is not None and len(best) == len(record.prompt_tokens) - 1 == len(record.prompt_log_probs or [])
-        for row, token, value, ranked in zip(
-            full_log_probs(model, record.prompt_tokens), record.prompt_tokens[1:], record.prompt_log_probs or [], best, strict=False
-        ):
-            top = row.topk(wanted.top_n_logprobs)
-            assert list(ranked) == top.indices.tolist() and list(ranked.values()) == pytest.approx(top.values.tolist(), abs=1e-9)
-            assert token not in ranked or ranked[token] == pytest.approx(value, abs=1e-12)
-    check_idle(engine)
-    (skipped,) = engine.generate([prompts[0]], replace(params[1], skip_prompt_log_probs=True))
-    assert skipped.prompt_top_n_logprobs is None and len(skipped.generated_top_n_logprobs) == 2
-
-
-def test_the_best_tokens_of_prompts_exist(make_model: Make) -> None:
-    model = make_model()
-    context = DynamicInferenceContext.for_model(model, InferenceConfig(num_blocks=8, block_size_tokens=8, max_sequence_length=32))
-    engine = DynamicInferenceEngine(model, context, vocab_size=5)
-    params = SamplingParams(num_tokens_to_generate=0, return_log_probs=True, skip_prompt_log_probs=False, top_n_logprobs=8)
-    (record,) = engine.generate([[1, 2, 3]], params)
-    assert [sorted(best) for best in record.prompt_top_n_logprobs or ()] == [[0, 1, 2, 3, 4]] * 2
-
-
-def test_processed_log_probs_are_of_the_distribution_that_drew_each_token(make_model: Make, make_engine: Make) -> None:
-    model, common = make_model(), {"return_log_probs": True, "num_tokens_to_generate": 8}
-    raw = SamplingParams(temperature=0.7, seed=1, **common)
-    processed = replace(raw, processed_log_probs=True)
-    biased = replace(processed, logit_bias={5: 4.0}, top_k=3)
-    records = make_engine(model).generate([[1, 2, 3]] * 4, [raw, processed, biased, replace(processed, temperature=0.0)])
-    assert records[3].generated_log_probs == [0.0] * 8
-    for record, temperature, bias, top_k in zip(records, (1.0, 0.7, 0.7), (0.0, 0.0, 4.0), (None, None, 3), strict=False):
-        scores = full_log_probs(model, [1, 2, 3, *record.generated_tokens])[2:-1]
-        scores[:, 5] += bias
-        scores = scores / temperature
-        if top_k is not None:
-            scores = scores.masked_fill(scores < scores.topk(top_k).values[:, -1:], -torch.inf)
-        wanted = scores.log_softmax(-1).gather(1, torch.tensor(record.generated_tokens)[:, None])[:, 0]
-        assert record.generated_log_probs == pytest.approx(wanted.tolist(), abs=1e-9)
 
 
 def test_a_seeded_request_draws_the_same_alone_and_in_any_crowd(make_model: Make, make_engine: Make) -> None:
@@ -370,87 +302,6 @@ def test_a_prompt_that_cannot_be_served_fails_alone(make_model: Make, make_engin
     assert records[0].generated_tokens == naive_greedy(model, [1], 12)
     assert sum(engine.finished_counts.values()) == 6
     check_idle(engine)
-
-
-NO_PROMPTS: list[Any] = [
-    [None], [True], [1.0], ["1"], [-1], [64], [2**70], [np.float32(1)], [np.bool_(True)], [[1]], [], (), None, 5, b"ab", {1: 2}, {1},
-    iter([1]), np.array([1.0]), np.array([[1]]), np.array([True]), np.array(1), torch.tensor([1.0]), torch.tensor([[1]]),
-    torch.tensor([True]), torch.tensor(1), torch.tensor([64]),
-]  # fmt: skip
-
-
-def test_what_is_no_prompt_is_refused_before_a_step(make_engine: Make) -> None:
-    engine = make_engine()
-    for prompt in NO_PROMPTS:
-        with pytest.raises(InvalidTokenError, match="prompt"):
-            engine.add_request(prompt)
-        (record,) = engine.generate([prompt])
-        assert isinstance(record.error, InvalidTokenError)
-    check_idle(engine)
-
-
-def test_prompts_of_any_integers_are_equal(make_engine: Make) -> None:
-    engine = make_engine()
-    same: list[Any] = [
-        [1, 2, 3],
-        (1, 2, 3),
-        range(1, 4),
-        [np.int64(1), np.uint8(2), 3],
-        np.array([1, 2, 3], np.int32),
-        torch.tensor([1, 2, 3]),
-    ]
-    records = engine.generate(same, GREEDY)
-    assert all(type(token) is int for record in records for token in record.prompt_tokens)
-    assert len({tuple(record.generated_tokens) for record in records}) == 1
-
-
-def test_other_arguments_of_a_request_are_checked_too(make_engine: Make) -> None:
-    engine = make_engine()
-    for number in (-1, True, 1.0, "1", 2**63):
-        with pytest.raises(ValueError, match="request_id"):
-            engine.add_request([1], request_id=number)
-    for params in ({}, {"temperature": 0}, "greedy", SamplingParams):
-        with pytest.raises(ValueError, match="sampling_params is a"):
-            engine.add_request([1], params)
-    for field in ({"termination_id": 64}, {"stop_token_ids": [64]}, {"logit_bias": {64: 1.0}}, {"allowed_token_ids": [64]}):
-        with pytest.raises(ValueError, match=f"{next(iter(field))} holds .64.; token ids are from 0 to 63"):
-            engine.add_request([1], SamplingParams(**field))
-    few: dict[str, Any] = {"allowed_token_ids": [5, 6], "stop_token_ids": [5], "num_tokens_to_generate": 3}
-    with pytest.raises(ValueError, match="min_tokens=2 leaves nothing to draw: all allowed_token_ids end the output; allow others"):
-        engine.generate([[1]], SamplingParams(**few, termination_id=6, min_tokens=2))
-    [record] = engine.generate([[1]], SamplingParams(**few, min_tokens=2))
-    assert record.generated_tokens[:2] == [6, 6]
-    with pytest.raises(ValueError, match="sampling_params holds a dict"):
-        engine.generate([[1]], [{}])
-    with pytest.raises(ValueError, match="prompts is one string"):
-        engine.generate("abc")
-    assert engine.add_request([1], request_id=np.int64(7)) == 7 and type(engine.get_request(7).request_id) is int
-    engine.abort(7)
-    check_idle(engine)
-
-
-@pytest.mark.parametrize("sizes", [{"num_blocks": 2.0}, {"max_requests": True}, {"block_size_tokens": None}, {"watermark": float("nan")}])
-def test_sizes_of_a_context_are_integers(sizes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(sizes))):
-        InferenceConfig(**sizes)
-
-
-@pytest.mark.parametrize("name", ["run_ahead", "use_graphs", "use_cuda_graphs_for_non_decode_steps", "record_routing"])
-def test_flags_of_execution_are_true_or_false(name: str) -> None:
-    for bad in ("no", 0, 1, 1.0):
-        with pytest.raises(ValueError, match=f"{name}={bad!r} must be True or False"):
-            ExecutionConfig(**{name: bad})  # type: ignore[arg-type]
-
-
-def test_the_seed_of_an_engine_is_an_integer_of_64_bits(make_model: Callable[..., GPTModel]) -> None:
-    model = make_model(layers=1)
-    context = DynamicInferenceContext.for_model(model, InferenceConfig(num_blocks=2))
-    for bad in ("x", None, True, 1.5, 2**63):
-        with pytest.raises(ValueError, match="seed="):
-            DynamicInferenceEngine(model, context, seed=bad)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="seed="):
-            StaticInferenceEngine(model, max_batch_size=1, seed=bad)  # type: ignore[arg-type]
-    assert DynamicInferenceEngine(model, context, seed=np.int64(-3)).generate([[1]], SamplingParams(num_tokens_to_generate=2))  # type: ignore[arg-type]
 
 
 class OneToken(torch.nn.Module):
@@ -599,40 +450,6 @@ def test_the_least_urgent_request_gives_way_and_keeps_its_priority(make_model: M
     assert [ended[number].num_preemptions > 0 for number in numbers] == [True, False, False]
     assert all(segment.priority == 2 for segment in ended[numbers[0]].requests) and len(ended[numbers[0]].requests) == 2
     assert all(ended[number].generated_tokens == naive_greedy(model, [1, number], 10) for number in numbers)
-
-
-def test_a_full_queue_and_a_used_number_are_refused(make_engine: Make) -> None:
-    engine = make_engine(max_waiting=2)
-    engine.add_request([1], request_id=1)
-    with pytest.raises(ValueError, match="request_id=1"):
-        engine.add_request([1], request_id=1)
-    assert engine.add_request([1], GREEDY) not in (1,)
-    with pytest.raises(QueueFullError):
-        engine.add_request([1])
-    with pytest.raises(ValueError, match="unfinished"):
-        engine.generate([[1]])
-
-
-def test_settings_that_need_a_tokenizer_or_unknown_ids_are_refused(make_engine: Make) -> None:
-    engine = make_engine()
-    for prompt, params, word in (
-        ("text", None, "tokenizer"),
-        ([1], SamplingParams(stop_words=["x"]), "stop_words"),
-        ([1], SamplingParams(stop_token_ids=[64]), "stop_token_ids"),
-        ([1], SamplingParams(logit_bias={64: 1.0}), "logit_bias"),
-        ([True], None, "True"),
-        ([1.5], None, "1.5"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            engine.add_request(prompt, params)
-    check_idle(engine)
-
-
-def test_a_model_without_paged_attention_is_refused() -> None:
-    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=8)
-    model = GPTModel(config, ProcessGroups.single())
-    with pytest.raises(ValueError, match="PagedAttention"):
-        DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, InferenceConfig(num_blocks=2)))
 
 
 @pytest.mark.parametrize("seed", range(3))

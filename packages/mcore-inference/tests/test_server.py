@@ -3,17 +3,14 @@
 """The HTTP server, called by OpenAI's own client and by a rude one."""
 
 import contextlib
-import functools
-import gc
 import json
 import math
 import random
-import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import openai
@@ -21,13 +18,10 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from mcore_inference import DynamicInferenceEngine, EngineDeadError, PortInUseError, SamplingParams, StructuredOutputError
-from mcore_inference.server import InferenceServer, ServerLimits, serve
-from mcore_inference.server._bodies import _read
-from mcore_inference.server._errors import ApiError
-from mcore_inference.server._schema import ChatBody, CompletionBody, DetokenizeBody
+from mcore_inference import DynamicInferenceEngine, EngineDeadError, PortInUseError, SamplingParams
+from mcore_inference.server import InferenceServer, serve
+from mcore_inference.server._schema import ChatBody, CompletionBody
 from mcore_parallel.data import ByteTokenizer
-from mcore_parallel.graphs import collection_paused
 
 Make = Callable[..., Any]
 TOKENIZER = ByteTokenizer()
@@ -515,176 +509,3 @@ def test_random_bodies_never_break_the_server(http: httpx.Client, server: Infere
             assert answer.json()["error"]["message"]
     wait_idle(server)
     assert http.get("/health").status_code == 200
-
-
-RECORD = {
-    "type": "object",
-    "properties": {"name": {"enum": ["ada", "grace"]}, "ok": {"type": "boolean"}},
-    "required": ["name", "ok"],
-    "additionalProperties": False,
-}
-SCHEMA_FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "record", "schema": RECORD, "strict": True}}
-MESSAGES: Any = [{"role": "user", "content": "who?"}]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_response_format_gives_json_of_the_schema_to_every_choice(client: openai.OpenAI, stream: bool) -> None:
-    common: dict[str, Any] = {"model": "mcore", "n": 3, "seed": 5, "max_tokens": 80}
-    if stream:
-        texts, reasons = [""] * 3, [""] * 3
-        for chunk in client.chat.completions.create(messages=MESSAGES, response_format=SCHEMA_FORMAT, stream=True, **common):
-            for choice in chunk.choices:
-                texts[choice.index] += choice.delta.content or ""
-                reasons[choice.index] = choice.finish_reason or reasons[choice.index]
-    else:
-        answer = client.chat.completions.create(messages=MESSAGES, response_format=SCHEMA_FORMAT, **common)
-        texts, reasons = [choice.message.content or "" for choice in answer.choices], [choice.finish_reason for choice in answer.choices]
-    for text in texts:
-        value = json.loads(text)
-        assert set(value) == {"name", "ok"} and value["name"] in ("ada", "grace") and value["ok"] in (True, False)
-    assert reasons == ["stop"] * 3
-    extra = {"response_format": SCHEMA_FORMAT}
-    completion = client.completions.create(prompt="x", extra_body=extra, model="mcore", seed=1, max_tokens=80)
-    assert set(json.loads(completion.choices[0].text)) == {"name", "ok"}
-
-
-def test_other_forms_are_asked_for_by_response_format_and_structured_outputs(client: openai.OpenAI) -> None:
-    ask = functools.partial(client.chat.completions.create, model="mcore", messages=MESSAGES, seed=3, max_tokens=40)
-    closing: Any = {str(token): 50.0 for token in TOKENIZER.tokenize("}")}
-    assert json.loads(ask(response_format={"type": "json_object"}, logit_bias=closing).choices[0].message.content or "") == {}
-    forms = (({"choice": ["left", "right"]}, "left|right"), ({"regex": "[0-9]{3}"}, "[0-9]{3}"), ({"grammar": 'start: "q"'}, "q"))
-    for form, wanted in forms:
-        text = ask(extra_body={"structured_outputs": form}).choices[0].message.content or ""
-        assert re.fullmatch(wanted, text), text
-    plain = ask(response_format={"type": "text"}, logit_bias=LETTERS).choices[0].message.content
-    assert plain == ask(logit_bias=LETTERS).choices[0].message.content
-
-
-@pytest.mark.parametrize(("is_transient", "status"), [(False, 400), (True, 503)])
-def test_a_form_that_could_not_be_compiled_for_now_is_not_the_fault_of_its_client(is_transient: bool, status: int) -> None:
-    error = ApiError.of(StructuredOutputError(3, "structured_output: no room", is_transient=is_transient))
-    assert (error.status, error.code, error.message) == (status, "StructuredOutputError", "structured_output: no room")
-
-
-def test_a_form_that_cannot_be_had_is_refused_and_says_why(client: openai.OpenAI) -> None:
-    ask = functools.partial(client.chat.completions.create, model="mcore", messages=MESSAGES)
-    with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
-        ask(response_format=_format({"type": "array", "uniqueItems": True}))
-    assert caught.value.code == "StructuredOutputError" and caught.value.param == "response_format"
-    with pytest.raises(openai.BadRequestError, match="exclude each other"):
-        ask(response_format={"type": "json_object"}, extra_body={"structured_outputs": {"regex": "a"}})
-    with pytest.raises(openai.BadRequestError, match="min_tokens=2 and structured_output"):
-        ask(response_format={"type": "json_object"}, extra_body={"min_tokens": 2})
-    for bad in ({"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": {}}}):
-        with pytest.raises(openai.UnprocessableEntityError, match="response_format"):
-            ask(response_format=cast(Any, bad))
-
-
-def _format(schema: dict[str, Any]) -> Any:
-    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-
-
-_USER = {"role": "user", "content": "x"}
-_TOOL = {"type": "function", "function": {"name": "a"}}
-_CALL = {"id": "a", "function": {"name": "f", "arguments": "["}}
-
-
-@pytest.mark.parametrize(
-    ("model", "body", "param"),
-    [
-        (CompletionBody, {"prompt": ["x"] * 400_000}, "prompt"),
-        (CompletionBody, {"prompt": [-1] * 400_000}, "prompt"),
-        (CompletionBody, {"prompt": [[1]] * 100_000}, "prompt"),
-        (CompletionBody, {"prompt": [[-1] * 400_000]}, "prompt"),
-        (CompletionBody, {"prompt": "x", "stop": [""] * 400_000}, "stop"),
-        (CompletionBody, {"prompt": "x", "structured_outputs": {"choice": [1] * 400_000}}, "structured_outputs"),
-        (CompletionBody, {"prompt": "x", **{f"f{number}": 1 for number in range(60_000)}}, None),
-        (ChatBody, {"messages": [_USER] * 30_000}, "messages"),
-        (ChatBody, {"messages": [{}] * 400_000}, None),
-        (ChatBody, {"messages": [{"role": "user", "content": [{"type": "image"}] * 60_000}]}, "messages"),
-        (ChatBody, {"messages": [{"role": "assistant", "tool_calls": [_CALL] * 16_000}]}, "messages"),
-        (ChatBody, {"messages": [_USER], "tools": [_TOOL] * 20_000}, "tools"),
-        (ChatBody, {"messages": [_USER], "tools": [{}] * 400_000}, None),
-        (DetokenizeBody, {"tokens": [-1] * 400_000}, "tokens"),
-    ],
-)
-def test_the_first_faults_of_a_very_long_list_are_all_that_is_looked_for(model: Any, body: dict[str, Any], param: str | None) -> None:
-    raw = json.dumps(body).encode()
-    assert len(raw) < ServerLimits().max_body_bytes
-    begin = time.thread_time()
-    error = _read(model, raw, 0)
-    # At most 50 ms on a quiet machine; a second and more while all faults were described.
-    assert time.thread_time() - begin < 0.5
-    assert isinstance(error, ApiError) and error.status == 422 and len(error.message) < 2100
-    assert (error.param or "").split(".")[0] == (param or "")
-    assert param or "60000 faults" in error.message or "brackets" in error.message
-
-
-def test_a_body_of_many_lists_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcore_inference.server._bodies.from_json", lambda *_, **__: pytest.fail("it was read"))
-    for raw in (b'{"prompt": [' + b"[], " * 2**18 + b"[]]}", b'{"prompt": ' + b"[" * 2**19):
-        error = _read(CompletionBody, raw, 0)
-        assert isinstance(error, ApiError) and error.status == 422 and "at most 262144" in error.message
-
-
-def test_a_body_of_many_names_is_refused_before_it_is_read_and_json_in_a_text_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {f'a"{number}': 1 for number in range(2**16)}
-    read = _read(CompletionBody, json.dumps({"prompt": json.dumps(names)}).encode(), 0)
-    assert isinstance(read, CompletionBody) and len(read.prompt) > 2**19
-    monkeypatch.setattr("mcore_inference.server._bodies.from_json", lambda *_, **__: pytest.fail("it was read"))
-    for body in ({"prompt": "x", "logit_bias": names}, {"messages": [_USER] * 2**15, "model": "x"}):
-        error = _read(CompletionBody, json.dumps(body).encode(), 0)
-        assert isinstance(error, ApiError) and error.status == 422 and "names of fields; at most 65536" in error.message
-
-
-def test_ids_that_are_too_many_by_their_commas_are_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    most = {"model": "," * 256, "tokens": [1] * 64}
-    assert isinstance(_read(DetokenizeBody, json.dumps(most).encode(), 64), DetokenizeBody)
-    monkeypatch.setattr("mcore_inference.server._bodies.from_json", lambda *_, **__: pytest.fail("it was read"))
-    error = _read(DetokenizeBody, json.dumps({"tokens": [1] * 400}).encode(), 64)
-    assert isinstance(error, ApiError) and (error.status, error.code, error.param) == (400, "context_length_exceeded", "tokens")
-
-
-@pytest.mark.parametrize("prompt", [[1] * 65, [[1], [1] * 65], [2**40] * 65])
-def test_a_prompt_of_too_many_tokens_is_refused_before_they_are_looked_at(prompt: list[Any]) -> None:
-    error = _read(CompletionBody, json.dumps({"prompt": prompt}).encode(), 64)
-    assert isinstance(error, ApiError) and (error.status, error.code, error.param) == (400, "context_length_exceeded", "prompt")
-    assert "prompt holds 65 tokens and max_sequence_length=64" in error.message and error.__traceback__ is None
-    # While no engine is there its limit is not known.
-    unlimited = _read(CompletionBody, json.dumps({"prompt": prompt}).encode(), 0)
-    assert isinstance(unlimited, CompletionBody) or "2147483648" in unlimited.message
-
-
-def test_reading_a_body_turns_no_collections_on_that_a_recording_has_off() -> None:
-    with collection_paused():
-        read = _read(CompletionBody, b'{"prompt": "x"}', 0)
-        assert isinstance(read, CompletionBody) and not gc.isenabled()
-    assert gc.isenabled()
-
-
-def nested(levels: int) -> dict[str, Any]:
-    value: dict[str, Any] = {}
-    for _ in range(levels - 1):
-        value = {"type": "object", "properties": value}
-    return value
-
-
-@pytest.mark.parametrize(
-    ("schema", "message"),
-    [
-        (nested(32), None),
-        (nested(33), "nested deeper than 32"),
-        ({"enum": [1] * 70_000}, "70000 values"),
-        ({"a": [[]] * 70_000}, "70000 values"),
-    ],
-)
-def test_schemas_and_arguments_are_bounded_in_depth_and_size(schema: dict[str, Any], message: str | None) -> None:
-    call = {"id": "a", "function": {"name": "f", "arguments": json.dumps(schema)}}
-    bodies = [
-        {"messages": [_USER], "tools": [{"type": "function", "function": {"name": "a", "parameters": {**schema, "type": "object"}}}]},
-        {"messages": [_USER], "response_format": _format(schema)},
-        {"messages": [{"role": "assistant", "tool_calls": [call]}]},
-    ]
-    for body in bodies:
-        read = _read(ChatBody, json.dumps(body).encode(), 0)
-        assert isinstance(read, ChatBody) if message is None else isinstance(read, ApiError) and message in read.message
