@@ -100,6 +100,14 @@ REFERENCES: Mapping[str, Reference] = {
     "gemma": Reference(
         title="Gemma", published="gemma-2b", family="gemma", kind="Gemma", config={"head_dim": 8, "num_key_value_heads": 1},
     ),
+    "gemma2": Reference(
+        title="Gemma 2", published="gemma-2-2b", family="gemma2", kind="Gemma2",
+        config={
+            "head_dim": 8, "num_hidden_layers": 3, "sliding_window": 5, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 0.5,
+            "final_logit_softcapping": 0.7,
+        },
+        layouts=NO_CONTEXT, note="no attention core over several context-parallel ranks caps scores",
+    ),
     "gemma3": Reference(
         title="Gemma 3 (text)", published="gemma-3-1b-pt", family="gemma3", kind="Gemma3", config_class="Gemma3TextConfig",
         config={

@@ -35,12 +35,8 @@ def write_qwen3(folder: Path, **fields: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("fields", [{"tie_word_embeddings": True}, {"tie_word_embeddings": False}], ids=["tied", "untied"])
-def test_qwen3_generates_what_transformers_generates(fields: dict[str, Any], tmp_path: Path) -> None:
-    from transformers import Qwen3ForCausalLM
-
-    folder = write_qwen3(tmp_path / "qwen3", **fields)
-    theirs = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def check_generation(folder: Path, theirs: Any) -> None:
+    """Greedy tokens and their log-probabilities, by the engine and by transformers."""
     engine = open_engine(folder, "cpu", max_length=128, cache_gb=0.01)
     # The engine draws no id that the tokenizer lacks, and transformers would.
     assert engine.vocab_size == SIZES["vocab_size"]
@@ -53,3 +49,26 @@ def test_qwen3_generates_what_transformers_generates(fields: dict[str, Any], tmp
             scores = theirs(made).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         values = scores.gather(1, made[0, len(prompt) :, None])[:, 0]
         torch.testing.assert_close(torch.tensor(record.generated_log_probs), values, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fields", [{"tie_word_embeddings": True}, {"tie_word_embeddings": False}], ids=["tied", "untied"])
+def test_qwen3_generates_what_transformers_generates(fields: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import Qwen3ForCausalLM
+
+    folder = write_qwen3(tmp_path / "qwen3", **fields)
+    check_generation(folder, Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+
+
+def test_gemma2_generates_what_transformers_generates(tmp_path: Path) -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    write_published(folder := tmp_path / "gemma2")
+    torch.manual_seed(2)
+    caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 6.0, "query_pre_attn_scalar": 16, "sliding_window": 8}
+    model = Gemma2ForCausalLM(Gemma2Config(**SIZES, **caps))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.3)
+    model.save_pretrained(folder)
+    # Other kernels of theirs cap nothing.
+    check_generation(folder, Gemma2ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval())

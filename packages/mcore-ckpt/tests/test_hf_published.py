@@ -51,6 +51,14 @@ PUBLISHED = {
         ),
         2_506_172_416,
     ),
+    "gemma-2-2b": (
+        decoder(
+            "gemma2", 26, 2304, 9216, 8, 4, 256000, head_dim=256, hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh",
+            query_pre_attn_scalar=256, rope_theta=1e4, sliding_window=4096, attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
+            attention_bias=False, tie_word_embeddings=True, cache_implementation="hybrid",
+        ),
+        2_614_341_888,
+    ),
     "gemma-3-1b-pt": (
         decoder(
             "gemma3_text", 26, 1152, 6912, 4, 1, 262144, head_dim=256, hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256,
@@ -176,7 +184,7 @@ def test_what_a_family_does_not_describe_is_refused_by_the_name_of_its_setting()
         "Qwen1.5-MoE-A2.7B": ({"qkv_bias": False}, "qkv_bias=False is not supported"),
         "Qwen2.5-7B": ({"layer_types": ["chunked_attention"] * 28, "use_sliding_window": True}, "layer_types='chunked_attention'"),
         "gemma-3-1b-pt": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
-        "Llama-3.1-8B": ({"model_type": "gemma2"}, "not covered: soft caps of scores and logits"),
+        "Llama-3.1-8B": ({"model_type": "gemma3"}, "not covered: the part that sees images"),
         "Nemotron-H-8B-Base-8K": ({"hybrid_override_pattern": "MG*-"}, "layers_block_type='G' is not supported"),
         "bert-base-uncased": ({"architectures": ["BertForQuestionAnswering"]}, "architectures='BertForQuestionAnswering'"),
         "Mamba-Codestral-7B-v0.1": ({"num_heads": 12}, "mamba.num_groups=8 must divide its num_heads=12"),

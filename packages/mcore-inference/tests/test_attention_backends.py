@@ -367,6 +367,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "fp8": ({}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
     "dtype": ({"dtype": torch.bfloat16}, {}, "is in torch.bfloat16 and its cache in torch.bfloat16"),
+    "soft cap": ({"attn_logit_softcapping": 5.0}, {}, "has attn_logit_softcapping=5.0, and the library"),
     "bits": ({"exact": choose_backend(batch_invariant=True)}, {}, "batch_invariant=True, and the library"),
 }  # fmt: skip
 

@@ -31,6 +31,7 @@ class Case:
     block_size: int = 16
     window: int = -1
     sink: bool = False
+    softcap: float | None = None
     padding: int = 0
     """Decode rows of padding behind the others; only in a step without prefills."""
     splits: int = 1
@@ -44,6 +45,8 @@ CASES = (
     Case(rows=((100, 1), (15, 70)), window=0, sink=True, heads=6, kv_heads=6),
     Case(rows=((0, 5), (64, 130)), heads=8, kv_heads=1),
     Case(rows=((3, 1), (0, 5), (30, 33)), width=256, block_size=64),
+    Case(rows=((40, 1), (0, 1), (0, 17), (33, 40)), softcap=0.7, window=30, sink=True, splits=2),
+    Case(rows=((66, 1), (0, 33), (32, 34)), softcap=1.5),
 )
 # As models have them; slow in the interpreter, and no other code there.
 WIDE = Case(rows=((66, 1), (0, 9), (30, 13)), width=128, heads=8, block_size=64, splits=2)
@@ -57,6 +60,7 @@ DECODE_CASES = (
     Case(rows=((300, 1), (64, 1), (128, 1), (9, 1)), sink=True, splits=2, block_size=64, padding=1),
     Case(rows=((100, 1), (90, 1), (0, 1)), window=20, block_size=48, splits=5, sink=True),
     Case(rows=((100, 1), (15, 1)), window=0, heads=6, kv_heads=6, padding=3),
+    Case(rows=((100, 1), (66, 1), (0, 1)), softcap=0.7, splits=2),
 )
 WIDE_DECODE = Case(rows=((70, 1), (0, 1)), width=128, heads=8, block_size=64, splits=2)
 
@@ -68,6 +72,7 @@ def reference(case: Case, q: Tensor, k: list[Tensor], v: list[Tensor], sink: Ten
         group = case.heads // case.kv_heads
         keys, values = (x.double().repeat_interleave(group, dim=1) for x in (keys, values))
         scores = torch.einsum("tad,sad->ats", q[first : first + new].double(), keys) * case.width**-0.5
+        scores = scores if case.softcap is None else case.softcap * (scores / case.softcap).tanh()
         at, key = before + torch.arange(new)[:, None], torch.arange(before + new)[None, :]
         seen = key <= at
         if case.window >= 0:
@@ -147,7 +152,7 @@ def check(case: Case, device: str, dtype: torch.dtype, tolerance: float, *, fp8:
     out = torch.full((tokens, case.heads, case.width), torch.nan, dtype=dtype, device=device)
     options = {
         "tables_RB": tables, **shared, "block_size": size, "scale": case.width**-0.5, "window": case.window,
-        "sink_A": None if sink is None else sink.to(device),
+        "sink_A": None if sink is None else sink.to(device), "softcap": case.softcap,
     }  # fmt: skip
     attend(q.to(device), cached, out, **options, tiles=None, num_rows=decode, splits=case.splits)
     if decode < rows + case.padding:
@@ -211,7 +216,7 @@ def check_packed(case: Case, device: str, dtype: torch.dtype, tolerance: float, 
     contexts = torch.tensor([*lengths, *[0] * case.padding], dtype=torch.int32, device=device)
     options = {
         "tables_RB": tables.to(device), "contexts_R": contexts, "block_size": size, "scale": case.width**-0.5, "window": case.window,
-        "sink_A": None if sink is None else sink.to(device), "splits": case.splits, "finished": finished,
+        "sink_A": None if sink is None else sink.to(device), "splits": case.splits, "finished": finished, "softcap": case.softcap,
     }  # fmt: skip
     for _ in range(2):
         out = attend_packed(heads, cached, last, **options)
@@ -342,11 +347,11 @@ if __name__ == "__main__":
     every_in_fp8 = sys.argv[1:] == ["fp8"]
     for number, each in enumerate(CASES):
         for stored in (False, True):
-            if every_in_fp8 == stored or number in (1, 6):
+            if every_in_fp8 == stored or number in (1, 6, 7):
                 check(each, "cpu", torch.float32, 2e-5, fp8=stored)
     for number, each in enumerate(DECODE_CASES):
         for stored in (False, True):
-            if every_in_fp8 == stored or number in (1, 3):
+            if every_in_fp8 == stored or number in (1, 3, 5):
                 check_packed(each, "cpu", torch.float32, 2e-5, fp8=stored)
     check_not_finite("cpu", torch.float32)
     print("same")

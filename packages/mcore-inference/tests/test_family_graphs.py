@@ -45,6 +45,7 @@ PACKED: dict[str, dict[str, Any]] = {
     "gpt-oss": {**ATTENTION, "add_bias_linear": True, "softmax_type": "learnable", "activation": "quick_geglu"},
     "gates and norms": {**ATTENTION, "qk_layernorm": True, "layernorm_zero_centered_gamma": True, "attention_output_gate": True},
 }
+PACKED["soft caps"] = {**ATTENTION, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0, "activation": "geglu_tanh"}
 PACKED["all of them"] = PACKED["gpt-oss"] | PACKED["gates and norms"]
 REAL: dict[str, dict[str, Any]] = {
     "latent": {
@@ -136,7 +137,7 @@ def test_packed_heads_of_a_models_own_forward_give_the_tokens_of_whole_sequences
 
 @pytest.mark.slow
 def test_packed_heads_of_several_models_give_the_tokens_of_whole_sequences_in_the_interpreter() -> None:
-    run_interpreted(__file__, "gpt-oss", "gates and norms")
+    run_interpreted(__file__, "gpt-oss", "gates and norms", "soft caps")
 
 
 @pytest.mark.gpu

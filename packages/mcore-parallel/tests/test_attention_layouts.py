@@ -3,6 +3,7 @@
 """Windows, sinks and norms of a config train on two ranks as on one: losses, gradients of the sinks, global gradient norms."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.models import GPTModel, TransformerConfig
-from mcore_parallel.nn import ContextParallelBuilder
+from mcore_parallel.nn import ContextParallelBuilder, RecomputeConfig
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.training import Batch, CrossEntropyObjective, TensorShard, model_state, train_step
 
@@ -33,9 +34,9 @@ LENGTHS = (8, 16, 8)
 Run = tuple[list[float], dict[str, Tensor], dict[str, TensorShard]]
 
 
-def train(config: TransformerConfig, groups: ProcessGroups, core: ContextParallelBuilder | None = None) -> Run:
+def train(config: TransformerConfig, groups: ProcessGroups, core: ContextParallelBuilder | None = None, **parts: Any) -> Run:
     """Losses and gradient norms of two steps, the gradients of the first, the parameters after the second."""
-    model = GPTModel(config, groups, attention_core=core, dtype=torch.float64, seed=2)
+    model = GPTModel(config, groups, attention_core=core, dtype=torch.float64, seed=2, **parts)
     sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
     optimizer = MegatronOptimizer(OptimizerConfig(lr=1.0, clip_grad=0.5, weight_decay=0.1), sync, groups)
     numbers: list[float] = []
@@ -67,6 +68,7 @@ def test_two_ranks_train_as_one(world) -> None:
     for changes, layouts in (
         ({}, [(ParallelPlan(tp=2), None), (ParallelPlan(tp=2, sequence_parallel=False), None), (ParallelPlan(cp=2), None)]),
         ({"qk_layernorm": True, "qk_layernorm_across_heads": True}, [(ParallelPlan(tp=2), None), (ParallelPlan(cp=2), None)]),
+        ({"attn_logit_softcapping": 0.7, "final_logit_softcapping": 0.9}, [(ParallelPlan(tp=2), None)]),
         # More ranks than key-value heads.
         ({"num_query_groups": 1, "softmax_type": "off-by-one"}, [(ParallelPlan(tp=2), None), (ParallelPlan(cp=2), "a2a")]),
     ):
@@ -83,6 +85,17 @@ def test_two_ranks_train_as_one(world) -> None:
 def test_four_ranks_share_two_key_value_heads(world) -> None:
     expected = train(CONFIG, ProcessGroups.single())
     world(check_layouts, cases=[(ParallelPlan(tp=4), CONFIG, None, expected)])
+
+
+def test_capped_scores_and_logits_recompute_to_the_same_bits_and_change_the_loss() -> None:
+    alone, config = ProcessGroups.single(), dataclasses.replace(CONFIG, attn_logit_softcapping=0.7, final_logit_softcapping=0.9)
+    plain, capped = train(CONFIG, alone), train(config, alone)
+    for field in ("attn_logit_softcapping", "final_logit_softcapping"):
+        one = train(dataclasses.replace(config, **{field: None}), alone)
+        assert min(abs(one[0][0] - other[0][0]) for other in (plain, capped)) > 1e-4, field
+    for recompute in (RecomputeConfig(granularity="full"), RecomputeConfig(modules=("core_attention",))):
+        again = train(config, alone, recompute=recompute)
+        assert again[0] == capped[0] and all(torch.equal(again[1][name], grad) for name, grad in capped[1].items())
 
 
 def test_a_config_without_windows_and_one_whose_windows_hold_everything_agree() -> None:

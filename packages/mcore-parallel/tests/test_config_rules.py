@@ -18,6 +18,7 @@ BROKEN: dict[str, dict[str, Any]] = {
     **{f"positive-{name}": {name: 0} for name in ("num_query_groups", "ffn_hidden_size", "kv_channels", "max_position_embeddings")},
     **{f"above-zero-{name}": {name: 0.0} for name in ("norm_epsilon", "softmax_scale", "rotary_base", "seq_len_interpolation_factor")},
     **{f"above-zero-{name}": {name: -1.0} for name in ("embedding_multiplier", "output_multiplier")},
+    **{f"above-zero-{name}": {name: 0.0} for name in ("attn_logit_softcapping", "final_logit_softcapping")},
     "above-zero-activation_func_clamp_value": {"activation_func_clamp_value": 0.0, "activation": "quick_geglu"},
     "above-zero-rotary_base_window": {"rotary_base_window": float("inf"), "window_size": (4, 0)},
     "known-normalization": {"normalization": "BatchNorm"},

@@ -17,12 +17,14 @@ EXACT = {"rtol": 1e-11, "atol": 1e-12}
 
 
 def check_methods(tp: int) -> None:
-    for sequence_parallel, tied, unpadded in itertools.product((False, True), (False, True), (None, 13)):
+    cases = [*itertools.product((False, True), (False, True), (None, 13), (None,)), (False, True, 13, 0.6), (True, False, None, 0.6)]
+    for sequence_parallel, tied, unpadded, cap in cases:
         plan = ParallelPlan.for_world(tp, tp=tp, sequence_parallel=sequence_parallel)
         groups = ProcessGroups.build(plan) if tp > 1 else ProcessGroups.single()
         config = TransformerConfig(
-            num_layers=1, hidden_size=8, num_attention_heads=4, vocab_size=16, ffn_hidden_size=16, share_embeddings_and_output_weights=tied
-        )
+            num_layers=1, hidden_size=8, num_attention_heads=4, vocab_size=16, ffn_hidden_size=16,
+            share_embeddings_and_output_weights=tied, final_logit_softcapping=cap,
+        )  # fmt: skip
         model = GPTModel(config, groups, dtype=torch.float64, seed=1, unpadded_vocab_size=unpadded)
         tokens = torch.randint(0, 13, (12,), generator=torch.Generator().manual_seed(1))
         labels = tokens.roll(-1)
@@ -42,11 +44,16 @@ def check_methods(tp: int) -> None:
                 torch.testing.assert_close(ours, expected, **EXACT)
 
         plain = gradients((output().token_losses(labels, fused=False) * weights).sum())
-        same(zip(gradients((output().token_losses(labels, fused=True) * weights).sum()), plain, strict=True))
+        if cap is None:
+            same(zip(gradients((output().token_losses(labels, fused=True) * weights).sum()), plain, strict=True))
+        else:
+            with pytest.raises(ValueError, match=r"fused=True computes logits without final_logit_softcapping=0\.6; leave it at None"):
+                output().token_losses(labels, fused=True)
+            assert output().logits().abs().max() < 0.6
         same(zip(gradients(output().loss_sum(labels, weights)), plain, strict=True))
         same(zip(gradients(-(output().log_probs(labels) * weights).sum()), plain, strict=True))
         cold = gradients((output().log_probs(labels, 0.7, fused=False) * weights).sum())
-        same(zip(gradients((output().log_probs(labels, 0.7, fused=True) * weights).sum()), cold, strict=True))
+        same(zip(gradients((output().log_probs(labels, 0.7, fused=True if cap is None else None) * weights).sum()), cold, strict=True))
         log_probs, entropy = output().log_probs_and_entropy(labels, 0.7)
         same(zip(gradients((log_probs * weights).sum()), cold, strict=True))
         if tp == 1:

@@ -22,7 +22,6 @@ FAMILIES = MappingProxyType({family.name: family for family in (*DENSE, *MIXTURE
 
 NOT_COVERED = MappingProxyType(
     {
-        "gemma2": "soft caps of scores and logits",
         "gemma3": "the part that sees images; the text model alone, gemma3_text, is covered",
         "mamba": "the first Mamba's layers",
         "qwen3_next": "gated delta nets beside experts",

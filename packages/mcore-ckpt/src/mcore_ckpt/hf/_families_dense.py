@@ -57,6 +57,10 @@ def _gemma_kinds(config: Mapping[str, Any]) -> Sequence[str]:
     return ["full_attention" if (layer + 1) % period == 0 else "sliding_attention" for layer in range(config["num_hidden_layers"])]
 
 
+def _gemma2_kinds(config: Mapping[str, Any]) -> Sequence[str]:
+    return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(config["num_hidden_layers"])]
+
+
 def _query_scale() -> Codec:
     """The score's factor as the width that it is the inverse root of."""
 
@@ -144,13 +148,35 @@ _GEMMA = Family(
     rules=(*ENDS, *ATTENTION, FFN_NORM, *DENSE_FFN),
     ignored=_INV_FREQ,
 )
-_GEMMA3_NORMS = tuple(
+_SANDWICH_NORMS = tuple(
     same(f"layers.{{layer}}.{ours}.weight", f"{_LAYER}{theirs}.weight", "D")
     for ours, theirs in (
         ("attention_post_norm", "post_attention_layernorm"),
         ("ffn_norm", "pre_feedforward_layernorm"),
         ("mlp_post_norm", "post_feedforward_layernorm"),
     )
+)
+_GEMMA_ACTIVATION = named("activation", "hidden_activation", {"gelu_pytorch_tanh": "geglu_tanh", "silu": "swiglu"}, "gelu_pytorch_tanh")
+_GEMMA2 = Family(
+    name="gemma2",
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    codecs=(
+        *SIZES,
+        renamed("norm_epsilon", "rms_norm_eps", 1e-6),
+        renamed(_TIED, "tie_word_embeddings", True),
+        rotary(base=1e4),
+        window_by_layer(_gemma2_kinds),
+        _GEMMA_ACTIVATION,
+        _query_scale(),
+        renamed("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
+        renamed("final_logit_softcapping", "final_logit_softcapping", 30.0),
+    ),
+    implies={**_GEMMA_IMPLIES, "sandwich_norm": True},
+    fixed={"attention_bias": False, "use_bidirectional_attention": False},
+    inert=frozenset({"hidden_act"}),
+    rules=(*ENDS, *ATTENTION, *_SANDWICH_NORMS, *DENSE_FFN),
+    ignored=_INV_FREQ,
 )
 _GEMMA3 = Family(
     name="gemma3",
@@ -162,7 +188,7 @@ _GEMMA3 = Family(
         renamed(_TIED, "tie_word_embeddings", True),
         rotary(base=1e6, window_base=1e4),
         window_by_layer(_gemma_kinds),
-        named("activation", "hidden_activation", {"gelu_pytorch_tanh": "geglu_tanh", "silu": "swiglu"}, "gelu_pytorch_tanh"),
+        _GEMMA_ACTIVATION,
         _query_scale(),
     ),
     implies={**_GEMMA_IMPLIES, "qk_layernorm": True, "sandwich_norm": True},
@@ -170,10 +196,10 @@ _GEMMA3 = Family(
         "attention_bias": False, "attn_logit_softcapping": None, "final_logit_softcapping": None, "use_bidirectional_attention": False,
     },
     inert=frozenset({"hidden_act"}),
-    rules=(*ENDS, *ATTENTION, *_GEMMA3_NORMS, *DENSE_FFN),
+    rules=(*ENDS, *ATTENTION, *_SANDWICH_NORMS, *DENSE_FFN),
     ignored=_INV_FREQ,
 )  # fmt: skip
-DENSE = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GEMMA, _GEMMA3)
+DENSE = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GEMMA, _GEMMA2, _GEMMA3)
 
 
 _BERT_LAYER = "bert.encoder.layer.{layer}."

@@ -78,6 +78,8 @@ DEFAULTS: Config = MappingProxyType(
         "mtp_detach": False,
         "embedding_multiplier": 1.0,
         "output_multiplier": 1.0,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
         "init_method_std": 0.02,
         "share_embeddings_and_output_weights": False,
         "num_moe_experts": None,

@@ -138,6 +138,8 @@ def _library_obstacle(spec: AttentionSpec, pages: PageFormat) -> str | None:
         return "caches latents, and the library reads keys and values of each head"
     if spec.softmax_type != "vanilla":
         return f"has softmax_type={spec.softmax_type!r}, and the library's softmax has no sink"
+    if spec.softcap is not None:
+        return f"has attn_logit_softcapping={spec.softcap}, and the library is not asked to cap scores"
     if spec.batch_invariant:
         return "has batch_invariant=True, and the library chooses its order of sums by the shapes of a step"
     if pages.dtype == torch.float8_e4m3fn:

@@ -27,7 +27,7 @@ class PagedAttention(nn.Module):
 
     It holds no state of requests; the cache travels in ``step.attention``. Without one (``None``) it is mcore_parallel's own attention over
     the step's sequences, so the same model can be scored or trained. Given to a model, it makes a core for each layer, with that
-    layer's window, sink and scale; for latent attention it is the ``LatentCore`` of all layers. In steps of the kernels it is a
+    layer's window, sink, scale and soft cap; for latent attention it is the ``LatentCore`` of all layers. In steps of the kernels it is a
     ``PackedAttentionCore``.
 
     Args:
@@ -55,6 +55,7 @@ class PagedAttention(nn.Module):
         self._plain: Any = causal_attention if plain is None else plain
         self._scale = None if spec is None else spec.softmax_scale
         self._window = -1 if spec is None else spec.bounds[0]
+        self._softcap = None if spec is None else spec.softcap
         # Of a model whose bits may not depend on the batch: as the trainer computes it, each token alone or by the trainer's kernel.
         self._invariant = self._plain if spec is not None and spec.batch_invariant else None
         self._off_by_one = spec is not None and spec.softmax_type == "off-by-one"
@@ -113,7 +114,7 @@ class PagedAttention(nn.Module):
         cached.write(paged.slots_T, k, v)
         if self._invariant is not None:
             return self._one_by_one(q, cached, rows, sink)
-        return attend_gathered(q, cached, rows, layer=layer, scale=self._scale, window=self._window, sink=sink)
+        return attend_gathered(q, cached, rows, layer=layer, scale=self._scale, window=self._window, sink=sink, softcap=self._softcap)
 
     def attend_latent(self, queries: Tensor, entries: Tensor, scale: float, layer: int, step: Step) -> Tensor:
         """Attention to latents, of which the cache holds those of all tokens: one key a token, which is its value too.
@@ -207,6 +208,7 @@ class PagedAttention(nn.Module):
             scale=self._scale_of(qkv),
             window=self._window,
             sink_A=qkv.new_zeros(qkv.shape[1] * (qkv.shape[2] - 2)) if self._off_by_one else sink,
+            softcap=self._softcap,
             splits=self._splits(rows, qkv.shape[1]),
             finished=paged.finished,
         )
@@ -278,6 +280,7 @@ class PagedAttention(nn.Module):
             "scale": self._scale_of(q),
             "window": self._window,
             "sink_A": sink,
+            "softcap": self._softcap,
         }
         if rows.num_decode:
             # A power of two: not a kernel for every number of rows.

@@ -47,6 +47,7 @@ def attend_packed(
     scale: float,
     window: int,
     sink_A: Tensor | None,
+    softcap: float | None = None,
     splits: int,
     finished: Tensor,
 ) -> Tensor:
@@ -62,6 +63,7 @@ def attend_packed(
         scale: of the scores.
         window: tokens before its own that a query sees, -1 for all.
         sink_A: [A] logits of the sinks, or None.
+        softcap: of the scores, as of ``mcore_parallel.nn.soft_cap``; None for none.
         splits: parts of each row's context; the last program of a row adds them up.
         finished: [at least R K] int32 of zeros, which the programs count in, and leave zero.
     """
@@ -83,7 +85,8 @@ def attend_packed(
         _decode_kernel[(rows, kv_heads, splits)](
             heads.qkv, keys_NKd, values_NKd, pairs_NKd, key_scales, value_scales, slots_R, out, parts, sums, finished, tables_RB,
             contexts_R, cos, sin, query_norm, key_norm,
-            sink_A, epsilon, shift, scale * _LOG2_E, window, keys_NKd.stride(0), keys_NKd.stride(1), values_NKd.stride(0),
+            sink_A, epsilon, shift, scale * _LOG2_E, None if softcap is None else softcap * _LOG2_E, window,
+            keys_NKd.stride(0), keys_NKd.stride(1), values_NKd.stride(0),
             values_NKd.stride(1), pairs_slot, pairs_head, 0 if key_scales is None else key_scales.stride(1), tables_RB.stride(0),
             0 if cos is None else cos.stride(0), kv_heads, block_size, width,
             GROUP=group, LINES=max(16, triton.next_power_of_2(group)), KEYS=min(_KEYS, block_size & -block_size),
@@ -99,7 +102,7 @@ def attend_packed(
 def _decode_kernel(
     qkv_ptr, keys_ptr, values_ptr, pairs_ptr, key_scales_ptr, value_scales_ptr, slots_ptr, out_ptr, parts_ptr, sums_ptr, finished_ptr,
     tables_ptr, contexts_ptr, cos_ptr, sin_ptr,
-    query_norm_ptr, key_norm_ptr, sink_ptr, epsilon, shift, scale, window, keys_slot, keys_head, values_slot, values_head,
+    query_norm_ptr, key_norm_ptr, sink_ptr, epsilon, shift, scale, softcap, window, keys_slot, keys_head, values_slot, values_head,
     pairs_slot, pairs_head, scales_head, table_stride, angle_stride, kv_heads, block_size, width,
     GROUP: tl.constexpr, LINES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -184,10 +187,14 @@ def _decode_kernel(
         if key_scales_ptr is not None:
             at = kv_head * scales_head + slot
             scores = scores * tl.load(key_scales_ptr + at)[None, :]
+            if softcap is not None:
+                scores = capped(scores, softcap)
             within = slot[:, None] * pairs_slot + kv_head * pairs_head + pair[None, :]
             v = tl.load(pairs_ptr + within, mask=pair[None, :] < width // 2, other=0)
             best, total, even, odd = absorb_pairs(scores, v, tl.load(value_scales_ptr + at), best, total, even, odd, kind, PRECISION)
         else:
+            if softcap is not None:
+                scores = capped(scores, softcap)
             v = tl.load(values_ptr + slot[:, None] * values_slot + kv_head * values_head + lane[None, :], mask=inside[None, :], other=0.0)
             best, total, result = absorb(scores, v.to(kind), best, total, result, PRECISION)
     for tile in range(whole, high):
@@ -201,12 +208,16 @@ def _decode_kernel(
         if key_scales_ptr is not None:
             at = kv_head * scales_head + slot
             scores = scores * tl.load(key_scales_ptr + at, mask=seen, other=0.0)[None, :]
+            if softcap is not None:
+                scores = capped(scores, softcap)
             scores = tl.where(seen[None, :], scores, -float("inf"))
             value_scales = tl.load(value_scales_ptr + at, mask=seen, other=0.0)
             within = slot[:, None] * pairs_slot + kv_head * pairs_head + pair[None, :]
             v = tl.load(pairs_ptr + within, mask=seen[:, None] & (pair[None, :] < width // 2), other=0)
             best, total, even, odd = absorb_pairs(scores, v, value_scales, best, total, even, odd, kind, PRECISION)
         else:
+            if softcap is not None:
+                scores = capped(scores, softcap)
             scores = tl.where(seen[None, :], scores, -float("inf"))
             v = tl.load(
                 values_ptr + slot[:, None] * values_slot + kv_head * values_head + lane[None, :],
@@ -228,6 +239,8 @@ def _decode_kernel(
         tl.store(key_scales_ptr + kv_head * scales_head + new_slot, key_inverse, mask=adds)
         tl.store(value_scales_ptr + kv_head * scales_head + new_slot, value_inverse, mask=adds)
     score = tl.sum(q_read * k_read[None, :], 1) * scale
+    if softcap is not None:
+        score = capped(score, softcap)
     score = tl.where(adds, score, -float("inf"))
     highest = tl.maximum(best, score)
     weight, shrink = tl.exp2(score - highest), tl.exp2(best - highest)
@@ -267,6 +280,12 @@ def _decode_kernel(
             total += tl.exp2(tl.load(sink_ptr + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634 - best)
         result = result / _safe(total)[:, None]
         tl.store(out_ptr + places[:, None] * width + lane[None, :], result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def capped(scores, softcap):
+    """``soft_cap`` of scores in powers of two, as the cap is; tanh(x) is 1 - 2 / (1 + 2^(2 x log2(e)))."""
+    return softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores / softcap * 2.8853900817779268)))
 
 
 @triton.jit

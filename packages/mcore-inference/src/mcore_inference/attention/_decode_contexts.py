@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mcore_inference._stability import experimental_api
 from mcore_inference.cache import LayerSlots
+from mcore_parallel.nn import soft_cap
 
 _MOST_BYTES = 256 * 2**20
 _SPARE = 96
@@ -122,17 +123,32 @@ class ContinuedRows:
 
 
 def attend_continued(
-    q: Tensor, cached: LayerSlots, rows: ContinuedRows, *, layer: int, scale: float | None, window: int, sink: Tensor | None
+    q: Tensor,
+    cached: LayerSlots,
+    rows: ContinuedRows,
+    *,
+    layer: int,
+    scale: float | None,
+    window: int,
+    sink: Tensor | None,
+    softcap: float | None,
 ) -> Tensor:
     """[R, A, d] -> [R, A, d]. The heads that share a key-value head act as its queries, so nothing is repeated."""
     keys, values = rows.contexts.of_layer(layer, cached, rows, q.dtype)
     kv_heads, width = keys.shape[0] // len(q), q.shape[-1]
     grouped = q.reshape(len(keys), -1, width)
     mask = rows.mask(window, kv_heads, q.dtype)
-    added = grouped.new_empty(()) if mask is None else mask
+    added = None if softcap is not None else mask
     scores = torch.baddbmm(
-        added, grouped, keys[:, :, : rows.length], beta=0 if mask is None else 1, alpha=width**-0.5 if scale is None else scale
+        grouped.new_empty(()) if added is None else added,
+        grouped,
+        keys[:, :, : rows.length],
+        beta=0 if added is None else 1,
+        alpha=width**-0.5 if scale is None else scale,
     )
+    if softcap is not None:
+        scores = soft_cap(scores, softcap)
+        scores = scores if mask is None else scores + mask
     if sink is None:
         shares = scores.softmax(dim=-1)
     else:

@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mcore_inference._triton_cast import inverse_of, rounded, shrunk
+from mcore_inference.attention._decode import capped
 from mcore_inference.attention._fp8 import absorb_scaled, bounded
 from mcore_inference.attention._tiles import FEWEST_KEYS, SHARED_BYTES, tile_bytes, tile_tokens
 from mcore_inference.cache import LayerSlots
@@ -49,6 +50,7 @@ def attend(
     scale: float,
     window: int,
     sink_A: Tensor | None,
+    softcap: float | None = None,
     tiles: tuple[Tensor, Tensor] | None,
     num_rows: int,
     splits: int,
@@ -67,6 +69,7 @@ def attend(
         scale: of the scores.
         window: tokens before its own that a query sees, -1 for all.
         sink_A: [A] logits of the sinks, or None.
+        softcap: of the scores, as of ``mcore_parallel.nn.soft_cap``; None for none.
         tiles: for rows of several tokens: (row, first token) of each program, int32; None where each row is one token.
         num_rows: R, without ``tiles``.
         splits: parts of each row's context; 1 with ``tiles``.
@@ -96,7 +99,7 @@ def attend(
         keys, values = (TensorDescriptor.from_tensor(x, [keys_block, 1, width]) for x in (keys_NKd, values_NKd))
     _attend_kernel[(programs, kv_heads, splits)](
         q_TAd, keys, values, key_scales, value_scales, out, sums, tables_RB, starts_R, contexts_R, tile_rows, tile_firsts,
-        None if partial else sink_A, scale * _LOG2_E, window,
+        None if partial else sink_A, scale * _LOG2_E, None if softcap is None else softcap * _LOG2_E, window,
         q_TAd.stride(0), q_TAd.stride(1), keys_NKd.stride(0), keys_NKd.stride(1), values_NKd.stride(0), values_NKd.stride(1),
         0 if key_scales is None else key_scales.stride(1), tables_RB.stride(0), heads, block_size, width,
         GROUP=group, LINES=lines, TOKENS=1 if decode else tile_tokens(group), KEYS=keys_block,
@@ -185,7 +188,8 @@ _OF_A_STEP = ["tables_ptr", "starts_ptr", "contexts_ptr", "tile_rows_ptr", "tile
 def _attend_kernel(
     q_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, out_ptr, sums_ptr, tables_ptr, starts_ptr, contexts_ptr,
     tile_rows_ptr, tile_firsts_ptr,
-    sink_ptr, scale, window, q_token, q_head, keys_slot, keys_head, values_slot, values_head, scales_head, table_stride, heads, block_size,
+    sink_ptr, scale, softcap, window,
+    q_token, q_head, keys_slot, keys_head, values_slot, values_head, scales_head, table_stride, heads, block_size,
     width, GROUP: tl.constexpr, LINES: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
     DECODE: tl.constexpr, DESCRIBED: tl.constexpr, IN_STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -261,8 +265,12 @@ def _attend_kernel(
         if key_scales_ptr is not None:
             at = kv_head * scales_head + slot
             scores = scores * tl.load(key_scales_ptr + at)[None, :]
+            if softcap is not None:
+                scores = capped(scores, softcap)
             best, total, result = absorb_scaled(scores, v.to(q.dtype), tl.load(value_scales_ptr + at), best, total, result, PRECISION)
         else:
+            if softcap is not None:
+                scores = capped(scores, softcap)
             highest = tl.maximum(best, tl.max(scores, 1))
             weights = tl.exp2(scores - highest[:, None])
             shrink = tl.exp2(best - highest)
@@ -299,10 +307,14 @@ def _attend_kernel(
         if key_scales_ptr is not None:
             at = kv_head * scales_head + slot
             scores = scores * tl.load(key_scales_ptr + at, mask=held, other=0.0)[None, :]
+            if softcap is not None:
+                scores = capped(scores, softcap)
             scores = tl.where(seen, scores, -float("inf"))
             value_scales = tl.load(value_scales_ptr + at, mask=held, other=0.0)
             best, total, result = absorb_scaled(scores, v.to(q.dtype), value_scales, best, total, result, PRECISION)
         else:
+            if softcap is not None:
+                scores = capped(scores, softcap)
             scores = tl.where(seen, scores, -float("inf"))
             highest = tl.maximum(best, tl.max(scores, 1))
             weights = tl.exp2(scores - highest[:, None])

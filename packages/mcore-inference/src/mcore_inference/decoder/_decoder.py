@@ -227,6 +227,7 @@ def model_fits(model: GPTModel, modules: Sequence[str]) -> bool:
     config = model.config
     whole = model.is_first and model.is_last and len(model.layers) > 0
     whole = whole and _turns_by_halves(config) and config.mrope_section is None and config.output_multiplier == 1.0
+    whole = whole and config.final_logit_softcapping is None
     return whole and isinstance(model.output, OutputLayer) and model.output.products is None and type(model.final_norm) is RMSNorm
 
 

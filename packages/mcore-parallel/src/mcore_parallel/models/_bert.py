@@ -182,7 +182,7 @@ class TokenTypes(nn.Module):
 def _check(config: TransformerConfig, groups: ProcessGroups, num_token_types: int) -> None:
     if groups.cp.size > 1:
         raise ValueError(f"cp={groups.cp.size} splits sequences, whose first token BertModel pools; set cp=1")
-    for name in ("hybrid_layer_pattern", "latent_attention"):
+    for name in ("hybrid_layer_pattern", "latent_attention", "attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, name) is not None:
             raise ValueError(f"{name}={getattr(config, name)!r} is not for BertModel; leave it out")
     if config.mtp_num_layers:

@@ -81,6 +81,8 @@ class TransformerConfig:
     """"vanilla", "off-by-one" or "learnable" (a sink a head)."""
     softmax_scale: float | None = None
     """Factor of attention's scores; None for 1 / sqrt(width of a query head)."""
+    attn_logit_softcapping: float | None = None
+    """Attention's scores s become c tanh(s / c) of this number c; None for none (Gemma 2)."""
     window_size: tuple[int, int] | None = None
     """(left, right): how many tokens before and behind it a query sees in windowed layers, -1 for no limit; None for no window."""
     window_attn_skip_freq: int | tuple[int, ...] | str | None = None
@@ -133,6 +135,8 @@ class TransformerConfig:
     """Factor of the embeddings."""
     output_multiplier: float = 1.0
     """Factor of the logits."""
+    final_logit_softcapping: float | None = None
+    """Logits l become c tanh(l / c) of this number c, behind ``output_multiplier``; None for none (Gemma 2)."""
     init_method_std: float = 0.02
     """Standard deviation of the first weights."""
     share_embeddings_and_output_weights: bool = False
@@ -303,6 +307,7 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
     *map(_positive, ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")),
     *map(_positive, ("num_query_groups", "ffn_hidden_size", "kv_channels", "max_position_embeddings")),
     *map(_above_zero, ("norm_epsilon", "softmax_scale", "activation_func_clamp_value", "rotary_base", "rotary_base_window")),
+    *map(_above_zero, ("attn_logit_softcapping", "final_logit_softcapping")),
     *map(_above_zero, ("seq_len_interpolation_factor", "embedding_multiplier", "output_multiplier")),
     _known("normalization", NORMALIZATIONS),
     _known("activation", ACTIVATIONS),

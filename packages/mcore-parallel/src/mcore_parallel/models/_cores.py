@@ -120,6 +120,7 @@ def attention_spec(
         window=config.window_size if windowed else None,
         softmax_type=config.softmax_type if softmax_type is None else softmax_type,
         softmax_scale=config.softmax_scale if softmax_scale is None else softmax_scale,
+        softcap=config.attn_logit_softcapping,
         dtype=site.dtype,
         device=_device_type(site.device),
         batch_invariant=site.batch_invariant,
@@ -149,6 +150,7 @@ def _check_bare(spec: AttentionSpec, config: TransformerConfig) -> None:
     required = {
         "window_size": spec.window,
         "softmax_scale": config.softmax_scale,
+        "attn_logit_softcapping": config.attn_logit_softcapping,
         "softmax_type": config.softmax_type if config.softmax_type != "vanilla" else None,
     }
     for field, value in required.items():

@@ -173,6 +173,7 @@ class GPTModel(nn.Module):
         copied = tied and shared and not further
         output_ends = ends if tied else place
         output_ends = {**output_ends, "unpadded_vocab_size": unpadded_vocab_size, "loss": self.backend.output_loss()}
+        output_ends["softcap"] = config.final_logit_softcapping
         output = OutputLayer(*sizes, tied=tied and not copied, **output_ends) if self.is_last else None
         if output is not None and exact:
             output.products = BatchInvariantProducts()

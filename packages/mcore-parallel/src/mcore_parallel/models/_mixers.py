@@ -63,6 +63,7 @@ _PLAIN = {
     "rotary_percent": 1.0,
     "rotary_base_window": None,
     "softmax_type": "vanilla",
+    "attn_logit_softcapping": None,
 }
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mcore_parallel.comm import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from mcore_parallel.groups import ProcessGroups, ShardSpec
+from mcore_parallel.nn import soft_cap
 from mcore_parallel.tensor_parallel import (
     BatchInvariantProducts,
     InvariantProducts,
@@ -42,11 +43,12 @@ class OutputLayer(ProductLayer):
         unpadded_vocab_size: rows that are real; losses and log-probabilities leave the padding after them out. None for all.
         partial: as in ``ShardSpec``.
         loss: computes ``ModelOutput.loss_sum``; None for ``fused_linear_cross_entropy``.
+        softcap: of the logits, as of ``soft_cap``; losses hold all logits then. None for none.
         dtype: of the weight.
         device: of the weight.
 
     Raises:
-        ValueError: tp does not divide V, or the unpadded size is no number of its rows.
+        ValueError: tp does not divide V, the unpadded size is no number of its rows, or ``loss`` beside a soft cap.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class OutputLayer(ProductLayer):
         unpadded_vocab_size: int | None = None,
         partial: tuple[str, ...] = (),
         loss: LossProducts | None = None,
+        softcap: float | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -67,7 +70,12 @@ class OutputLayer(ProductLayer):
             raise ValueError(f"tp={groups.tp.size} must divide vocab_size={vocab_size}; pad it with pad_vocab_size")
         if unpadded_vocab_size is not None and not 1 <= unpadded_vocab_size <= vocab_size:
             raise ValueError(f"unpadded_vocab_size={unpadded_vocab_size} must lie between 1 and vocab_size={vocab_size}")
-        self.groups, self.vocab_size, self.loss = groups, vocab_size, loss
+        if softcap is not None and loss is not None:
+            raise ValueError(
+                f"final_logit_softcapping={softcap} and the backend's own loss, {type(loss).__name__}, exclude each other: that caps no "
+                "logits; build the backend without it, or leave the field at None"
+            )
+        self.groups, self.vocab_size, self.loss, self.softcap = groups, vocab_size, loss, softcap
         self.unpadded_vocab_size = vocab_size if unpadded_vocab_size is None else unpadded_vocab_size
         self.weight_spec = ShardSpec(shape=(vocab_size, hidden_size), shards={"tp": 0}, partial=partial)
         local = self.weight_spec.local_shape(groups)
@@ -98,11 +106,16 @@ class OutputLayer(ProductLayer):
             function: is called with ``hidden`` and the weight in place of the product, and its result returned: hooks on the
                 layer (of wrappers that bring the weight in) thus run for a loss without logits too.
         """
-        own, tp = weight is None, self.groups.tp
+        own = weight is None
         weight = self.weight if weight is None else weight
         assert weight is not None, "a tied output layer is called with the weight of the embedding"
         if function is not None:
             return function(hidden, weight)
+        logits = self._product(hidden, weight, rows, own=own)
+        return logits if self.softcap is None else soft_cap(logits, self.softcap)
+
+    def _product(self, hidden: Tensor, weight: Tensor, rows: Tensor | None, *, own: bool) -> Tensor:
+        tp = self.groups.tp
         if self.products is not None:
             if rows is not None and isinstance(self.products, BatchInvariantProducts) and not self.groups.sequence_parallel:
                 # The same bits, without those that nobody reads.
@@ -145,12 +158,16 @@ class ModelOutput:
         Args:
             labels: [T] int64.
             fused: True to compute logits a few tokens at a time, and again in the backward (``fused_linear_cross_entropy``);
-                False to hold all of them; None for the former when there are many.
+                False to hold all of them, as capped logits always are; None for the former when there are many.
+
+        Raises:
+            ValueError: ``fused=True`` of capped logits.
         """
         return self._fused(labels) if self._fuse(labels, fused) else self._losses_of_logits(labels, 1.0)
 
     def loss_sum(self, labels: Tensor, weights: Tensor) -> Tensor:
-        """Sum over the tokens of weight times cross entropy, a scalar; few logits exist at a time, and each is computed once.
+        """Sum over the tokens of weight times cross entropy, a scalar; few logits exist at a time, and each is computed once, unless they
+        are capped.
 
         The gradients are computed in the forward, so the scalar should go on into sums and products by numbers only.
 
@@ -158,7 +175,7 @@ class ModelOutput:
             labels: [T] int64; a negative one has loss 0.
             weights: [T] float, for instance the loss mask.
         """
-        if self.layer.products is not None:
+        if self.layer.products is not None or self.layer.softcap is not None:
             return (self._losses_of_logits(labels, 1.0) * weights).sum()
         if self.layer.loss is not None:
             return self._narrow(self.layer.loss, labels, weights).sum()
@@ -178,8 +195,9 @@ class ModelOutput:
         return -(self._fused(labels, temperature=temperature) if fuse else self._losses_of_logits(labels, temperature))
 
     def log_probs_and_entropy(self, labels: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """``log_probs`` and the entropy [T] of every token's distribution, both differentiable; few logits exist at a time."""
-        if isinstance(self.layer.products, BatchInvariantProducts):
+        """``log_probs`` and the entropy [T] of every token's distribution, both differentiable; few logits exist at a time, unless
+        they are capped."""
+        if isinstance(self.layer.products, BatchInvariantProducts) or self.layer.softcap is not None:
             losses, entropy = self._invariant(labels, temperature)
             return -losses, entropy
         losses, entropy = self._fused(labels, with_entropy=True, temperature=temperature)
@@ -234,9 +252,12 @@ class ModelOutput:
         return (None, None) if self.weight is not None or self.detached or route.main_grad is None else (route.main_grad, route.queue)
 
     def _fuse(self, labels: Tensor, fused: bool | None) -> bool:
+        cap = self.layer.softcap
+        if fused and cap is not None:
+            raise ValueError(f"fused=True computes logits without final_logit_softcapping={cap}; leave it at None")
         if fused is not None:
             return fused
-        if self.layer.products is not None:
+        if self.layer.products is not None or cap is not None:
             return False
         width = self.layer.vocab_size // self.layer.groups.tp.size
         return labels.numel() * width >= _FUSED_FROM

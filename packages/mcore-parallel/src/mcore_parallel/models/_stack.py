@@ -21,6 +21,7 @@ _SHARED_FIELDS = (
     "num_layers", "hidden_size", "vocab_size", "hybrid_layer_pattern", "mtp_num_layers", "position_embedding_type", "head_dim",
     "rotary_base", "rotary_base_window", "rotary_percent", "rotary_interleaved", "seq_len_interpolation_factor", "rope_scaling", "yarn",
     "mrope_section", "post_norm", "share_embeddings_and_output_weights", "embedding_multiplier", "output_multiplier",
+    "final_logit_softcapping",
 )  # fmt: skip
 """What all layers of a model have in common: the residual stream, its ends, and the position tables made once for all."""
 

@@ -73,7 +73,9 @@ class T5Model(nn.Module):
         self.decoder = nn.ModuleDict({str(layer): DecoderLayer(site(layer), causal) for layer in range(config.num_layers)})
         self.final_norm = build_norm(site(0))
         tied = config.share_embeddings_and_output_weights
-        self.output = OutputLayer(*sizes, tied=tied, unpadded_vocab_size=unpadded_vocab_size, **place)
+        self.output = OutputLayer(
+            *sizes, tied=tied, unpadded_vocab_size=unpadded_vocab_size, softcap=config.final_logit_softcapping, **place
+        )
         if seed is not None and torch.device(device).type != "meta":
             fill_parameters(self, config, groups, seed)
 

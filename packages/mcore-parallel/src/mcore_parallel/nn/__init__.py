@@ -53,6 +53,7 @@ from mcore_parallel.nn.attention import (
     reference_attention,
     select_attention,
     shared_key_factors,
+    soft_cap,
     track_max_logits,
 )
 from mcore_parallel.nn.memory import (
@@ -167,6 +168,7 @@ __all__ = [
     "rotary_width",
     "select_attention",
     "shared_key_factors",
+    "soft_cap",
     "split_rotary",
     "squared_relu",
     "swiglu",

@@ -14,7 +14,7 @@ from mcore_parallel.models._config import TransformerConfig, refuse_unknown_fiel
 _OF_THE_TARGET = (
     "hybrid_layer_pattern", "mamba", "delta_net", "latent_attention", "mtp_num_layers", "mtp_detach", "post_norm", "sandwich_norm",
     "window_size", "window_attn_skip_freq", "rotary_base_window", "no_rope_freq", "softmax_type", "mrope_section",
-    "embedding_multiplier", "output_multiplier", "share_embeddings_and_output_weights",
+    "attn_logit_softcapping", "final_logit_softcapping", "embedding_multiplier", "output_multiplier", "share_embeddings_and_output_weights",
 )  # fmt: skip
 """Fields that a head leaves at their defaults: it is a plain causal decoder between the target's ends."""
 _DEFAULTS: Mapping[str, Any] = {

@@ -31,7 +31,7 @@ from mcore_parallel.nn.attention._registry import (
 )
 from mcore_parallel.nn.attention._self_attention import AttentionConfig, SelfAttention
 from mcore_parallel.nn.attention._shared_kv import SharedKVProjection
-from mcore_parallel.nn.attention._softmax import FusedScaleMaskSoftmax, SoftmaxOne
+from mcore_parallel.nn.attention._softmax import FusedScaleMaskSoftmax, SoftmaxOne, soft_cap
 from mcore_parallel.nn.attention._windows import get_sliding_window_causal_mask, is_layer_window_attention
 
 __all__ = [
@@ -73,6 +73,7 @@ __all__ = [
     "reference_attention",
     "select_attention",
     "shared_key_factors",
+    "soft_cap",
     "takes_device_bounds",
     "track_max_logits",
 ]

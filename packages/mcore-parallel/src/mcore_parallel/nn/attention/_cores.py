@@ -25,8 +25,8 @@ class AttentionSpec:
     """One layer's attention without its parameters, as ``choose_attention`` needs to know it.
 
     Raises:
-        ValueError: heads that do not divide, a scale that is not positive, a window below -1 or one that sees ahead in causal attention, an
-            unknown softmax type.
+        ValueError: heads that do not divide, a scale or a soft cap that is not positive, a window below -1 or one that sees ahead in
+            causal attention, an unknown softmax type.
 
     Example:
         >>> AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=64, window=(128, 0)).bounds
@@ -48,6 +48,8 @@ class AttentionSpec:
     """"vanilla", "off-by-one", or "learnable": the core takes ``sink=``, a logit a head."""
     softmax_scale: float | None = None
     """Factor of the scores, above 0; None for 1 / sqrt(head_dim)."""
+    softcap: float | None = None
+    """Scores become ``soft_cap(scores, softcap)`` before keys are hidden, above 0; None for none."""
     packed: bool = False
     """Whether steps with ``cu_seqlens`` will come."""
     device_bounds: bool = False
@@ -68,6 +70,8 @@ class AttentionSpec:
             raise ValueError(f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}")
         if self.softmax_scale is not None and not self.softmax_scale > 0:
             raise ValueError(f"softmax_scale={self.softmax_scale} must be above 0")
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap={self.softcap} must be above 0, or None")
         if self.softmax_type not in SOFTMAX_TYPES:
             raise ValueError(f"softmax_type={self.softmax_type!r} must be one of {', '.join(map(repr, SOFTMAX_TYPES))}")
         if self.window is None:

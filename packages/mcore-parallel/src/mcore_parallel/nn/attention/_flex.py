@@ -5,6 +5,7 @@
 import functools
 import itertools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,13 +16,14 @@ from mcore_parallel.context_parallel import to_device
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._step import Step
 from mcore_parallel.nn.attention._cores import AttentionSpec
+from mcore_parallel.nn.attention._softmax import soft_cap
 
 BLOCK = 128
 
 
 # B sequences, S tokens a sequence, A heads, K key-value heads, d width of a head, n blocks of a sequence.
 class FlexAttention:
-    """Attention under a window, in packed sequences, with a sink.
+    """Attention under a window, in packed sequences, with a sink, of capped scores.
 
     A sink is a key without a value: what the kernel gives is multiplied by sigmoid(log-sum-exp of the scores - sink). On a GPU torch
     compiles the kernel at its first call, and again where a window comes to packed sequences or a length changes for the first time,
@@ -34,6 +36,7 @@ class FlexAttention:
 
     def __init__(self, spec: AttentionSpec, groups: ProcessGroups) -> None:
         self.bounds, self.scale, self.sink_is_one = spec.bounds, spec.scale, spec.softmax_type == "off-by-one"
+        self._score_mod = None if spec.softcap is None else _capped(spec.softcap)
         # All layers and micro-batches of equal lengths share a mask.
         self._mask = functools.lru_cache(maxsize=8)(functools.partial(block_mask, self.bounds))
 
@@ -46,9 +49,8 @@ class FlexAttention:
         q, k, v = (x.view(B, S, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         kernel = _kernel() if q.is_cuda else _unfused
         wanted = None if sink is None else AuxRequest(lse=True)
-        result = kernel(
-            q, k, v, block_mask=self._mask(lengths, q.device), scale=self.scale, enable_gqa=q.shape[1] != k.shape[1], return_aux=wanted
-        )
+        options = {"block_mask": self._mask(lengths, q.device), "scale": self.scale, "enable_gqa": q.shape[1] != k.shape[1]}
+        result = kernel(q, k, v, score_mod=self._score_mod, return_aux=wanted, **options)
         if sink is None:
             return result.transpose(1, 2).flatten(0, 1)
         out, aux = result
@@ -104,6 +106,15 @@ def _numbered(blocks_nn: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     counts = blocks_nn.sum(-1, dtype=torch.int32)
     order = blocks_nn.int().argsort(dim=-1, descending=True, stable=True).to(torch.int32)
     return to_device(counts[None, None], device), to_device(order[None, None].contiguous(), device)
+
+
+# One function for all layers, so that they share a compiled kernel.
+@functools.cache
+def _capped(cap: float) -> Callable[..., Tensor]:
+    def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return soft_cap(score, cap)
+
+    return capped
 
 
 # Kept, because torch keeps what it compiled with it. As a full graph: what torch would not compile any more, after many shapes, is an

@@ -29,12 +29,14 @@ class MaskedAttention:
         """The core of a layer.
 
         Raises:
-            ValueError: windows or sinks, which a mask would hide, and what ``choose_attention`` raises.
+            ValueError: windows or sinks, which a mask would hide, capped scores, and what ``choose_attention`` raises.
         """
         if spec.window is not None or spec.softmax_type != "vanilla":
             raise ValueError(
                 f"window_size={spec.window} and softmax_type={spec.softmax_type!r} do not go with masks; leave them out, or mask the window"
             )
+        if spec.softcap is not None:
+            raise ValueError(f"attn_logit_softcapping={spec.softcap} does not go with masks, whose kernels cap no scores; leave it at None")
         plain = choose_attention(spec, groups, self.backend)
         scale = spec.softmax_scale
 

@@ -12,7 +12,7 @@ from mcore_parallel.context_parallel import sequence_prefixes, together
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._step import Step
 from mcore_parallel.nn.attention._cores import AttentionSpec
-from mcore_parallel.nn.attention._softmax import softmax_with_sink
+from mcore_parallel.nn.attention._softmax import soft_cap, softmax_with_sink
 from mcore_parallel.nn.attention._windows import get_sliding_window_causal_mask
 
 
@@ -27,6 +27,7 @@ def reference_attention(
     window: tuple[int, int] | None = None,
     sink: Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
     cu_seqlens_k: Sequence[int] | Tensor | None = None,
     mask: Tensor | None = None,
@@ -44,6 +45,7 @@ def reference_attention(
         window: (left, right) as of ``get_sliding_window_causal_mask``; what the causal mask hides stays hidden.
         sink: [A] logit of a key without a value for each head; zeros add 1 to the denominator.
         scale: factor of the scores; None for 1 / sqrt(d).
+        softcap: of the scores, as of ``soft_cap``; None for none.
         cu_seqlens: [N + 1] bounds of packed sequences among the queries.
         cu_seqlens_k: the same among the keys; None for those of the queries.
         mask: [i, j] bool of further hidden keys, True where hidden; it adds to window and causality.
@@ -63,6 +65,7 @@ def reference_attention(
         q_iAd = q[q0:q1].to(wide)
         k_jAd, v_jAe = (x[k0:k1].to(wide).repeat_interleave(repeat, dim=1) for x in (k, v))
         scores = torch.einsum("iad,jad->aij", q_iAd, k_jAd) * factor
+        scores = scores if softcap is None else soft_cap(scores, softcap)
         hidden = get_sliding_window_causal_mask(q1 - q0, k1 - k0, bounds, q.device)
         scores = scores.masked_fill(hidden if mask is None else hidden | mask, float("-inf"))
         weights = softmax_with_sink(scores, None if sink is None else sink[:, None, None]) if k1 > k0 else scores
@@ -102,6 +105,7 @@ class ReferenceAttention:
             window=spec.bounds,
             sink=sink,
             scale=spec.softmax_scale,
+            softcap=spec.softcap,
             cu_seqlens=step.cu_seqlens,
             cu_seqlens_k=bounds,
         )

@@ -52,6 +52,8 @@ class AttentionCapability:
     """Library that must be installed."""
     batch_invariant: bool = False
     """A token's result depends, bit by bit, on its own sequence only."""
+    softcap: bool = False
+    """Scores that are capped by a hyperbolic tangent."""
 
     @property
     def is_installed(self) -> bool:
@@ -65,6 +67,7 @@ class AttentionCapability:
             (self.window or spec.window is None, f"window_size={spec.window}"),
             (self.bidirectional or spec.causal, "causal=False"),
             (self.sink or spec.softmax_type == "vanilla", f"softmax_type={spec.softmax_type!r}"),
+            (self.softcap or spec.softcap is None, f"attn_logit_softcapping={spec.softcap}"),
             (self.packed or not spec.packed, "packed=True"),
             ((self.device_bounds and groups.cp.size == 1) or not spec.device_bounds, "device_bounds=True"),
             (self.cp or groups.cp.size == 1, f"cp={groups.cp.size}"),
@@ -110,6 +113,7 @@ ATTENTION_BACKENDS = (
         cp=False,
         dtypes=_HALF + _FLOAT,
         factory="mcore_parallel.nn.attention._flex:FlexAttention",
+        softcap=True,
         needs="triton",
         **{**_ABLE, "training": ("cuda",)},
     ),
@@ -134,6 +138,7 @@ ATTENTION_BACKENDS = (
         cp=False,
         dtypes=_HALF + _FLOAT + _DOUBLE,
         factory="mcore_parallel.nn.attention._reference:ReferenceAttention",
+        softcap=True,
         **_ABLE,
     ),
     AttentionCapability(
@@ -232,6 +237,9 @@ class ContextParallelBuilder:
         self._made: dict[tuple[AttentionSpec, str], AttentionCore] = {}
 
     def build_core(self, spec: AttentionSpec, groups: ProcessGroups, layer: int) -> AttentionCore:
+        if spec.softcap is not None:
+            cap = spec.softcap
+            raise ValueError(f"attn_logit_softcapping={cap} is nothing that these cores compute; leave attention_core out, or the field")
         name = self.cp_comm_type if isinstance(self.cp_comm_type, str) else self.cp_comm_type[layer]
         if spec.num_heads % (size := exchange_size(name, groups.plan)):
             raise HeadSplitError(
@@ -248,6 +256,8 @@ def _preference(spec: AttentionSpec) -> tuple[tuple[str, ...], str]:
     """Backends in the order in which "auto" tries them, and why."""
     if spec.batch_invariant:
         return ("batch_invariant",), "the others choose their way by the shapes of a batch"
+    if spec.softcap is not None:
+        return ("flex", "reference"), "the others' kernels cap no scores"
     if spec.window is None and spec.softmax_type == "vanilla":
         return ("sdpa", "context_parallel", "te", "flex", "reference"), "neither window nor sink, so torch's fused kernels are the fastest"
     if spec.device == "cuda" and (spec.dtype == torch.float32 or spec.width != spec.head_dim):

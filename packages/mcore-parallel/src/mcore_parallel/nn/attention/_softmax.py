@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mcore_parallel._stability import experimental_api
 from mcore_parallel.nn.attention._windows import get_sliding_window_causal_mask
 from mcore_parallel.nn.kernels import has_kernel, softmax_kernels
 
@@ -51,6 +52,17 @@ class SoftmaxOne(nn.Module):
         if not offset:
             return softmax_with_sink(x, None, self.dim)
         return softmax_with_sink(x, x.new_full((), math.log(offset), dtype=_wide(x)), self.dim)
+
+
+@experimental_api
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """``cap * tanh(x / cap)``: near x where that is small, and never beyond the cap (Gemma 2, arXiv:2408.00118).
+
+    Example:
+        >>> soft_cap(torch.tensor([0.0, 1e9]), 30.0)
+        tensor([ 0., 30.])
+    """
+    return torch.tanh(x / cap) * cap
 
 
 def softmax_with_sink(x: Tensor, sink: Tensor | None, dim: int = -1) -> Tensor:
