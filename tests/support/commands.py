@@ -99,6 +99,11 @@ def run_command(
         return command.wait(timeout_s), command.output, command.errors
 
 
+def run_script(code: str, *words: str, timeout_s: float = 100.0) -> tuple[int, str, str]:
+    """Run Python code to its end as ``python -c`` does, with words as its arguments; exit code, output and errors."""
+    return run_command(_script_main, [code, *words], timeout_s=timeout_s)
+
+
 def run_ranks(main: Callable[[list[str]], int], words: Sequence[str], num_ranks: int) -> list[tuple[int, str, str]]:
     """Run one command on every rank of a world as torchrun does; exit codes, outputs and errors in rank order."""
     # Kept here, the store outlives every rank.
@@ -134,3 +139,9 @@ def _command_main(
     os.environ.clear()
     os.environ.update(environment)
     raise SystemExit(main(words))
+
+
+def _script_main(words: list[str]) -> int:
+    sys.argv = ["-c", *words[1:]]
+    exec(words[0], {"__name__": "__main__"})
+    return 0

@@ -4,12 +4,11 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import torch
 
 from mcore_ckpt import save
+from tests.support.commands import run_script
 
 SCRIPT = """
 import json, os, signal, sys, tempfile
@@ -112,13 +111,9 @@ print("[]")
 
 
 def run(script, folder):
-    done = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True, timeout=100, env=environment())
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def environment():
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    code, output, errors = run_script(script, str(folder))
+    assert code == 0, errors
+    return json.loads(output)
 
 
 def test_every_kill_point_of_a_save_leaves_a_loadable_step(tmp_path):

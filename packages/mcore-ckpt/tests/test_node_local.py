@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -20,6 +18,7 @@ from mcore_ckpt import CheckpointingException, CheckpointManager, LocalCheckpoin
 from mcore_ckpt._local import _partners
 from mcore_ckpt._local._partners import partners
 from mcore_ckpt.storage import LocalFolder
+from tests.support.commands import run_script
 
 
 def state(value=0.0, rows=3):
@@ -418,9 +417,7 @@ print(json.dumps(found))
 
 
 def test_a_rank_killed_at_any_point_of_either_kind_of_save_leaves_a_whole_step(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-c", KILLED, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
-    assert done.returncode == 0, done.stderr
-    for steps in json.loads(done.stdout).values():
+    code, output, errors = run_script(KILLED, str(tmp_path))
+    assert code == 0, errors
+    for steps in json.loads(output).values():
         assert steps == sorted(steps) and set(steps) == {1, 2} and len(steps) >= 3, steps

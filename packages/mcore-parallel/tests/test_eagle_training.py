@@ -4,10 +4,7 @@
 
 import dataclasses
 import functools
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +32,7 @@ from mcore_parallel.training.eagle import (
     record_features,
     vocab_parallel_argmax,
 )
+from tests.support.commands import run_script
 from tests.support.layouts import Curve, check_curve
 
 B, S, V, D = 2, 8, 24, 8
@@ -268,9 +266,8 @@ own.record_features(teacher, head.architecture.aux_modules, steps, writer)
 def test_an_extraction_that_was_killed_goes_on(tmp_path: Path) -> None:
     tests = Path(__file__).parent
     code = KILLED.format(root=str(tests.parents[2]), tests=str(tests), folder=str(tmp_path / "store"))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    status, _, errors = run_script(code)
+    assert status == -signal.SIGKILL, errors
     _, ends, head = parts(DENSE, ONE)
     modules = head.architecture.aux_modules
     # Of four samples three were a shard; the fourth was in the one that was begun.
