@@ -94,7 +94,7 @@ def test_exactly_the_groups_asked_for_each_on_one_problem() -> None:
 @pytest.mark.parametrize("verdict", [falls_over, hangs])
 def test_a_failing_judge_drops_its_rollout_only(verdict: Callable[[], Awaitable[float]], caplog: pytest.LogCaptureFixture) -> None:
     interface = Scripted()
-    groups = asyncio.run(collect(Judged(verdict, judge_timeout_s=0.2), interface, 4))
+    groups = asyncio.run(collect(Judged(verdict, judge_timeout_s=1.0), interface, 4))
     assert sorted({rollout.problem_id: 0 for group in groups for rollout in group}) == ["0", "1"]
     assert sum(len(group) for group in groups) == 10 and min(len(group) for group in groups if group[0].problem_id == "0") == 3
     assert interface.running == 0
@@ -404,7 +404,7 @@ def test_environments_with_weights_are_judged_by_their_own_and_evaluated_in_full
 
 
 def test_the_judge_of_each_environment_has_its_own_limit(caplog: pytest.LogCaptureFixture) -> None:
-    slow = Judged(hangs, judge_timeout_s=0.1)
+    slow = Judged(hangs, judge_timeout_s=1.0)
     mixed = WeightedMultiTask([slow, CharacterShare(["x"], "a")], [1, 1])
     assert mixed.judge_timeout_s == 60
     groups = asyncio.run(collect(mixed, Scripted(), 4))
