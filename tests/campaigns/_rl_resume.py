@@ -144,7 +144,7 @@ def _wrong(folder: Path) -> str:
         return f"train.jsonl has steps {steps}"
     manager = CheckpointManager(folder / "run" / "checkpoints")
     extra = read_manifest(manager.folder(_STEPS)).extra
-    if manager.latest() != _STEPS or extra["rl"] != {"position": _STEPS * _GROUPS}:
+    if manager.latest() != _STEPS or sum(extra["rl"]["problems"]["num_taken"]) != _STEPS * _GROUPS:
         return f"the newest checkpoint is {manager.latest()} at {extra['rl']}"
     trained: dict[int, list[list[Any]]] = {}
     for line in (folder / "trained.jsonl").read_text().splitlines():

@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt import CheckpointManager
+from mcore_ckpt.manifest import read_manifest
+
 SIZES = (
     "model.num_layers=1",
     "model.hidden_size=32",
@@ -27,6 +30,13 @@ QUIET = ("log.tensorboard=false", "log.html=false")
 def countdown_words(*changes: str) -> list[str]:
     """The recipe with changed fields, as arguments."""
     return ["--recipe", "countdown_tiny", *(word for change in changes for word in ("--set", change))]
+
+
+def num_taken(output: Path, step: int) -> list[int]:
+    """Problems, or pairs, that each rank had taken by a checkpoint, from the first on."""
+    problems = read_manifest(CheckpointManager(output / "checkpoints").folder(step)).extra["rl"]["problems"]
+    assert problems["first"] == 0 and not problems["left"]
+    return problems["num_taken"]
 
 
 def rows(output: Path) -> list[dict[str, Any]]:

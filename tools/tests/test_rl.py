@@ -30,7 +30,7 @@ from mcore_tools.rl._imitation import imitate
 from mcore_tools.rl._policy import assemble_policy
 from mcore_tools.serving import open_engine
 from mcore_tools.training import export_run
-from tests.support.countdown import PACE, QUIET, SIZES, countdown_words, rows
+from tests.support.countdown import PACE, QUIET, SIZES, countdown_words, num_taken, rows
 from tests.support.published import write_published
 
 pytestmark = pytest.mark.journey
@@ -84,7 +84,7 @@ def test_the_checkpoint_serves_and_says_what_it_is(trained: Path) -> None:
     assert engine.generate(["3 4=7:<answer>"])
     manager = CheckpointManager(trained / "checkpoints")
     extra = read_manifest(manager.folder(2)).extra
-    assert extra["rl"] == {"position": 4} and extra["trainer"]["step"] == 2
+    assert num_taken(trained, 2) == [4] and extra["trainer"]["step"] == 2
     # Two updates of imitation, and two mini-batches twice in each of two iterations.
     assert extra["optimizer_step"] == 2 + 2 * 2 * 2
 
@@ -109,7 +109,7 @@ def test_a_run_goes_on_at_its_next_iteration(trained: Path, tmp_path: Path, caps
     assert rows(output)[2]["kl"] > 1e-9
     references = [CheckpointManager(folder / REFERENCE) for folder in (trained, output)]
     assert [one.latest() for one in references] == [0, 0]
-    assert read_manifest(CheckpointManager(output / "checkpoints").folder(3)).extra["rl"] == {"position": 6}
+    assert num_taken(output, 3) == [6]
     # At its end there is nothing to do.
     assert run(output, "rl.kl_beta=0.01", "rl.num_epochs=2", "train.steps=3") == 0
     assert "nothing is left to do: all train.steps=3 are made" in capsys.readouterr().out

@@ -14,7 +14,7 @@ import pytest
 from mcore_ckpt import CheckpointManager
 from mcore_ckpt.manifest import read_manifest
 from mcore_tools.rl import CRITIC, REFERENCE
-from tests.support.countdown import QUIET, SIZES, countdown_words, rows
+from tests.support.countdown import QUIET, SIZES, countdown_words, num_taken, rows
 from tests.support.killed_rl import PHASES, Start, run_starts
 
 pytestmark = [pytest.mark.journey, pytest.mark.timeout(300)]
@@ -101,8 +101,7 @@ def test_ranks_that_needed_unequally_many_groups_go_on_where_each_of_them_was(tm
     codes = run_starts([Start(words=whole, num_ranks=2), killed, Start(words=output, num_ranks=2)])
     assert codes[0] == codes[2] == [0, 0] and codes[1][0] == -9
     assert curve(tmp_path / "run") == curve(tmp_path / "whole") and stored(tmp_path / "run") == stored(tmp_path / "whole")
-    checkpoints = CheckpointManager(tmp_path / "run" / "checkpoints")
-    first, last = (read_manifest(checkpoints.folder(step)).extra["rl"]["problems"]["num_taken"] for step in (1, 3))
+    first, last = (num_taken(tmp_path / "run", step) for step in (1, 3))
     assert first[0] != first[1] and sum(last) > 4 * 3
 
 
@@ -202,11 +201,10 @@ def test_engines_that_are_ahead_of_a_killed_run_draw_each_problem_again(
         assert kind == "teacher" or row["token_lag"] or row.get("logprob_mismatch", 0.0) == 0.0, row
     # Each problem was trained on once: nothing that was drawn ahead is left out or posed later.
     first = {row["step"]: int(row["problem_id"]) for row in map(json.loads, (output / "examples.jsonl").read_text().splitlines())}
-    problems = read_manifest(CheckpointManager(output / "checkpoints").folder(4)).extra["rl"]["problems"]
-    assert problems["first"] == 0 and problems["left"] == []
+    [taken] = num_taken(output, 4)
     if kind == "preferences":
         # Groups of equal rewards make no pair.
-        assert 0 <= first[1] < first[2] < first[3] < first[4] < problems["num_taken"][0]
+        assert 0 <= first[1] < first[2] < first[3] < first[4] < taken
     else:
-        assert first == {step: 2 * step - 2 for step in (1, 2, 3, 4)} and problems["num_taken"] == [8]
+        assert first == {step: 2 * step - 2 for step in (1, 2, 3, 4)} and taken == 8
     assert CheckpointManager(output / CRITIC).latest() == (4 if kind == "critic" else None)

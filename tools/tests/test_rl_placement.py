@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from mcore_ckpt import CheckpointManager
-from mcore_ckpt.manifest import read_manifest
 from mcore_tools import reinforce
 from mcore_tools.launch import launch
 from mcore_tools.recipes import override, recipe
 from mcore_tools.rl import reinforce_rank
 from tests.support.commands import run_ranks
-from tests.support.countdown import PACE, QUIET, SIZES, countdown_words, rows
+from tests.support.countdown import PACE, QUIET, SIZES, countdown_words, num_taken, rows
 
 pytestmark = pytest.mark.journey
 TINY = (*SIZES, *PACE, *QUIET, "train.steps=3", "rl.imitation_steps=2", "train.eval_interval=3", "rl.generation_args.max_tokens=6")
@@ -31,10 +30,6 @@ def assert_same(beside: list[dict[str, Any]], apart: list[dict[str, Any]], names
         assert [other[name] for name in names] == pytest.approx([one[name] for name in names], rel=1e-4, abs=1e-7)
 
 
-def position(output: Path, step: int) -> int:
-    return read_manifest(CheckpointManager(output / "checkpoints").folder(step)).extra["rl"]["position"]
-
-
 def test_by_turns_halves_under_torchrun_learn_what_one_rank_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert reinforce.main(words(tmp_path / "beside")) == 0
     monkeypatch.chdir(tmp_path)
@@ -47,7 +42,7 @@ def test_by_turns_halves_under_torchrun_learn_what_one_rank_learns(tmp_path: Pat
     assert [row["lag"] for row in apart] == [0, 0, 0] and len({row["loss"] for row in apart}) == 3
     evaluated = {name: value for name, value in beside[-1].items() if name.startswith("eval/")}
     assert evaluated and [apart[-1][name] for name in evaluated] == pytest.approx([*evaluated.values()], rel=1e-4)
-    assert position(tmp_path / "apart", 3) == position(tmp_path / "beside", 3) == 6
+    assert sum(num_taken(tmp_path / "apart", 3)) == sum(num_taken(tmp_path / "beside", 3)) == 6
 
 
 @pytest.mark.parametrize("layout", [pytest.param("plan.tp=2", marks=pytest.mark.slow), "plan.dp=2"])
@@ -57,11 +52,11 @@ def test_one_step_off_a_run_stops_and_goes_on_without_losing_problems(layout: st
     config = reinforce.prepared(override(recipe("countdown_tiny"), changes), rank=0)
     assert [done.stopped_at for done in launch(reinforce_rank, 3, config=config, kind="cpu")] == [1, 1, 1]
     # The engine has drawn the next problems, which were not trained on.
-    assert position(output, 1) == 2
+    assert sum(num_taken(output, 1)) == 2
     reports = launch(reinforce_rank, 3, config=override(config, ["train.stop_after_minutes=0"]), kind="cpu")
     assert len({report.reward for report in reports}) == 1 and all(report.stopped_at is None for report in reports)
     assert [(row["step"], row["lag"]) for row in rows(output)] == [(1, 0), (2, 0), (3, 1)]
-    assert "eval/pass@2" in rows(output)[1] and position(output, 3) == 6
+    assert "eval/pass@2" in rows(output)[1] and sum(num_taken(output, 3)) == 6
 
 
 # Any text earns something there, without imitation.

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt import CheckpointManager
-from mcore_ckpt.manifest import read_manifest
 from mcore_tools import reinforce
 from mcore_tools.launch import launch
 from mcore_tools.recipes import override, recipe
 from mcore_tools.rl import REFERENCE, reinforce_rank
 from mcore_tools.serving import open_engine
-from tests.support.countdown import QUIET, SIZES, countdown_words, rows
+from tests.support.countdown import QUIET, SIZES, countdown_words, num_taken, rows
 
 pytestmark = pytest.mark.journey
 PAIRED = (
@@ -60,7 +59,7 @@ def test_pairs_of_a_file_are_preferred_more_and_more(base: Path, pairs: Path, tm
     evaluated = [row for row in numbers if "eval/margin" in row]
     assert [row["step"] for row in evaluated] == [4, 8] and evaluated[-1]["eval/margin"] > evaluated[0]["eval/margin"] > 0
     assert "reward" not in numbers[0] and {"report.html", "checkpoints", REFERENCE} <= {path.name for path in output.iterdir()}
-    assert read_manifest(CheckpointManager(output / "checkpoints").folder(8)).extra["rl"] == {"position": 32}
+    assert num_taken(output, 8) == [32]
     assert open_engine(output, "cpu", cache_gb=0.01).generate(["3 2=5:"])
     # It goes on with the next pairs, beside the first weights.
     assert run(output, *FILE, "train.steps=9", f"rl.dpo.path={pairs}", f"data.tokenizer={output}/base", model=str(base)) == 0
