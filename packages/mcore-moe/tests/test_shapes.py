@@ -249,8 +249,9 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "deepseek-v2": (
         {
             "num_moe_experts": 160, "moe_router_topk": 6, "moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 16.0,
-            "moe_router_num_groups": 8, "moe_router_group_topk": 3, "moe_router_load_balancing_type": "seq_aux_loss",
-            "moe_aux_loss_coeff": 1e-3, "moe_shared_expert_intermediate_size": 8,
+            "moe_router_num_groups": 8, "moe_router_group_topk": 3, "moe_shared_expert_intermediate_size": 8,
+            "moe_router_load_balancing_type": ("seq_aux_loss", "device_aux_loss", "comm_aux_loss"),
+            "moe_aux_loss_coeff": (3e-3, 0.05, 0.02),
         },
         {},
     ),

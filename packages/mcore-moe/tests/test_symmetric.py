@@ -20,7 +20,7 @@ from mcore_moe import GroupedMLP, MoEAlltoAllTokenDispatcher, MoEConfig, MoEFlex
 from mcore_moe.dispatch import SymmetricExchange, _peer_slots, _places, _symmetric, choose_exchange
 from mcore_moe.dispatch._peer_slots import Slot, SlotLayout
 from mcore_moe.dispatch._places import place_rows
-from mcore_parallel import Group, ParallelPlan, ProcessGroups
+from mcore_parallel import Group, ParallelPlan, ProcessGroups, graphs
 from mcore_parallel.comm import SymmetricBuffer
 from mcore_parallel.models import Site, TransformerConfig
 from mcore_parallel.nn import Step
@@ -342,7 +342,7 @@ def check_memory_of_graphs() -> None:
         graph = Graph()
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(_symmetric, "_is_recording", lambda values: True)
-            patched.setattr(_symmetric, "recordings_under_way", lambda: {graph} if by_us else set())
+            patched.setattr(graphs, "recordings_under_way", lambda: {graph} if by_us else set())
             patched.setattr(MappedMemory, "barrier", lambda memory: None)
             patched.setattr(_peer_slots, "push_tokens", lambda *values: None)
             patched.setattr(_peer_slots, "push_sums", lambda *values: None)

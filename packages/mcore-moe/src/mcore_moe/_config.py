@@ -15,7 +15,6 @@ from mcore_moe._layer_freq import read_layer_freq
 from mcore_parallel import ParallelPlan, check_field_types
 from mcore_parallel.backends import check_grouped_width
 from mcore_parallel.models import TransformerConfig
-from mcore_parallel.optim import CosineSchedule, LinearSchedule
 
 LOSS_NAMES: Mapping[str, str] = {
     "aux_loss": "load_balancing_loss",
@@ -249,10 +248,9 @@ class MoEConfig:
                 f"moe_router_bias_decay_steps={decay_steps} counts the steps of a schedule; pass lr=schedule.lr(n) to train_step, not a "
                 "plain number"
             )
-        if self.moe_router_bias_decay_style == "constant":
-            return rate if step < decay_steps else 0.0
-        kind = LinearSchedule if self.moe_router_bias_decay_style == "linear" else CosineSchedule
-        return float(kind(max_lr=rate, decay_steps=decay_steps).lr(step))
+        left = max(0.0, 1.0 - step / decay_steps)
+        shares = {"constant": math.ceil(left), "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}
+        return rate * shares[self.moe_router_bias_decay_style]
 
     @property
     def noise_fields(self) -> str:

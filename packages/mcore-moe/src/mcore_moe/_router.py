@@ -261,7 +261,7 @@ class TopKRouter(nn.Module):
         return losses_S.sum() / (tokens_S > 0).sum().clamp(min=1)
 
     def _device_loss(self, scores_TE: Tensor, routing: Routing, total: int | Tensor, *, by_tokens: bool) -> Tensor:
-        """By the picks of each device, or by the tokens that are sent to it (DeepSeek-V2, equations 14 to 22), as they are routed."""
+        """By the picks of each device, or by the tokens that are sent to it, as they are routed (DeepSeek-V2, section 2.2.3)."""
         config = self.config
         num_devices, topk = config.num_balanced_devices, config.most_devices_of_token if by_tokens else config.moe_router_topk
         devices_TK = routing.experts_TK.div(config.num_moe_experts // num_devices, rounding_mode="floor")

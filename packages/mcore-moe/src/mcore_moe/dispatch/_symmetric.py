@@ -4,7 +4,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -17,7 +17,9 @@ from mcore_moe.dispatch._flex import FlexPicks
 from mcore_moe.dispatch._peer_slots import Slot, SlotLayout
 from mcore_moe.dispatch._places import place_rows, spread_rows
 from mcore_parallel import Group
-from mcore_parallel.graphs import Recording, recordings_under_way
+
+if TYPE_CHECKING:
+    from mcore_parallel.graphs import Recording
 
 # G ranks, T tokens of this rank, A places for tokens of all ranks, K experts a token, N experts of a rank, R rows, D model.
 
@@ -186,6 +188,8 @@ class SymmetricExchange:
 
     def _join_recordings(self) -> None:
         """The memory is theirs from now on; a new one begins behind what has run, whatever one that failed has left."""
+        from mcore_parallel.graphs import recordings_under_way
+
         recordings = recordings_under_way()
         if recordings and self._recordings.isdisjoint(recordings):
             self._last_recorded = self._last
