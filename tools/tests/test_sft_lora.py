@@ -283,6 +283,7 @@ def test_an_adapter_is_trained_further_saved_and_exported_again(
         (["lora.targets=[qkv]", "load.override=[lora.targets]"], "lora.targets leaves out layers.0.attention.out"),
         (["lora=none"], "is trained further, and lora=none"),
         (["load.adapter=nowhere"], "there is no folder nowhere"),
+        (["load.path=", "lora=none"], "adapter="),
     ],
 )
 def test_fields_that_an_adapter_has_otherwise_are_refused(
@@ -309,6 +310,8 @@ def test_pre_training_takes_an_adapter_too(published: Path, of_peft: Path, capsy
     assert train.main([word for change in given[:3] for word in ("--set", change)] + given[3:]) == 0
     lora = yaml.safe_load(capsys.readouterr().out)["lora"]
     assert lora == {"rank": 8, "alpha": 16.0, "dropout": 0.1, "targets": ["qkv"], "base_dtype": None}
+    with pytest.raises(ValueError, match=r"load\.adapter='folder' is for lora, and rl trains whole weights"):
+        override(recipe("arithmetic_tiny"), ["load.path=base", "load.adapter=folder"])
 
 
 @pytest.mark.parametrize(

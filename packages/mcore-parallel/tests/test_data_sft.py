@@ -307,6 +307,7 @@ def test_tokenizers_without_templates_refuse_tools(tmp_path):
             "arguments must be an object.* found list",
         ),
         ({"conversations": [{"from": "function_call", "value": "f(1)"}]}, r"conversations\[0\]: its value is no JSON"),
+        ({"conversations": [{"from": "function_call", "value": "[]"}]}, r"conversations\[0\]\.tool_calls\[0\] must be a function"),
         ({"messages": ASK, "tools": [{"type": "function"}]}, r'tools\[0\] must be a function with a "name"'),
         ({"messages": ASK, "tools": "add"}, "tools is no JSON"),
         ({"messages": ASK, "tools": {"add": {}}}, "tools must be a list of functions"),

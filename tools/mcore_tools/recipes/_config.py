@@ -236,6 +236,11 @@ class RunConfig:
                 raise ValueError("ddp.overlap_param_gather=true waits inside the modules, which no graph replays; set it to false")
         if self.fsdp != FSDPConfig() and self.data_parallel != "fsdp":
             raise ValueError(f"fsdp is set, but data_parallel={self.data_parallel!r}; set data_parallel=fsdp")
+        if self.load.adapter and self.rl:
+            raise ValueError(
+                f"load.adapter={self.load.adapter!r} is for lora, and rl trains whole weights; merge it (mcore convert merge-adapter), set "
+                "load.path to the result and load.adapter="
+            )
         if self.fsdp.eight_bit_parameters and self.rl:
             raise ValueError("fsdp.eight_bit_parameters are rounded in the learner and not in engines, which rl needs; set them to []")
         self._check_documents()

@@ -33,7 +33,8 @@ def as_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
     if "role" not in fields and "from" in fields:
         fields["role"], fields["content"] = fields.pop("from"), fields.pop("value", None)
         if fields["role"] == _CALLS:
-            fields |= {"role": "assistant", "content": "", "tool_calls": _parsed(fields["content"], f"{place}: its value")}
+            calls = _parsed(fields["content"], f"{place}: its value")
+            fields |= {"role": "assistant", "content": "", "tool_calls": calls or [calls]}
     role = fields.get("role")
     fields["role"] = _ROLES.get(role, role) if isinstance(role, str) else role
     if call := fields.pop(_CALLS, None):
