@@ -9,7 +9,6 @@ from torch import Tensor
 from mcore_inference.context import StepInputs
 from mcore_parallel import named_buffer_shards, named_shards
 from mcore_parallel.comm import Arrival, P2PCommunicator, TensorSpec, all_gather
-from mcore_parallel.groups import connect
 from mcore_parallel.models import GPTModel, ModelOutput
 
 
@@ -19,14 +18,12 @@ class Pipeline:
     Several steps may be on their way: a stage begins the next one while others compute those before.
 
     Args:
-        model: one stage; the ranks of all stages make this together.
+        model: one stage.
     """
 
     def __init__(self, model: GPTModel) -> None:
-        group = model.groups.pp
-        self._model, self._group, self._neighbours = model, group, P2PCommunicator(group)
-        # Logits go back while hidden states of later steps go on: on one communicator each would wait for the other.
-        self._logits_group = connect(group.ranks, group.ranks[group.rank], timeout_s=group.timeout_s, name="mcore-logits", local=True)
+        self._model, self._group = model, model.groups.pp
+        self._neighbours = P2PCommunicator(self._group)
 
     def start(self, inputs: StepInputs, rows_N: Tensor) -> Arrival:
         """Compute this stage's part of a step: [N, V] of these tokens, over the whole vocabulary, comes to every stage."""
@@ -42,7 +39,7 @@ class Pipeline:
             logits_NV = torch.empty((len(rows_N), model.config.vocab_size), dtype=model.dtype, device=x.device)
         if not len(rows_N):
             return Arrival(logits_NV, ())
-        work = dist.broadcast(logits_NV, self._group.ranks[-1], group=self._logits_group.pg, async_op=True)
+        work = dist.broadcast(logits_NV, self._group.ranks[-1], group=self._group.pg, async_op=True)
         assert work is not None, "this rank is one of the group"
         return Arrival(logits_NV, (work,))
 
