@@ -54,14 +54,15 @@ PATIENT = {"heartbeat_s": 0.05, "engine_timeout_s": 100.0}
 
 
 @pytest.fixture
-def runners(make_model: Make, make_engine: Make) -> Iterator[list[EngineRunner]]:
-    """Two engines of equal weights, stuck where a step takes longer than half a second."""
+def runners(request: pytest.FixtureRequest, make_model: Make, make_engine: Make) -> Iterator[list[EngineRunner]]:
+    """Two engines of equal weights, which are stuck long after each test, or where a step takes as long as a test says."""
+    stall_timeout_s = getattr(request, "param", 100.0)
     with ExitStack() as stack:
         engines = [
             make_engine(make_model(vocab_size=272, dtype=torch.float32, layers=1), ByteTokenizer(), max_sequence_length=512)
             for _ in range(2)
         ]
-        yield [stack.enter_context(EngineRunner(engine, stall_timeout_s=0.5)) for engine in engines]
+        yield [stack.enter_context(EngineRunner(engine, stall_timeout_s=stall_timeout_s)) for engine in engines]
 
 
 def start(stack: ExitStack, **settings: Any) -> DataParallelInferenceCoordinator:
@@ -220,6 +221,7 @@ def test_by_default_health_is_red_within_five_seconds(
         assert time.monotonic() - begin < 5
 
 
+@pytest.mark.parametrize("runners", [0.5], indirect=True)
 def test_a_stuck_engine_turns_health_red_within_a_heartbeat_and_comes_back(
     runners: list[EngineRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -197,7 +197,7 @@ def test_answers_of_a_server_that_gives_texts_alone_are_in_tokens_of_the_tokeniz
             return json.dumps({"choices": [{"text": "ab", "finish_reason": reason}]}).encode()
 
         monkeypatch.setattr(OpenAIInference, "_post", post)
-        [[response]] = asyncio.run(OpenAIInference("http://x", model="m", tokenizer=TOKENIZER, logprobs="none").agenerate(REQUEST))
+        [[response]] = asyncio.run(OpenAIInference("http://127.0.0.1:1", model="m", tokenizer=TOKENIZER, logprobs="none").agenerate(REQUEST))
         return response
 
     ended, cut = ask("stop"), ask("length")
@@ -208,4 +208,4 @@ def test_answers_of_a_server_that_gives_texts_alone_are_in_tokens_of_the_tokeniz
         SGLangInference("http://127.0.0.1:1", tokenizer=TOKENIZER, logprobs="none")  # type: ignore[arg-type]
     # A server that was to give log-probabilities is refused without.
     with pytest.raises(PeerReplyError, match="gave no completion with ids and log-probabilities"):
-        asyncio.run(OpenAIInference("http://x", model="m", tokenizer=TOKENIZER).agenerate(REQUEST))
+        asyncio.run(OpenAIInference("http://127.0.0.1:1", model="m", tokenizer=TOKENIZER).agenerate(REQUEST))
