@@ -130,7 +130,20 @@ def test_losses_of_packed_sequences_with_padding() -> None:
     step = dataclasses.replace(Step.causal(1, 12), cu_seqlens=torch.tensor([0, 4, 7, 9, 12]), valid=valid)
     _, losses = module(x, step)
     # The third sequence is padding only.
-    check_losses(module, losses, x, expected_losses(x @ module.weight.t(), [[0, 1, 2, 3], [4, 6], [], [9, 10]], False))
+    expected = expected_losses(x @ module.weight.t(), [[0, 1, 2, 3], [4, 6], [], [9, 10]], False)
+    check_losses(module, losses, x, expected)
+
+
+def test_bounds_on_the_device_are_not_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = router(**EVERY_LOSS)
+    x = torch.randn(8, D, dtype=F64, requires_grad=True)
+    # The last two sequences are empty.
+    bounds = torch.tensor([0, 4, 6, 8, 8, 8], dtype=torch.int32)
+    step = dataclasses.replace(Step.causal(1, 8), cu_seqlens=bounds, max_seqlen=8)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "tolist", None)
+        _, losses = module(x, step)
+    check_losses(module, losses, x, expected_losses(x @ module.weight.t(), [[*range(4)], [4, 5], [6, 7]], False))
 
 
 def test_the_global_loss_sees_the_micro_batches_before() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mcore_parallel import ProcessGroups
 from mcore_parallel.comm import local_slice
-from mcore_parallel.context_parallel import sequence_lengths
+from mcore_parallel.context_parallel import sequence_lengths, sequence_of_tokens
 from mcore_parallel.nn import Step
 
 # T tokens of this rank, K experts a token, S sequences, L layers.
@@ -86,6 +86,8 @@ class LocalTokens:
         if step.cu_seqlens is None:
             index = torch.arange(step.batch_size * step.seq_len, device=device) // step.seq_len
             return self.local(index), step.batch_size
+        if step.max_seqlen is not None:
+            return self.local(sequence_of_tokens(step.cu_seqlens, len(step.positions))), len(step.cu_seqlens) - 1
         lengths = torch.tensor([length // cp for length in sequence_lengths(step.cu_seqlens)])
         index = torch.arange(len(lengths)).repeat_interleave(lengths).to(device, non_blocking=True)
         return self.local(index), len(lengths)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mcore_parallel import Group
 from mcore_parallel.comm import all_reduce
+from mcore_parallel.context_parallel import sequence_of_tokens
 from mcore_parallel.training import Batch
 
 
@@ -27,8 +28,7 @@ class Sequences:
         """Those of a micro-batch, packed or one a row; of a context-parallel rank's share."""
         B, S = batch.tokens.shape
         if batch.max_seqlen is not None and batch.cu_seqlens is not None:
-            tokens = torch.arange(B * S, device=batch.cu_seqlens.device, dtype=batch.cu_seqlens.dtype)
-            return cls(torch.searchsorted(batch.cu_seqlens, tokens, right=True) - 1, len(batch.cu_seqlens) - 1, cp)
+            return cls(sequence_of_tokens(batch.cu_seqlens, B * S), len(batch.cu_seqlens) - 1, cp)
         if batch.cu_seqlens is None:
             lengths = torch.full((B,), S)
         else:

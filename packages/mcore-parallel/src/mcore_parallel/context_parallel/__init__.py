@@ -14,7 +14,7 @@ from mcore_parallel.context_parallel._partial import (
     together,
 )
 from mcore_parallel.context_parallel._prefixes import plan_prefixed, sequence_prefixes
-from mcore_parallel.context_parallel._tiles import Tile, plan_tiles, to_device
+from mcore_parallel.context_parallel._tiles import Tile, plan_tiles, sequence_of_tokens, to_device
 from mcore_parallel.context_parallel._zigzag import (
     HeadSplitError,
     Segment,
@@ -50,6 +50,7 @@ __all__ = [
     "plan_tiles",
     "segments",
     "sequence_lengths",
+    "sequence_of_tokens",
     "sequence_prefixes",
     "split_heads",
     "to_device",

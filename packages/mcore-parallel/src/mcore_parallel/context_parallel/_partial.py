@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mcore_parallel._stability import internal_api
-from mcore_parallel.context_parallel._tiles import Spans, Tile, Window
+from mcore_parallel.context_parallel._tiles import Spans, Tile, Window, sequence_of_tokens
 
 
 # N blocks of a tile, i queries and j keys of a block, T rows of all, A heads, K key-value heads, g = A / K, d width of a head.
@@ -93,13 +93,8 @@ def _scores(q_Nikgd: Tensor, k_Njkd: Tensor, tile: Tile, scale: float) -> Tensor
 
 @internal_api
 def together(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """[T, T] bool: whether two tokens lie in one packed sequence.
-
-    Args:
-        cu_seqlens: [N + 1] bounds, on any device; some sequences may be empty.
-        num_tokens: T.
-    """
-    sequences = torch.searchsorted(cu_seqlens, torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype), right=True)
+    """[T, T] bool: whether two tokens lie in one packed sequence; arguments as of ``sequence_of_tokens``."""
+    sequences = sequence_of_tokens(cu_seqlens, num_tokens)
     return sequences == sequences[:, None]
 
 

@@ -66,6 +66,18 @@ class Spans:
 
 
 @internal_api
+def sequence_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """[T] int64, the packed sequence of each token; nothing waits for the device.
+
+    Args:
+        cu_seqlens: [N + 1] bounds, on any device; some sequences may be empty.
+        num_tokens: T, which the last bound is.
+    """
+    tokens = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens, tokens, right=True) - 1
+
+
+@internal_api
 @dataclass(frozen=True)
 class DeviceBounds:
     """Packed sequences whose bounds the host does not know."""
