@@ -26,9 +26,11 @@ from mcore_inference import (
     PagedAttention,
     RankFailedError,
     SamplingParams,
+    WeightLoadError,
     add_redundant_experts,
     follow_runner,
 )
+from mcore_inference.engine._weights import ModelWeights
 from mcore_moe import MoEConfig, MoELayer, moe_feed_forward
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.models import GPTModel
@@ -249,6 +251,25 @@ def check_repeated_load() -> None:
 @pytest.mark.world(2)
 def test_no_rank_steps_where_one_alone_has_loaded_again(world: World) -> None:
     world(check_repeated_load)
+
+
+def check_broken_load() -> None:
+    engine = skewed_engine(ProcessGroups.build(EP2), balancing=BALANCING)
+    engine.weights = ModelWeights(engine.model, bucket_bytes=1)
+    with pytest.raises(WeightLoadError, match="parameters did not come"):
+        engine.load_weights(skewed_weights(1)[:4])
+    # Experts move for its steps, and bring nothing that the load did not.
+    engine.warm_up()
+    assert not engine.can_step
+    with pytest.raises(RuntimeError, match="ep rank 0 has weights of a load that failed half-way; repeat it"):
+        engine.generate(PROMPTS[:1])
+    engine.load_weights(skewed_weights(0))
+    check_equal(engine, PROMPTS[:2], expected=answers_of(PROMPTS[:2]))
+
+
+@pytest.mark.world(2)
+def test_a_load_that_broke_is_still_broken_behind_a_warm_up(world: World) -> None:
+    world(check_broken_load)
 
 
 def check_absent() -> None:

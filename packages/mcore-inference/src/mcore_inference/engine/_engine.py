@@ -256,12 +256,12 @@ class DynamicInferenceEngine:
             self._balance.forget_loads()
 
     def _move_experts(self, move: Callable[[], None]) -> None:
-        """Between two steps; what breaks half-way leaves weights that no step may use."""
+        """Between two steps; what breaks half-way leaves weights that no step may use, as a load does that broke before."""
         self._loop.read_results()
         self._loop.forget_batch()
-        self.weights.are_complete = False
+        were_complete, self.weights.are_complete = self.weights.are_complete, False
         move()
-        self.weights.are_complete = True
+        self.weights.are_complete = were_complete
 
     def _follow_loads(self, num_steps: int) -> None:
         """Before a step that all ranks make: move experts where that is due."""
