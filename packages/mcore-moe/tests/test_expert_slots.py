@@ -15,6 +15,7 @@ from mcore_moe.serving import _expert_slots
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.models import Site, TransformerConfig
 from mcore_parallel.nn import Step
+from mcore_parallel.tensor_parallel import LoraConfig
 from tests.support.mixtures import filled_layer
 from tests.support.world import run
 
@@ -114,6 +115,30 @@ def test_a_layer_gives_the_same_wherever_its_experts_lie(name: str, redundant: i
         assert moved[0][2] == 0
 
 
+@torch.no_grad()
+def check_broken_move() -> None:
+    groups = ProcessGroups.build(EP2)
+    plain, moving = (filled_layer(CONFIG, MIXTURE, groups).eval() for _ in range(2))
+    slots, x_TD, step = moving.add_redundant_experts(4), tokens_of(groups, 9), Step.causal(1, 9)
+    slots.settle()
+
+    def lose(*_: Any) -> None:
+        raise ConnectionError("lost")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_expert_slots, "all_to_all", lose)
+        with pytest.raises(ConnectionError):
+            slots.rebalance(LOADS[0])
+    slots.weights_changed()
+    slots.settle()
+    torch.testing.assert_close(moving(x_TD, step)[0], plain(x_TD, step)[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.world(2)
+def test_new_weights_mend_a_move_that_broke(world: World) -> None:
+    world(check_broken_move)
+
+
 def check_refused() -> None:
     def layer(groups: ProcessGroups, **fields: Any) -> MoELayer:
         site = Site(layer=0, local_layer=0, config=CONFIG, groups=groups)
@@ -139,6 +164,8 @@ def check_refused() -> None:
     with pytest.raises(RuntimeError, match="has redundant experts, which are not trained; run the model by its engine"):
         mixture.train()(torch.zeros(2, CONFIG.hidden_size), Step.causal(1, 2))
     assert "redundant copies already; round them before" in str(mixture.fp8_obstacle())
+    with pytest.raises(ValueError, match="experts have redundant copies, which would have no adapters"):
+        mixture.experts.add_lora(LoraConfig(), seed=0)
     dist.barrier()
 
 

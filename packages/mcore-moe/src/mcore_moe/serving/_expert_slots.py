@@ -82,8 +82,9 @@ class ExpertSlots:
         self.settle()
         before = self.placement
         self.placement = place_experts(loads, before)
-        num_moved = self._move(before.experts_GS)
+        # Before the weights: a move that breaks leaves tables and placement alike, and the next new weights go there.
         self._write_tables()
+        num_moved = self._move(before.experts_GS)
         return before.imbalance(loads), self.placement.imbalance(loads), num_moved
 
     def _write_tables(self) -> None:
