@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Attention by its definition, to measure every other core by."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -89,26 +90,16 @@ class ReferenceAttention:
         spec = self.spec
         if sink is None and spec.softmax_type == "off-by-one":
             sink = q.new_zeros(q.shape[1])
+        attend = functools.partial(
+            reference_attention, causal=False, window=spec.bounds, sink=sink, scale=spec.softmax_scale, softcap=spec.softcap
+        )
         if step.max_seqlen is not None and step.cu_seqlens is not None:
-            apart = ~together(step.cu_seqlens, len(q))
-            return reference_attention(q, k, v, causal=False, window=spec.bounds, sink=sink, scale=spec.softmax_scale, mask=apart)
+            return attend(q, k, v, mask=~together(step.cu_seqlens, len(q)))
         bounds = step.cu_seqlens
         if step.cu_seqlens is not None and step.prefixes is not None:
             rows, bounds = _with_prefixes(step.cu_seqlens.tolist(), step.prefixes)
             k, v = (x.index_select(0, rows.to(x.device)) for x in (k, v))
-        return reference_attention(
-            q,
-            k,
-            v,
-            batch_size=step.batch_size,
-            causal=False,
-            window=spec.bounds,
-            sink=sink,
-            scale=spec.softmax_scale,
-            softcap=spec.softcap,
-            cu_seqlens=step.cu_seqlens,
-            cu_seqlens_k=bounds,
-        )
+        return attend(q, k, v, batch_size=step.batch_size, cu_seqlens=step.cu_seqlens, cu_seqlens_k=bounds)
 
 
 def _with_prefixes(bounds: Sequence[int], prefixes: Tensor) -> tuple[Tensor, list[int]]:
