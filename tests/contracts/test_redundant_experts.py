@@ -124,6 +124,8 @@ MOVING: dict[str, tuple[int, ParallelPlan, dict[str, Any], ExpertBalancing, bool
     # One engine, whose ranks hold the same tokens.
     "tp2": (2, ParallelPlan(tp=2, ep=2, sequence_parallel=False), {}, BALANCING, False),
     "pp2-ep2": (4, ParallelPlan(pp=2, dp=2, ep=2), {}, BALANCING, False),
+    # One engine with a batch of requests in flight on each stage.
+    "pp2-tp2-ep2": (4, ParallelPlan(pp=2, tp=2, ep=2, sequence_parallel=False), {}, BALANCING, False),
     "tp2-ep2-etp2": (4, ParallelPlan(tp=2, dp=2, ep=2, etp=2, sequence_parallel=False), {}, BALANCING, False),
 }
 
