@@ -132,11 +132,9 @@ class Placement:
         return values
 
     def _lost(self, ranks: Sequence[int], what: str, purpose: str, begin: float, timeout_s: float) -> RankTimeoutError:
-        # A wait may end a moment before its limit.
-        broke = time.monotonic() - begin < 0.9 * timeout_s
         names = [f"rank {rank} ({'trains' if place < self.num_trainers else 'serves'})" for place, rank in enumerate(self.world.ranks)]
-        what += ", its connection is closed" if broke else f" within timeout_s={timeout_s:g}"
-        return RankTimeoutError(absence(self.world, ranks, what, purpose, broke=broke, names=names))
+        waited_s = time.monotonic() - begin
+        return RankTimeoutError(absence(self.world, ranks, what, purpose, waited_s=waited_s, timeout_s=timeout_s, names=names))
 
 
 def exchange_parcels(

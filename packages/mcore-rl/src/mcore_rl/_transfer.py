@@ -222,7 +222,8 @@ class WeightTransfer:
             works = _start(transfers, world)
         except RuntimeError as error:
             peers = sorted({peer for peer, _, _ in transfers})
-            raise RefitTimeoutError(absence(world, peers, f"may be lost: {error}", bucket.where, broke=True)) from error
+            why = absence(world, peers, "did not exchange weights", f"{bucket.where}: {error}", waited_s=0.0, timeout_s=self.timeout_s)
+            raise RefitTimeoutError(why) from error
         return _UnderWay(bucket=bucket, held=held, device=device, transfers=transfers, works=works)
 
     def _take(self, schedule: _Schedule, under_way: _UnderWay, world: Group) -> Iterator[tuple[str, Tensor]]:
@@ -392,8 +393,9 @@ def _finish(works: Sequence[dist.Work], transfers: Sequence[tuple[int, Tensor, b
             _wait(work, begin + timeout_s, waited[0][1].device)
         except (RuntimeError, TimeoutError) as error:
             peers = sorted({peer for peer, _, _ in waited})
-            what = f"did not {'send' if waited[0][2] else 'take'} weights within timeout_s={timeout_s:g}: {error}"
-            raise RefitTimeoutError(absence(world, peers, what, where, broke=time.monotonic() - begin < 0.9 * timeout_s)) from error
+            what = f"did not {'send' if waited[0][2] else 'take'} weights"
+            waited_s = time.monotonic() - begin
+            raise RefitTimeoutError(absence(world, peers, what, f"{where}: {error}", waited_s=waited_s, timeout_s=timeout_s)) from error
 
 
 def _wait(work: dist.Work, end: float, device: torch.device) -> None:
