@@ -33,8 +33,7 @@ def as_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
     if "role" not in fields and "from" in fields:
         fields["role"], fields["content"] = fields.pop("from"), fields.pop("value", None)
         if fields["role"] == _CALLS:
-            calls = _parsed(fields["content"], f"{place}: its value")
-            fields |= {"role": "assistant", "content": "", "tool_calls": calls or [calls]}
+            fields |= {"role": "assistant", "tool_calls": _parsed(fields.pop("content"), f"{place}: its value")}
     role = fields.get("role")
     fields["role"] = _ROLES.get(role, role) if isinstance(role, str) else role
     if call := fields.pop(_CALLS, None):
