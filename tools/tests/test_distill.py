@@ -208,7 +208,7 @@ def test_fields_of_a_run_that_goes_on_are_refused_for_a_teacher(teacher: RunConf
     for changes, words in (
         (["load.take=all"], "teacher.load.take=all is for a run that trains these weights.*set teacher.load.take=weights"),
         (["load.required=true"], "teacher.load.required=true is for .*set teacher.load.required=false"),
-        (["load.adapter=folder"], "teacher.load.adapter=folder is for .*set teacher.load.adapter=$"),
+        (["load.adapter=Folder"], "teacher.load.adapter=Folder is for .*set teacher.load.adapter=$"),
         (["load.upcycle=true", "moe.num_moe_experts=2"], "teacher.load.upcycle=true is for"),
         (["lora.rank=2"], "teacher.lora is set, and a teacher has no adapters"),
     ):

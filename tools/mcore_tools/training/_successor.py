@@ -127,9 +127,9 @@ def check_taken(name: str, run: RunConfig) -> None:
     for field in ("take", "upcycle", "adapter", "required"):
         value, default = getattr(run.load, field), getattr(LoadConfig(), field)
         if value != default:
-            plain = str(default).lower()
+            shown, plain = (str(entry).lower() if isinstance(entry, bool) else entry for entry in (value, default))
             raise ValueError(
-                f"{name}.load.{field}={str(value).lower()} is for a run that trains these weights, and a {name} only computes with them; "
+                f"{name}.load.{field}={shown} is for a run that trains these weights, and a {name} only computes with them; "
                 f"set {name}.load.{field}={plain}"
             )
 
