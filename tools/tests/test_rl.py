@@ -3,6 +3,7 @@
 """``mcore rl``: iterations leave files and numbers, a run goes on, and what cannot run is one line."""
 
 import asyncio
+import dataclasses
 import html
 import json
 import math
@@ -21,6 +22,7 @@ from mcore_ckpt.manifest import read_manifest
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.data_parallel import DistributedDataParallel
 from mcore_parallel.training import STOPPED_EXIT_CODE
+from mcore_rl import StreamPosition
 from mcore_tools import reinforce
 from mcore_tools.launch import launch
 from mcore_tools.recipes import RLConfig, RunConfig, override, read_config, recipe, write_config
@@ -28,6 +30,7 @@ from mcore_tools.rl import CRITIC, REFERENCE, best_attempt, build_environment, p
 from mcore_tools.rl._attempts import attempt_seed, begin_attempt
 from mcore_tools.rl._imitation import imitate
 from mcore_tools.rl._policy import assemble_policy
+from mcore_tools.rl._run import stored_position
 from mcore_tools.serving import open_engine
 from mcore_tools.training import export_run
 from tests.support.countdown import PACE, QUIET, SIZES, countdown_words, num_taken, rows
@@ -117,6 +120,13 @@ def test_a_run_goes_on_at_its_next_iteration(trained: Path, tmp_path: Path, caps
     shutil.rmtree(output / REFERENCE)
     assert run(output, "rl.kl_beta=0.01", "rl.num_epochs=2", "train.steps=4") == 2
     assert "the run began without a reference" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_behind_the_problems_that_its_checkpoint_counts() -> None:
+    position = StreamPosition(first=4, left=(1,), num_taken=(3, 2))
+    assert stored_position({"rl": {"problems": json.loads(json.dumps(dataclasses.asdict(position)))}}) == position
+    assert stored_position({"rl": {"position": 12}}) == StreamPosition(first=12)
+    assert stored_position({"trainer": {}}) == StreamPosition()
 
 
 def test_answers_that_ended_a_run_are_not_drawn_again(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ class _Run:
             _, extra = self.checkpoints.load(parts.state())
             self.state = TrainerState(**extra["trainer"])
             parts.optimizer.load_step_count(int(extra["optimizer_step"]))
-            self.position = StreamPosition.of(**extra.get("rl", {}).get("problems", {}))
+            self.position = stored_position(extra)
             self._tell(f"goes on from {self.checkpoints.loaded}")
         attempt = begin_attempt(Path(config.output), self.state.step) if parts.groups.world.is_first else 0
         if self.halves is not None:
@@ -417,6 +417,12 @@ class _Run:
     def _tell(self, text: str) -> None:
         if self.parts.groups.world.is_first:
             print(text)
+
+
+def stored_position(extra: Mapping[str, Any]) -> StreamPosition:
+    """Where a run was in its problems, by its checkpoint. One of a run that kept a single number goes on behind the farthest rank."""
+    stored = extra.get("rl", {})
+    return StreamPosition.of(**stored.get("problems", {"first": stored.get("position", 0)}))
 
 
 def _values(report: IterationReport) -> dict[str, float]:
