@@ -135,6 +135,18 @@ def test_bounds_on_the_device_give_what_bounds_on_the_host_give() -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+def test_bins_move_to_a_device_with_all_that_their_layers_read_there() -> None:
+    rollouts = [rollout(length, number) for number, length in enumerate([9, 3, 5, 2, 7])]
+    for device_bounds in (False, True):
+        packing = PackingConfig(bin_size=12, max_sequences_per_bin=4, device_bounds=device_bounds)
+        for batch in PackingContext.pack(rollouts, packing).on("meta").batches:
+            step, bounds = batch.step(), batch.cu_seqlens
+            assert bounds is not None and bounds.is_meta == device_bounds
+            assert all(value is None or value.is_meta for value in (step.tokens, step.valid, *batch.extras.values()))
+            # Of bounds on the host positions are written when a step is made.
+            assert step.positions.is_meta
+
+
 def test_a_bin_that_is_shorter_than_a_trajectory_is_refused() -> None:
     with pytest.raises(ValueError, match="trajectory of problem 3 has 9 tokens, bin_size=7 admits 8; raise bin_size"):
         PackingContext.pack([rollout(4, 1), rollout(9, 3)], PackingConfig(bin_size=7))

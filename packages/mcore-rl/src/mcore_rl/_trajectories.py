@@ -172,17 +172,18 @@ def write_batches(
 
 
 def on_device(batches: Sequence[Batch], device: torch.device | str) -> list[Batch]:
-    """Micro-batches of ``write_batches`` with their tensors on a device, in one copy a field; what says where sequences lie stays."""
+    """Micro-batches of ``write_batches`` with their tensors on a device, in one copy a field; bounds of sequences stay on the host, but for
+    those of ``Batch.with_device_bounds``."""
     if not batches:
         return []
 
     def parts(values: Sequence[Tensor]) -> list[Tensor]:
         return list(torch.stack(list(values)).to(device).unbind(0))
 
-    fields = {name: parts([getattr(batch, name) for batch in batches]) for name in ("tokens", "labels", "loss_mask")}
-    if batches[0].valid is not None:
-        fields["valid"] = parts([batch.valid for batch in batches if batch.valid is not None])
-    extras = {name: parts([batch.extras[name] for batch in batches]) for name in batches[0].extras}
+    first, names = batches[0], ["tokens", "labels", "loss_mask", "positions", "valid"]
+    names += [] if first.max_seqlen is None else ["cu_seqlens"]
+    fields = {name: parts([getattr(batch, name) for batch in batches]) for name in names if getattr(first, name) is not None}
+    extras = {name: parts([batch.extras[name] for batch in batches]) for name in first.extras}
     return [
         dataclasses.replace(
             batch, **{name: values[i] for name, values in fields.items()}, extras={name: values[i] for name, values in extras.items()}
