@@ -517,21 +517,21 @@ class Deadly(CharacterShare):
         return await super().get_prompt()
 
 
-def lose_an_engine() -> tuple[float, str]:
-    loop = loop_of(ParallelPlan(), Deadly(["a"], "a"), max_lag=0, timeout_s=20.0)
+def lose_an_engine() -> str:
+    # Longer than a world may take.
+    loop = loop_of(ParallelPlan(), Deadly(["a"], "a"), max_lag=0, timeout_s=300.0)
     loop.iterate(2e-2)
-    begin = time.monotonic()
     try:
         loop.iterate(2e-2)
     except RankTimeoutError as error:
-        return time.monotonic() - begin, str(error)
-    return 0.0, ""
+        return str(error)
+    return ""
 
 
 @pytest.mark.world(2)
 def test_a_killed_engine_is_named_at_once(world) -> None:
-    seconds, text = world(lose_an_engine, doomed=(1,))[0]
-    assert text == "rank 1 (serves) died, no process is left (rollouts); look at the log of that rank" and seconds < 10
+    told = world(lose_an_engine, doomed=(1,))[0]
+    assert told == "rank 1 (serves) died, no process is left (rollouts); look at the log of that rank"
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -245,21 +245,21 @@ def draw_nothing() -> str:
     return told
 
 
-def die_before_rollouts() -> tuple[float, str]:
+def die_before_rollouts() -> str:
     groups, config = ProcessGroups.build(ParallelPlan(dp=2)), GRPOConfig(num_groups=2, group_size=2, seq_len=8)
     rendezvous(groups.world, 60.0, "rollouts")
     if dist.get_rank() == 1:
         os._exit(1)
-    begin = time.monotonic()
     with pytest.raises(RankTimeoutError) as caught:
-        exchange(config, Drawn(groups=[]), groups, torch.device("cpu"), timeout_s=50.0)
-    return time.monotonic() - begin, str(caught.value)
+        # Longer than a world may take.
+        exchange(config, Drawn(groups=[]), groups, torch.device("cpu"), timeout_s=300.0)
+    return str(caught.value)
 
 
 @pytest.mark.world(2)
 def test_a_rank_that_dies_before_its_rollouts_is_named_long_before_the_limit(world) -> None:
-    seconds, told = world(die_before_rollouts, doomed=(1,))[0]
-    assert seconds < 40 and told == "rank 1 died, no process is left (rollouts); look at the log of that rank"
+    told = world(die_before_rollouts, doomed=(1,))[0]
+    assert told == "rank 1 died, no process is left (rollouts); look at the log of that rank"
 
 
 @pytest.mark.world(3)
