@@ -129,6 +129,15 @@ def test_the_answers_and_the_ends_of_their_turns_are_learnt(folder: Path, templa
     assert tokenizer.chat_turns(CHAT)[0].header == given
 
 
+@pytest.mark.parametrize(
+    ("template", "answer"),
+    [(LLAMA3, "two<|eot_id|>"), (GEMMA, "two<end_of_turn>"), (MISTRAL, " two<|endoftext|>"), (TEMPLATES["chatml"], "two<|im_end|>")],
+    ids=["llama3", "gemma", "mistral", "chatml"],
+)
+def test_a_conversation_may_begin_with_the_assistant(folder: Path, template: str, answer: str) -> None:
+    assert learnt(TemplateTokenizer(folder, template), CHAT[1:3])[0] == answer
+
+
 def test_tools_calls_and_results_are_written_by_the_template(folder: Path) -> None:
     template = (
         "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role + ':' + m.content }}"
@@ -198,6 +207,13 @@ def test_calls_are_learnt_and_tools_and_results_are_not(folder: Path, template: 
     assert turns[0].header == tokenizer.apply_tool_template(AGENT[:1], tools, add_generation_prompt=True)
     if tools:
         assert [token for turn in turns for token in (*turn.header, *turn.body)] == tokenizer.apply_tool_template(AGENT, tools)
+
+
+def test_tools_before_a_first_turn_of_the_assistant_are_not_learnt(folder: Path) -> None:
+    tokenizer = TemplateTokenizer(folder, QWEN_TOOLS)
+    header, *_ = turns = tokenizer.chat_turns([{"role": "assistant", "content": "two, yes"}, *CHAT[:1]], [TOOL])
+    (body,) = [tokenizer.detokenize(turn.body, skip_special=False) for turn in turns if turn.role == "assistant"]
+    assert body.startswith("two, yes") and "add" in tokenizer.detokenize(header.header)
 
 
 def test_two_calls_of_a_turn_are_learnt_whole(folder: Path) -> None:

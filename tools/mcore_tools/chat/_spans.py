@@ -27,9 +27,10 @@ class AssistantSpans:
 def assistant_spans(messages: Messages, render: Render, special: Sequence[str] = ()) -> AssistantSpans:
     """Find the turns of the assistant by rendering prefixes of the conversation.
 
-    A turn begins where the text of the messages before it ends, with an open turn of the assistant: what a server gives the model. It
-    ends where the text of the messages up to it ends, or, where a template writes its last turn differently (Qwen3 drops the thoughts of
-    earlier ones), behind its content (or the name of its last call) and whatever follows there. Both are checked against the whole text.
+    A turn begins where the text of the messages before it ends, with an open turn of the assistant: what a server gives the model; one that
+    begins the conversation, behind what opens any turn. It ends where the text of the messages up to it ends, or, where a template writes
+    its last turn differently (Qwen3 drops the thoughts of earlier ones), behind its content (or the name of its last call) and whatever
+    follows there. All are checked against the whole text.
 
     Args:
         messages: ``{"role", "content"}``, and ``tool_calls`` of some.
@@ -44,15 +45,33 @@ def assistant_spans(messages: Messages, render: Render, special: Sequence[str] =
     for number, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
-        before = render(messages[:number], True) if number else ""
-        if not text.startswith(before) or (spans and len(before) < spans[-1][1]):
+        begin = _begin(text, messages[:number], render) if number else _first_begin(text, message, render)
+        if begin is None or (spans and begin < spans[-1][1]):
             raise _unstable(number, "before")
-        end = _end(text, len(before), render(messages[: number + 1], False), _landmark(message), number)
+        end = _end(text, begin, render(messages[: number + 1], False), _landmark(message), number)
         shorter = text[:end].rstrip()
         if shorter.endswith(tuple(special)):
             end = len(shorter)
-        spans.append((len(before), end))
+        spans.append((begin, end))
     return AssistantSpans(text=text, spans=spans)
+
+
+def _begin(text: str, before: Messages, render: Render) -> int | None:
+    opened = render(before, True)
+    return len(opened) if text.startswith(opened) else None
+
+
+def _first_begin(text: str, message: Mapping[str, Any], render: Render) -> int | None:
+    """Of a turn that nothing comes before but what the template writes itself, as tools: behind what opens a turn, or where its text is."""
+    question = [{"role": "user", "content": "a"}]
+    asked, opened = render(question, False), render(question, True)
+    header = opened.removeprefix(asked) if opened.startswith(asked) else ""
+    found = text.find(header) if header else -1
+    if found >= 0:
+        return found + len(header)
+    landmark = _landmark(message)
+    found = text.find(landmark) if landmark else -1
+    return found if found >= 0 else None
 
 
 def _landmark(message: Mapping[str, Any]) -> str:
