@@ -7,7 +7,6 @@ from mcore_parallel.models._bert import BertModel
 from mcore_parallel.models._bert_heads import BertOutput
 from mcore_parallel.models._config import CONFIG_RULES, ConfigRule, TransformerConfig
 from mcore_parallel.models._cost import feed_forward_share, flops_per_token, num_bert_parameters, num_parameters
-from mcore_parallel.models._device_bounds import check_takes_device_bounds
 from mcore_parallel.models._gpt import GPTModel, init_parameters
 from mcore_parallel.models._hybrid import MambaModel, as_pattern, hybrid_config, pattern_name, plain_name
 from mcore_parallel.models._init import SelfInitialised
@@ -15,6 +14,7 @@ from mcore_parallel.models._layer import TransformerLayer, dense_feed_forward, s
 from mcore_parallel.models._layout import LayoutChecked, check_layout
 from mcore_parallel.models._mixers import latent_attention
 from mcore_parallel.models._output import ModelOutput, OutputLayer
+from mcore_parallel.models._packed import check_follows_prefixes, check_takes_device_bounds
 from mcore_parallel.models._pattern import (
     LayerPattern,
     LayerPatternError,
@@ -23,7 +23,6 @@ from mcore_parallel.models._pattern import (
     layer_maps_by_symbol,
     read_pattern,
 )
-from mcore_parallel.models._prefixes import check_follows_prefixes
 from mcore_parallel.models._slots import FeedForwardBuilder, MixerBuilder, Site
 from mcore_parallel.models._stack import place_layers
 from mcore_parallel.models._t5 import T5Model
