@@ -392,6 +392,34 @@ def test_a_step_that_fails_on_the_first_rank_alone_is_blamed_on_it_and_leaves_no
     assert seconds < 10
 
 
+def check_second_runner() -> list[list[int]]:
+    engine = split_engine()
+    params = SamplingParams(num_tokens_to_generate=8, ignore_eos=True, seed=3)
+
+    async def answer() -> list[int]:
+        with EngineRunner(engine, lockstep=PATIENT) as runner:
+            return (await (await runner.submit("abc", params)).record()).generated_tokens
+
+    num_before, answers = num_groups(), []
+    for number in range(3):
+        # Who comes first must not find the addresses of the group before; each rank is first once.
+        dist.barrier()
+        if engine.model.groups.tp.rank == number % 2:
+            time.sleep(0.3)
+        if engine.model.groups.tp.rank == 1:
+            follow_runner(engine, PATIENT)
+        else:
+            answers.append(asyncio.run(answer()))
+        assert num_groups() == num_before
+    return answers
+
+
+@pytest.mark.world(2)
+def test_a_closed_runner_leaves_the_engine_to_the_next_one(world: World) -> None:
+    (first, second, third), _ = world(check_second_runner)
+    assert len(first) == 8 and first == second == third
+
+
 def check_hanging_load() -> float:
     """After its first bucket a rank takes no more, though it is alive."""
     engine = split_engine()

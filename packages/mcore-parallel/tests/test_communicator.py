@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """NCCL's choices for one communicator, and the files they come from."""
 
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_parallel import CommunicatorOptions, Group, ParallelPlan, ProcessGroups, load_communicator_options
-from mcore_parallel.comm import NCCL_ALLOCATOR, RegisteredMemory
+from mcore_parallel.comm import NCCL_ALLOCATOR, RegisteredMemory, all_gather
 from mcore_parallel.groups._communicator import _nccl_options, connect, uses_nccl
 
 
@@ -140,6 +141,45 @@ def check_gloo_ignores_options() -> None:
 @pytest.mark.world(2)
 def test_other_backends_take_no_options(world) -> None:
     world(check_gloo_ignores_options)
+
+
+def gather(group: Group) -> torch.Tensor:
+    return all_gather(torch.tensor([dist.get_rank()]), group)
+
+
+def check_members_connect_again() -> list[str]:
+    rank, names = dist.get_rank(), []
+
+    def again(late: int) -> Group:
+        """Who comes first must not find the addresses of a group before."""
+        dist.barrier()
+        if rank == late:
+            time.sleep(0.2)
+        group = connect((0, 1), rank, backend="gloo", timeout_s=20.0, name="again", local=True)
+        assert dist.get_process_group_ranks(group.pg) == [0, 1] and group.rank == rank and group.pg.group_desc == "again"
+        assert gather(group).tolist() == [0, 1]
+        names.append(group.name)
+        return group
+
+    for late in (0, 1):
+        dist.destroy_process_group(again(late).pg)
+    first, second = again(0), again(0)
+    dist.destroy_process_group(first.pg)
+    third = again(1)
+    assert gather(second).tolist() == [0, 1]
+    if rank == 0:
+        # Only this rank is in one more group.
+        dist.new_group([0], use_local_synchronization=True)
+    dist.destroy_process_group(second.pg)
+    again(0)
+    assert gather(third).tolist() == [0, 1]
+    return names
+
+
+@pytest.mark.world(2)
+def test_members_connect_again_under_new_names_whatever_other_groups_they_are_in(world) -> None:
+    one, two = world(check_members_connect_again)
+    assert one == two and len(set(one)) == len(one) == 6
 
 
 def test_nccl_is_found_among_several_backends(monkeypatch: pytest.MonkeyPatch) -> None:

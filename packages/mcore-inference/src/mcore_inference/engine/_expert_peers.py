@@ -113,7 +113,7 @@ class ExpertPeers:
     def _connected(self, timeout_s: float) -> dist.ProcessGroup:
         """The gloo group of these ranks, when all are there."""
         if self._pg is not None:
-            # torch would take a second one for the first, whose addresses are gone.
+            # One does for all runners of the engine.
             work: Any = dist.barrier(self._pg, async_op=True)
             work.wait(timedelta(seconds=timeout_s))
             return self._pg

@@ -50,8 +50,7 @@ class DataGroupSplitter:
     def _connect(self, group: Group, ranks: tuple[int, ...], purpose: str) -> Group:
         """The same communicator for the same ranks and purpose, also of a later model over the same ``groups``.
 
-        Only members take part: ranks without such parameters do not know of this group. It is not destroyed: torch names it after its
-        ranks and the number of groups there are, and under a name that comes again it would find the addresses of the first.
+        Only members take part: ranks without such parameters do not know of this group.
         """
         deferred = self._groups._later
         if (ranks, purpose) not in deferred:

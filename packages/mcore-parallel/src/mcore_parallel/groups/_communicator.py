@@ -2,11 +2,12 @@
 # Copyright (c) 2026 the mcore authors
 """Ranks that communicate, and how their communicator is made."""
 
+import hashlib
 import json
 import logging
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
@@ -160,19 +161,50 @@ def connect(
     if len(ranks) == 1:
         return Group(ranks, 0, timeout_s=timeout_s)
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-    with made_by_members() if local else nullcontext():
-        pg: Any = dist.new_group(
-            list(ranks),
-            timeout=timeout,
-            backend=backend,
-            pg_options=None if options is None else _nccl_options(options, backend or dist.get_backend_config(), timeout),
-            use_local_synchronization=local,
-            group_desc=name or None,
-        )
+    pg_options = None if options is None else _nccl_options(options, backend or dist.get_backend_config(), timeout)
+    if local:
+        pg: Any = _connect_members(ranks, me, backend or dist.get_backend_config(), timeout, pg_options, name)
+    else:
+        pg = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=pg_options, group_desc=name or None)
     if me not in ranks:
         return Group(ranks, -1)
     assert isinstance(pg, dist.ProcessGroup)
     return Group(ranks, ranks.index(me), pg, pg.group_name, timeout_s)
+
+
+def _connect_members(
+    ranks: tuple[int, ...], me: int, backend: str, timeout: timedelta | None, pg_options: Any, name: str
+) -> dist.ProcessGroup:
+    """As ``dist.new_group(use_local_synchronization=True)``, under a name that never comes again.
+
+    torch names such a group after its ranks and the number of groups that this process is in. The name of a destroyed group comes again,
+    and the rank that is first then reads the addresses of that group from the store; members of different numbers of groups wait under
+    different names. Here each member counts the groups of these ranks in the store, which keeps counts as long as addresses.
+    """
+    c10d: Any = dist.distributed_c10d
+    store, backend = c10d._get_default_store(), dist.Backend(backend)
+    key = f"mcore/groups/{_digest(name, ranks)}/{me}"
+    group_name = _digest(name, ranks, store.add(key, 0))
+    with made_by_members():
+        pg, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(me),
+            list(ranks),
+            backend,
+            store,
+            group_name,
+            backend_options=pg_options,
+            timeout=c10d._get_default_timeout(backend) if timeout is None else timeout,
+            group_desc=name or None,
+        )
+    store.add(key, 1)
+    c10d._world.pg_group_ranks[pg] = {rank: place for place, rank in enumerate(ranks)}
+    return pg
+
+
+def _digest(*parts: object) -> str:
+    # As long as torch's own names.
+    return hashlib.sha1(repr(parts).encode(), usedforsecurity=False).hexdigest()
 
 
 @contextmanager
