@@ -22,6 +22,7 @@ from mcore_inference import (
     DynamicInferenceEngine,
     EngineDeadError,
     EngineRunner,
+    ExecutionConfig,
     InferenceConfig,
     LockstepConfig,
     PagedAttention,
@@ -41,10 +42,10 @@ PATIENT = LockstepConfig(join_timeout_s=50, silence_timeout_s=20)
 PROMPTS = [[1, 2, 3], [7], list(range(20)), [9, 9]]
 
 
-def make_engine(groups: ProcessGroups, seed: int = 0) -> DynamicInferenceEngine:
+def make_engine(groups: ProcessGroups, seed: int = 0, *, run_ahead: bool | None = None) -> DynamicInferenceEngine:
     model = GPTModel(CONFIG, groups, attention_core=PagedAttention(), dtype=torch.float64, seed=seed).eval()
     sizes = InferenceConfig(max_sequence_length=256, num_blocks=60, block_size_tokens=8, max_tokens=64)
-    return DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes))
+    return DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes), execution=ExecutionConfig(run_ahead=run_ahead))
 
 
 def split_engine(tp: int, pp: int) -> DynamicInferenceEngine:
@@ -148,8 +149,8 @@ def test_a_killed_rank_of_any_stage_is_named_and_the_others_end(world: World, do
     assert seconds[0] < 5 and seconds.count(0.0) == 2 and seconds[doomed] is None
 
 
-def check_hung(doomed: int) -> None:
-    engine = split_engine(1, 4)
+def check_hung(doomed: int, run_ahead: bool | None) -> None:
+    engine = make_engine(ProcessGroups.build(ParallelPlan(pp=4)), run_ahead=run_ahead)
     patience = LockstepConfig(join_timeout_s=50, silence_timeout_s=16, step_timeout_s=8)
     if dist.get_rank() == doomed:
         passes = itertools.count()
@@ -172,7 +173,7 @@ def check_hung(doomed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("doomed", [0, 1, 2, 3])
+@pytest.mark.parametrize(("doomed", "run_ahead"), [(0, None), (1, None), (2, None), (3, None), (2, False)])
 @pytest.mark.world(4)
-def test_a_stage_that_hangs_is_named_and_not_those_that_wait_for_it(world: World, doomed: int) -> None:
-    world(functools.partial(check_hung, doomed))
+def test_a_stage_that_hangs_is_named_and_not_those_that_wait_for_it(world: World, doomed: int, run_ahead: bool | None) -> None:
+    world(functools.partial(check_hung, doomed, run_ahead))

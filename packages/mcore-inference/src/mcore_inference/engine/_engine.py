@@ -188,6 +188,12 @@ class DynamicInferenceEngine:
         return self._loop.step_count
 
     @property
+    @internal_api
+    def num_forwards(self) -> int:
+        """Passes of requests through this rank's part of the model that were launched, whether or not their logits have come."""
+        return self._executor.num_forwards
+
+    @property
     def num_waiting(self) -> int:
         """Requests in the queue."""
         return len(self._admission.waiting)

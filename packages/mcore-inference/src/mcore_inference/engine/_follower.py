@@ -54,7 +54,7 @@ class _Follower:
         self._pg = open_group(engine, config)
         self._link = RankLink(
             self._pg, 0, silence_s=config.silence_timeout_s, on_message=self._receive, on_lost=self._lose,
-            sign=lambda: {"steps": engine.step_count},
+            sign=lambda: {"forwards": engine.num_forwards},
         )  # fmt: skip
         if engine.peers is not None:
             engine.peers.open(config, self._give_up)

@@ -126,7 +126,7 @@ class LockstepLeader:
         self._calls: list[dict[str, Any]] = []
         self._pending: dict[int, _Pending] = {}
         self._signs: dict[int, tuple[float, int]] = {}
-        """Of ranks that had nothing else to send: when it came, and the steps that they had launched."""
+        """Of ranks that had nothing else to send: when it came, and the passes through their part of the model that they had launched."""
         self._number = 0
         self._digest = 0
         self._num_ranks = ranks_of(engine).size
@@ -328,7 +328,7 @@ class LockstepLeader:
                 self._blame(rank, f"ended: {message['end']}")
         else:
             with self._changed:
-                self._signs[rank] = now, message["steps"]
+                self._signs[rank] = now, message["forwards"]
             self._check_late(now)
 
     def _compare(self, number: int) -> None:
@@ -382,9 +382,9 @@ class LockstepLeader:
             # The others may wait in the model for this rank, which has left it.
             return 0, f"failed in {pending.name}: {pending.own.text}"
         if pending.is_step and self.engine.model.groups.pp.size > 1:
-            # Of stages those behind wait for the first one that has launched the fewest steps, and those before are ahead.
-            steps = {0: self.engine.step_count, **{rank: self._signs[rank][1] for rank in missing if rank in self._signs}}
-            return min(steps, key=lambda rank: steps[rank]), f"did not end {pending.name} {within}"
+            # Of stages those behind wait for the first one that has launched the fewest passes, and those before are ahead.
+            forwards = {0: self.engine.num_forwards, **{rank: self._signs[rank][1] for rank in missing if rank in self._signs}}
+            return min(forwards, key=lambda rank: forwards[rank]), f"did not end {pending.name} {within}"
         return missing[0] if missing else 0, f"did not end {pending.name} {within}"
 
     def _blame(self, rank: int, what: str) -> None:
