@@ -4,6 +4,7 @@
 
 import dataclasses
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -87,3 +88,21 @@ def test_tokens_do_not_depend_on_the_memory_for_contexts(
     for record, wanted in zip(make_engine(model).generate(prompts, settings), alone, strict=True):
         assert record.generated_tokens == wanted.generated_tokens
         torch.testing.assert_close(record.generated_log_probs, wanted.generated_log_probs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("aborts", [False, True])
+def test_an_idle_engine_holds_no_copies(make_engine: Make, run_ahead: bool, aborts: bool) -> None:
+    engine = make_engine(run_ahead=run_ahead)
+    number = engine.add_request([1, 2, 3], SamplingParams(num_tokens_to_generate=6, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    batch = engine._loop._batch
+    assert not batch.contexts.is_empty
+    contexts = weakref.ref(batch.contexts)
+    del batch
+    if aborts:
+        engine.abort(number)
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert contexts() is None

@@ -295,7 +295,10 @@ class DynamicInferenceEngine:
         Returns:
             Its record with what was generated, status FAILED, reason ABORT; None when there is no such request.
         """
-        return self._requests.abort(request_id)
+        record = self._requests.abort(request_id)
+        if not self._requests.entries:
+            self._loop.forget_batch()
+        return record
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 

@@ -75,6 +75,9 @@ class StepLoop:
                 self._take_oldest()
         while self._in_flight and self._num_batches > 1 and not self._admission.may_go_on:
             self._take_oldest()
+        if not self._requests.entries:
+            # It may hold copies of contexts.
+            self.forget_batch()
         if launched and self.log is not None:
             self.log.note(self.step_count)
 
