@@ -151,6 +151,22 @@ def test_as_many_batches_are_under_way_as_there_are_stages(world: World) -> None
     world(functools.partial(check_overlap, 4))
 
 
+def check_full_cache() -> float:
+    """Batches in flight behind a step, on average, where requests wait for blocks."""
+    engine, numbers = make_engine(staged(2), num_blocks=33, max_tokens=64, max_requests=32), list[int]()
+    for index in range(40):
+        engine.add_request([index, 1, 2, 3, 4], SamplingParams(num_tokens_to_generate=8 + index % 5, ignore_eos=True))
+    while engine.has_unfinished_requests():
+        engine.step()
+        numbers.append(num_in_flight(engine))
+    return sum(numbers) / len(numbers)
+
+
+@pytest.mark.world(2)
+def test_requests_that_find_no_blocks_leave_batches_apart(world: World) -> None:
+    assert min(world(check_full_cache)) > 0.9
+
+
 def check_one_at_a_time() -> None:
     one = make_engine(staged(2), run_ahead=False)
     for prompt, params in zip(PROMPTS, settings(), strict=True):

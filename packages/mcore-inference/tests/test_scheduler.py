@@ -196,6 +196,10 @@ def test_a_step_takes_its_share_and_leaves_the_rest_to_the_next() -> None:
     assert work(plan_step([], [view(number, 1) for number in range(4)], limits)) == [(0, 1, True), (1, 1, True)]
     plan = plan_step(running[:2], [], limits)
     assert (plan.work, plan.preempted) == ((), ())
+    # Of those that run a step has its share, though others that wait are counted, who may find no block.
+    halved = replace(limits, max_step_requests=3, max_step_running=1)
+    assert work(plan_step(running[2:], [view(4, 5), view(5, 5), view(6, 5)], halved)) == [(2, 1, True), (4, 5, True), (5, 5, True)]
+    assert work(plan_step(running[2:], [view(4, 5)], replace(halved, free_blocks=0))) == [(2, 1, True)]
     # Blocks of one in flight are there for who is older.
     assert plan_step([view(0, 9, 8), view(1, 12, 12)], [], replace(limits, free_blocks=0)).preempted == (1,)
 

@@ -50,8 +50,11 @@ class Admission:
         views = [self.view(entry) for entry in running]
         queue = self.waiting if admits else []
         if self._num_batches > 1:
-            share = -(-min(limits.max_requests, len(running) + len(queue)) // self._num_batches)
-            limits = dataclasses.replace(limits, max_step_requests=max(1, share))
+            # Those that wait may find no blocks, so they leave no more of those that run to a step.
+            share, own = (
+                max(1, -(-count // self._num_batches)) for count in (min(limits.max_requests, len(running) + len(queue)), len(running))
+            )
+            limits = dataclasses.replace(limits, max_step_requests=share, max_step_running=own)
         waiting = (self._waiting_view(entry) for entry in queue if entry.has_begun or not self.holds_queue)
         return plan_step(views, waiting, limits, self._context.freed_by)
 

@@ -53,6 +53,8 @@ class Limits:
     """Blocks that an admission leaves free for running requests to grow into; ignored when none runs."""
     max_step_requests: int | None = None
     """Requests of one step, where others are to be in another one at the same time; None for as many as run."""
+    max_step_running: int | None = None
+    """Of these, such as run already; None for all."""
 
     def blocks(self, num_tokens: int) -> int:
         """Blocks that this many tokens take."""
@@ -106,7 +108,7 @@ def plan_step(
         freed_by: blocks that are free once these running requests give up theirs; None where no block is shared.
     """
     budget, most = limits.max_tokens, limits.max_step_requests or limits.max_requests
-    going_on = [view for view in running if view.num_missing][:most]
+    going_on = [view for view in running if view.num_missing][: min(most, limits.max_step_running or most)]
     wanted = {view.request_id: 1 for view in going_on if view.num_missing == 1}
     budget -= len(wanted)
     for view in going_on:
