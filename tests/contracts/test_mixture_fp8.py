@@ -112,7 +112,11 @@ def test_weight_only_computes_the_mixture_with_rounded_weights(form: str) -> Non
             last = scores_of(naive, text)[-1]
             assert int(last.argmax()) == token and float(last[token]) == pytest.approx(log_prob, abs=1e-6)
             text.append(token)
-    assert found == results(make_engine(naive))
+    # Of other calls of torch where the weights are no bytes.
+    for ours, wanted in zip(found, results(make_engine(naive)), strict=True):
+        assert ours[0] == wanted[0]
+        for values, others in zip(ours[1:], wanted[1:], strict=True):
+            assert values == pytest.approx(others, abs=1e-12)
     assert found != results(make_engine(make_model(**fields)))
 
 

@@ -73,7 +73,11 @@ def test_weight_only_computes_the_model_with_rounded_weights(make_engine: Make, 
     engine = make_engine(make_model(dtype=dtype), weight_dtype="fp8_weight_only")
     parameters = fp8_parameters(engine.model)
     assert len(parameters) == 8 and all(parameter.dtype == torch.float8_e4m3fn for parameter in parameters)
-    assert results(engine) == results(make_engine(rounded_model(make_model, dtype=dtype)))
+    # Of other calls of torch where the weights are no bytes.
+    for found, wanted in zip(results(engine), results(make_engine(rounded_model(make_model, dtype=dtype))), strict=True):
+        assert found[0] == wanted[0]
+        for values, others in zip(found[1:], wanted[1:], strict=True):
+            assert values == pytest.approx(others, abs=1e-12)
     assert results(engine) != results(make_engine(make_model(dtype=dtype)))
 
 

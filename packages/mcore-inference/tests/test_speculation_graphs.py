@@ -155,7 +155,7 @@ def check_fused(kind: str) -> None:
         Verification.take = watched  # type: ignore[method-assign]
         FusedDecoder.fits = staticmethod(lambda *_, fits=fits: fits)
         engine = build(kind, "cpu", torch.float32, config=FUSED, max_requests=1, max_tokens=12)
-        assert (engine._executor._decoder is not None) == fits
+        assert isinstance(engine._executor._decoder, FusedDecoder) == fits
         [record] = engine.generate([[1, 2, 3] * 3], SamplingParams(temperature=0.5, num_tokens_to_generate=5))
         assert engine._executor.proposal_graphs is not None and engine._executor.proposal_graphs.step_counts
         results.append((record.generated_tokens, proposed, engine.step_count, engine.stats()["graph_steps"]))

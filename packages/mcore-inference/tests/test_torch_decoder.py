@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """The forward in few calls of torch against the model's own."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_inference import DynamicInferenceContext, InferenceConfig, PagedAttention
+from mcore_inference import DynamicInferenceContext, InferenceConfig, PagedAttention, SamplingParams
 from mcore_inference.decoder import TorchDecoder
 from mcore_parallel import ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
@@ -109,3 +110,22 @@ def test_other_parts_are_left_to_the_model(fields: dict[str, Any]) -> None:
 def test_half_precision_and_outputs_of_other_modules_are_left_to_the_model() -> None:
     assert not TorchDecoder.fits(_model(_CONFIG, torch.bfloat16))
     assert not TorchDecoder.fits(_model(_CONFIG), ("layers.0.mlp",))
+
+
+def test_an_engine_follows_hooks_and_modules_that_come_later(make_model: Make, make_engine: Make) -> None:
+    engine = make_engine(make_model(), max_requests=2)
+    params = SamplingParams(temperature=0.0, num_tokens_to_generate=6, ignore_eos=True)
+    assert isinstance(engine._executor._decoder, TorchDecoder)
+    (wanted,), calls = engine.generate([[1, 2, 3]], params), list[int]()
+    hook = engine.model.layers["0"].register_forward_hook(lambda *_: calls.append(1))
+    (found,) = engine.generate([[1, 2, 3]], params)
+    assert found.generated_tokens == wanted.generated_tokens and len(calls) >= 6
+    hook.remove()
+    count = len(calls)
+    engine.generate([[1, 2, 3]], params)
+    assert len(calls) == count
+    doubled = copy.deepcopy(engine.model.layers["0"].mlp)
+    doubled.__class__ = Doubled
+    engine.model.layers["0"].mlp = doubled
+    (other,) = engine.generate([[1, 2, 3]], params)
+    assert other.generated_tokens != wanted.generated_tokens

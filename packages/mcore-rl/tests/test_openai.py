@@ -197,7 +197,9 @@ def test_answers_of_a_server_that_gives_texts_alone_are_in_tokens_of_the_tokeniz
             return json.dumps({"choices": [{"text": "ab", "finish_reason": reason}]}).encode()
 
         monkeypatch.setattr(OpenAIInference, "_post", post)
-        [[response]] = asyncio.run(OpenAIInference("http://127.0.0.1:1", model="m", tokenizer=TOKENIZER, logprobs="none").agenerate(REQUEST))
+        [[response]] = asyncio.run(
+            OpenAIInference("http://127.0.0.1:1", model="m", tokenizer=TOKENIZER, logprobs="none").agenerate(REQUEST)
+        )
         return response
 
     ended, cut = ask("stop"), ask("length")

@@ -204,7 +204,9 @@ class _StackedExperts(nn.Module):
                 "fp8", or beside products of other layers; redundant copies of experts.
         """
         if self._slots:
-            raise ValueError("experts have redundant copies, which would have no adapters; give them to another model, and serve that merged")
+            raise ValueError(
+                "experts have redundant copies, which would have no adapters; give them to another model, and serve that merged"
+            )
         if config.base_dtype is not None and self._products:
             raise ValueError(
                 f"base_dtype={config.base_dtype!r} computes the products of experts, and so do the layers of {type(self).__name__}; build "

@@ -23,7 +23,8 @@ class TorchDecoder:
     """Computes what the model's forward does for the tokens of a step on a CPU, from the weights where the model has them.
 
     For few tokens a call of torch costs as much as what it computes there, and one of a module more. A layer has about 20 calls beside
-    those of attention; a feed-forward that is no ``MLP`` is called as it is.
+    those of attention; a feed-forward that is no ``MLP`` is called as it is. A model that has got hooks or other modules since is not
+    ``as_made``: then its own forward computes what it has become.
 
     Args:
         model: one that ``fits``.
@@ -36,6 +37,13 @@ class TorchDecoder:
         self._layers = [(name, _Layer(layer)) for name, layer in zip(layer_names(model), layers, strict=True)]
         self._final_norm = _Norm(model.final_norm)
         self._states: dict[str, Tensor] = {}
+        self._parts = list(model.modules())
+
+    @property
+    def as_made(self) -> bool:
+        """Whether the model has the modules that it had, and none of them a hook."""
+        parts = self._parts
+        return list(self._model.modules()) == parts and not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
 
     @staticmethod
     def fits(model: GPTModel, modules: Sequence[str] = ()) -> bool:
@@ -101,15 +109,15 @@ class _Layer:
         norms = self._attention.q_norm, self._attention.k_norm
         self._head_norms = None if norms[0] is None else (_Norm(norms[0]), _Norm(norms[1]))
         self._core, self._rotary = self._attention.core, self._attention.rotary
-        self._qkv, self._out = cast(Any, self._attention.qkv).weight, cast(Any, self._attention.out).weight
+        self._qkv, self._out = cast(Any, self._attention.qkv), cast(Any, self._attention.out)
         self._is_plain = type(self._mlp) is MLP
         if self._is_plain:
-            self._up, self._down = cast(Any, self._mlp).up.weight, cast(Any, self._mlp).down.weight
+            self._up, self._down = cast(Any, self._mlp).up, cast(Any, self._mlp).down
 
     def add_attention(self, x: Tensor, tables: dict[str, tuple[Tensor, Tensor] | None], step: Step) -> None:
         """To the residual stream [T, D]."""
         attention = self._attention
-        qkv = F.linear(self._input_norm(x), self._qkv.flatten(0, -2))
+        qkv = F.linear(self._input_norm(x), self._qkv.weight.flatten(0, -2))
         heads = qkv.view(len(x), attention.local_kv_heads, -1, attention.head_dim)
         turning = heads[:, :, :-1]
         if self._head_norms is not None:
@@ -122,7 +130,7 @@ class _Layer:
             turning = (turning * cos).addcmul_(turning.roll(attention.head_dim // 2, -1), sin)
         q, k, v = turning[:, :, :-1].flatten(1, 2), turning[:, :, -1], heads[:, :, -1]
         y = cast(Any, self._core)(q, k, v, attention.layer, step, sink=attention.softmax_offset)
-        x.addmm_(y.flatten(1), self._out.t())
+        x.addmm_(y.flatten(1), self._out.weight.t())
 
     def add_feed_forward(self, x: Tensor, step: Step) -> None:
         """To the residual stream [T, D]."""
@@ -130,8 +138,8 @@ class _Layer:
         if not self._is_plain:
             x.add_(self._mlp(y, step)[0])
             return
-        gate, value = F.linear(y, self._up.flatten(0, -2)).chunk(2, dim=-1)
-        x.addmm_(F.silu(gate).mul_(value), self._down.t())
+        gate, value = F.linear(y, self._up.weight.flatten(0, -2)).chunk(2, dim=-1)
+        x.addmm_(F.silu(gate).mul_(value), self._down.weight.t())
 
 
 def _signed(tables: tuple[Tensor, Tensor] | None, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:

@@ -431,8 +431,9 @@ class Executor:
     def _model_logits(self, inputs: StepInputs, rows_N: Tensor | None) -> Tensor:
         """Logits [N, V] of these tokens of a step, or [T, V] of all; heads have their states then."""
         step = inputs.step if self._recorder is None else dataclasses.replace(inputs.step, routing_recorder=self._recorder)
-        if self._decoder is not None:
-            logits_NV, states = self._decoder.logits(inputs.tokens_T, step, rows_N), self._decoder.take_states()
+        decoder = self._decoder
+        if decoder is not None and (isinstance(decoder, FusedDecoder) or decoder.as_made):
+            logits_NV, states = decoder.logits(inputs.tokens_T, step, rows_N), decoder.take_states()
         else:
             with self._capture:
                 output, _ = self._model(inputs.tokens_T, step)
