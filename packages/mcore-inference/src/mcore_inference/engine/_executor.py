@@ -432,7 +432,7 @@ class Executor:
         """Logits [N, V] of these tokens of a step, or [T, V] of all; heads have their states then."""
         step = inputs.step if self._recorder is None else dataclasses.replace(inputs.step, routing_recorder=self._recorder)
         decoder = self._decoder
-        if decoder is not None and (isinstance(decoder, FusedDecoder) or decoder.as_made):
+        if decoder is not None and (not isinstance(decoder, TorchDecoder) or decoder.as_made):
             logits_NV, states = decoder.logits(inputs.tokens_T, step, rows_N), decoder.take_states()
         else:
             with self._capture:
