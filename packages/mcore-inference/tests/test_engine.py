@@ -31,7 +31,8 @@ from mcore_inference import (
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.models import GPTModel, TransformerConfig
-from mcore_parallel.nn import Step
+from tests.support.engine_checks import check_idle, random_prompts
+from tests.support.generation import full_log_probs, naive_greedy
 
 Make = Callable[..., Any]
 GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=10)
@@ -41,31 +42,6 @@ GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=10)
 def make_engine(request: pytest.FixtureRequest, make_engine: Make) -> Make:
     """Engines that read the results of a step at once, and while the next is computed."""
     return functools.partial(make_engine, run_ahead=request.param)
-
-
-def full_log_probs(model: GPTModel, tokens: list[int]) -> Tensor:
-    """[T, V] of a sequence, computed at once."""
-    with torch.no_grad():
-        output, _ = model(torch.tensor(tokens), Step.causal(1, len(tokens)))
-    return output.logits().double().log_softmax(-1)
-
-
-def naive_greedy(model: GPTModel, prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(int(full_log_probs(model, tokens)[-1].argmax()))
-    return tokens[len(prompt) :]
-
-
-def random_prompts(rng: random.Random, count: int, longest: int = 24) -> list[list[int]]:
-    return [[rng.randrange(64) for _ in range(rng.randint(1, longest))] for _ in range(count)]
-
-
-def check_idle(engine: DynamicInferenceEngine) -> None:
-    assert not engine.has_unfinished_requests()
-    assert engine.context.allocator.total_used == 0
-    assert engine.context.get_active_request_count() == 0
-    assert engine.step() == []
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from mcore_inference import (
 )
 from mcore_parallel import ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
+from tests.support.engine_checks import check_idle
 
 Make = Callable[..., Any]
 GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=10)
@@ -31,13 +32,6 @@ GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=10)
 def make_engine(request: pytest.FixtureRequest, make_engine: Make) -> Make:
     """Engines that read the results of a step at once, and while the next is computed."""
     return functools.partial(make_engine, run_ahead=request.param)
-
-
-def check_idle(engine: DynamicInferenceEngine) -> None:
-    assert not engine.has_unfinished_requests()
-    assert engine.context.allocator.total_used == 0
-    assert engine.context.get_active_request_count() == 0
-    assert engine.step() == []
 
 
 NO_PROMPTS: list[Any] = [

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from mcore_inference import (
     DynamicInferenceContext,
@@ -18,8 +17,8 @@ from mcore_inference import (
     InferenceConfig,
     SamplingParams,
 )
-from mcore_parallel.models import GPTModel
-from mcore_parallel.nn import Step
+from tests.support.engine_checks import check_idle, random_prompts
+from tests.support.generation import full_log_probs
 
 Make = Callable[..., Any]
 
@@ -28,24 +27,6 @@ Make = Callable[..., Any]
 def make_engine(request: pytest.FixtureRequest, make_engine: Make) -> Make:
     """Engines that read the results of a step at once, and while the next is computed."""
     return functools.partial(make_engine, run_ahead=request.param)
-
-
-def full_log_probs(model: GPTModel, tokens: list[int]) -> Tensor:
-    """[T, V] of a sequence, computed at once."""
-    with torch.no_grad():
-        output, _ = model(torch.tensor(tokens), Step.causal(1, len(tokens)))
-    return output.logits().double().log_softmax(-1)
-
-
-def random_prompts(rng: random.Random, count: int, longest: int = 24) -> list[list[int]]:
-    return [[rng.randrange(64) for _ in range(rng.randint(1, longest))] for _ in range(count)]
-
-
-def check_idle(engine: DynamicInferenceEngine) -> None:
-    assert not engine.has_unfinished_requests()
-    assert engine.context.allocator.total_used == 0
-    assert engine.context.get_active_request_count() == 0
-    assert engine.step() == []
 
 
 def test_log_probs_are_the_models_own_whatever_the_sampling(make_model: Make, make_engine: Make) -> None:

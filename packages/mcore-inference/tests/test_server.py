@@ -15,23 +15,15 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from mcore_inference import DynamicInferenceEngine, EngineDeadError, PortInUseError, SamplingParams
 from mcore_inference.server import InferenceServer, serve
 from mcore_inference.server._schema import ChatBody, CompletionBody
-from mcore_parallel.data import ByteTokenizer
+from tests.support.small_server import LETTERS, TOKENIZER, make_small_engine
 
 Make = Callable[..., Any]
-TOKENIZER = ByteTokenizer()
-# Only letters can be drawn, so that text is as long as tokens.
-LETTERS = {str(token): 100.0 for token in TOKENIZER.tokenize("abcdefgh")}
 COMMON: dict[str, Any] = {"model": "mcore", "logit_bias": LETTERS}
-
-
-def make_small_engine(make_model: Make, make_engine: Make, **sizes: Any) -> DynamicInferenceEngine:
-    return make_engine(make_model(vocab_size=272, dtype=torch.float32, layers=1), TOKENIZER, **{"max_sequence_length": 256} | sizes)
 
 
 @pytest.fixture(scope="module")

@@ -10,21 +10,13 @@ from typing import Any, cast
 
 import openai
 import pytest
-import torch
 
-from mcore_inference import DynamicInferenceEngine, StructuredOutputError
+from mcore_inference import StructuredOutputError
 from mcore_inference.server import InferenceServer, serve
 from mcore_inference.server._errors import ApiError
-from mcore_parallel.data import ByteTokenizer
+from tests.support.small_server import LETTERS, TOKENIZER, make_small_engine
 
 Make = Callable[..., Any]
-TOKENIZER = ByteTokenizer()
-# Only letters can be drawn, so that text is as long as tokens.
-LETTERS = {str(token): 100.0 for token in TOKENIZER.tokenize("abcdefgh")}
-
-
-def make_small_engine(make_model: Make, make_engine: Make, **sizes: Any) -> DynamicInferenceEngine:
-    return make_engine(make_model(vocab_size=272, dtype=torch.float32, layers=1), TOKENIZER, **{"max_sequence_length": 256} | sizes)
 
 
 @pytest.fixture(scope="module")
