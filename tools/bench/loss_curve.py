@@ -158,11 +158,11 @@ def finished(path: Path | None, facts: Mapping[str, Any]) -> list[dict[str, Any]
     """
     if path is None or not path.exists():
         return []
-    kept = json.loads(path.read_text(encoding="ascii"))
+    before = json.loads(path.read_text(encoding="ascii"))
     for name, value in facts.items():
-        if kept.get(name) != value:
-            raise SystemExit(f"--output {path} is of {name}={kept.get(name)!r}, this call of {value!r}; name another file, or remove it")
-    return kept["runs"]
+        if before.get(name) != value:
+            raise SystemExit(f"--output {path} is of {name}={before.get(name)!r}, this call of {value!r}; name another file, or remove it")
+    return before["runs"]
 
 
 def main() -> None:

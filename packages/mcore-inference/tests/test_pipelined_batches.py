@@ -196,8 +196,8 @@ def check_aborts() -> list[list[int]]:
     ended += to_the_end(split)
     records = {each.request_id: each for each in ended}
     theirs = whole.generate(PROMPTS, params)
-    kept = [index for index, number in enumerate(numbers) if number != aborted]
-    check_equal([records[numbers[index]] for index in kept], [theirs[index] for index in kept])
+    finished = [index for index, number in enumerate(numbers) if number != aborted]
+    check_equal([records[numbers[index]] for index in finished], [theirs[index] for index in finished])
     assert aborted not in records and record.generated_tokens == theirs[numbers.index(aborted)].generated_tokens[: record.num_generated]
     return check_equal([records[number] for number in later], theirs[4:])
 

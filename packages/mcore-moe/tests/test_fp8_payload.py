@@ -110,9 +110,9 @@ def check_messages() -> None:
         rows = dispatcher.dispatch(x, routing)
         (rows.rows_RD.square().sum() * 0.5 + rows.weights_R.sum()).backward()
     assert sent == [(torch.uint8, D + 3 + 4), (torch.uint8, 2 * D + 4)] and len(paused) == 2
-    kept = routing.destinations(4) < 4
-    torch.testing.assert_close(routing.probs_TK.grad, kept.float())
-    torch.testing.assert_close(x.grad, (rounded(x.detach()).float() * kept.sum(-1, keepdim=True)).bfloat16())
+    sent_TK = routing.destinations(4) < 4
+    torch.testing.assert_close(routing.probs_TK.grad, sent_TK.float())
+    torch.testing.assert_close(x.grad, (rounded(x.detach()).float() * sent_TK.sum(-1, keepdim=True)).bfloat16())
     with pytest.raises(ValueError, match="fp8=True sends rows in one step, and meanwhile runs between two"):
         dispatcher.dispatch(x, routing, lambda: None)
 

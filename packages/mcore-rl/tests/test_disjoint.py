@@ -176,7 +176,7 @@ def test_halves_with_buckets_of_two_sizes_carry_the_same_weights(world, trainer_
 
 def lose_a_half(lost: int, of: str) -> str:
     placement, transfer = Placement.split(ParallelPlan()), WeightTransfer(timeout_s=2.0)
-    told = ""
+    message = ""
     model = None if placement.groups is None else policy(placement.groups)
     # Of the others none is late.
     dist.barrier()
@@ -188,9 +188,9 @@ def lose_a_half(lost: int, of: str) -> str:
         else:
             placement.gather(None, 2.0, "rollouts")
     except (RefitTimeoutError, RankTimeoutError) as error:
-        told = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
     leave_together()
-    return told
+    return message
 
 
 @pytest.mark.world(4)
@@ -530,8 +530,8 @@ def lose_an_engine() -> str:
 
 @pytest.mark.world(2)
 def test_a_killed_engine_is_named_at_once(world) -> None:
-    told = world(lose_an_engine, doomed=(1,))[0]
-    assert told == "rank 1 (serves) died, no process is left (rollouts); look at the log of that rank"
+    message = world(lose_an_engine, doomed=(1,))[0]
+    assert message == "rank 1 (serves) died, no process is left (rollouts); look at the log of that rank"
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

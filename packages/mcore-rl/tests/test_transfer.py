@@ -172,13 +172,13 @@ def test_a_load_that_was_given_up_leaves_nothing_for_the_next(world) -> None:
 
 def leave_one_out() -> str:
     model, sink = build(ParallelPlan(tp=2), 1), Whole()
-    transfer, told = WeightTransfer(timeout_s=1.0), ""
+    transfer, message = WeightTransfer(timeout_s=1.0), ""
     refit(model, model.groups, sink, transfer)
     if dist.get_rank() == 0:
         try:
             refit(model, model.groups, sink, transfer)
         except RefitTimeoutError as error:
-            told = str(error)
+            message = str(error)
     else:
         # It agrees on the layout, and then does not come.
         stream = transfer.weights(model, model.groups, sink)
@@ -186,13 +186,13 @@ def leave_one_out() -> str:
         transfer._take = lambda *inputs: iter(())  # type: ignore[method-assign]  # pyright: ignore[reportAttributeAccessIssue]
         assert not list(stream)
     leave_together()
-    return told
+    return message
 
 
 @pytest.mark.world(2)
 def test_a_rank_that_does_not_come_is_named(world) -> None:
-    told, _ = world(leave_one_out)
-    assert told.startswith("rank 1 did not send weights within timeout_s=1 (bucket 1 of 1, from ")
+    message, _ = world(leave_one_out)
+    assert message.startswith("rank 1 did not send weights within timeout_s=1 (bucket 1 of 1, from ")
 
 
 def die_between() -> str:
@@ -217,32 +217,32 @@ def stay_away() -> str:
     model, sink = build(ParallelPlan(tp=2), 1), Whole()
     for _ in range(2):
         refit(model, model.groups, sink)
-    told = ""
+    message = ""
     if dist.get_rank() != 1:
         with pytest.raises(RefitTimeoutError) as caught:
             refit(model, model.groups, sink, WeightTransfer(timeout_s=0.5))
-        told = str(caught.value)
+        message = str(caught.value)
     leave_together()
-    return told
+    return message
 
 
 @pytest.mark.world(2)
 def test_a_rank_that_never_calls_is_named(world) -> None:
-    told, _ = world(stay_away)
-    assert told == "rank 1 did not come within timeout_s=0.5 (weights); look at the log of that rank"
+    message, _ = world(stay_away)
+    assert message == "rank 1 did not come within timeout_s=0.5 (weights); look at the log of that rank"
 
 
 def draw_nothing() -> str:
     groups, config = ProcessGroups.build(ParallelPlan(dp=3)), GRPOConfig(num_groups=3, group_size=2, seq_len=8)
     dist.barrier()
-    told = ""
+    message = ""
     if dist.get_rank() != 1:
         failure = OSError("the engine is gone") if dist.get_rank() == 2 else None
         with pytest.raises(RankTimeoutError if failure is None else OSError) as caught:
             exchange(config, Drawn(groups=[], failure=failure), groups, torch.device("cpu"), timeout_s=1.0)
-        told = str(caught.value)
+        message = str(caught.value)
     leave_together()
-    return told
+    return message
 
 
 def die_before_rollouts() -> str:
@@ -258,8 +258,8 @@ def die_before_rollouts() -> str:
 
 @pytest.mark.world(2)
 def test_a_rank_that_dies_before_its_rollouts_is_named_long_before_the_limit(world) -> None:
-    told = world(die_before_rollouts, doomed=(1,))[0]
-    assert told == "rank 1 died, no process is left (rollouts); look at the log of that rank"
+    message = world(die_before_rollouts, doomed=(1,))[0]
+    assert message == "rank 1 died, no process is left (rollouts); look at the log of that rank"
 
 
 @pytest.mark.world(3)

@@ -64,14 +64,14 @@ def _begin(text: str, before: Messages, render: Render) -> int | None:
 def _first_begin(text: str, message: Mapping[str, Any], render: Render) -> int | None:
     """Of a turn that nothing comes before but what the template writes itself, as tools: behind what opens a turn, or where its text is."""
     question = [{"role": "user", "content": "a"}]
-    asked, opened = render(question, False), render(question, True)
-    header = opened.removeprefix(asked) if opened.startswith(asked) else ""
-    found = text.find(header) if header else -1
-    if found >= 0:
-        return found + len(header)
+    closed, opened = render(question, False), render(question, True)
+    header = opened.removeprefix(closed) if opened.startswith(closed) else ""
+    place = text.find(header) if header else -1
+    if place >= 0:
+        return place + len(header)
     landmark = _landmark(message)
-    found = text.find(landmark) if landmark else -1
-    return found if found >= 0 else None
+    place = text.find(landmark) if landmark else -1
+    return place if place >= 0 else None
 
 
 def _landmark(message: Mapping[str, Any]) -> str:
