@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Several batches of requests in flight over the stages of a pipeline, against one engine over the whole model."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -23,6 +24,7 @@ from mcore_inference import (
 )
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.models import GPTModel, TransformerConfig
+from tests.support.world import run
 
 World = Callable[..., list[Any]]
 CONFIG = TransformerConfig(num_layers=4, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=64, init_method_std=0.3)
@@ -305,4 +307,31 @@ def check_failure() -> list[int]:
 @pytest.mark.world(2)
 def test_a_step_that_fails_takes_nothing_from_those_in_flight(world: World) -> None:
     one, two = world(check_failure)
+    assert one == two
+
+
+def check_gpus() -> list[list[int]]:
+    """Logits and states cross by one communicator, and the tokens of a batch reach the stage before while others are computed."""
+    device, dtype = torch.device("cuda", dist.get_rank()), torch.float32
+    config = dataclasses.replace(CONFIG, hidden_size=256, vocab_size=512)
+    sizes = InferenceConfig(max_sequence_length=64, num_blocks=60, block_size_tokens=16, max_tokens=64, max_requests=6)
+    engines = list[DynamicInferenceEngine]()
+    for groups in (ProcessGroups.build(ParallelPlan(pp=2)), ProcessGroups.single()):
+        model = GPTModel(config, groups, attention_core=PagedAttention(), dtype=dtype, device=device, seed=0).eval()
+        engines.append(DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes)))
+    tokens = list[list[int]]()
+    for _ in range(3):
+        split, whole = (engine.generate(PROMPTS, settings()) for engine in engines)
+        for one, other in zip(split, whole, strict=True):
+            assert one.generated_tokens == other.generated_tokens
+            torch.testing.assert_close(one.generated_log_probs, other.generated_log_probs, rtol=1e-3, atol=1e-3)
+        tokens += [record.generated_tokens for record in split]
+    return tokens
+
+
+@pytest.mark.gpu
+def test_batches_in_flight_over_two_gpus_draw_the_tokens_of_one() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    one, two = run(check_gpus, 2, backend="nccl", timeout_s=120.0)
     assert one == two
