@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """`mcore serve` in each layout of two processes, on two GPUs where there are some: its start, answers, end, and what a killed process does.
 
-A dense model and a mixture are trained for a moment by `mcore train`; answers at temperature 0 are to be those of one process.
+A dense model, a mixture and a hybrid are trained for a moment by `mcore train`; answers at temperature 0 are to be those of one process.
 
 python -m tests.campaigns.serving_layouts --output docs/benchmarks/serving_layouts.json
 """
@@ -42,7 +42,7 @@ _SENTENCES = (
 )
 _PROMPTS = tuple(sentence[:length] for sentence in _SENTENCES for length in (8, 20))
 _LAYOUTS = (("gpt_tiny", "--tp 2"), ("gpt_tiny", "--data-parallel 2"), ("moe_tiny", "--tp 2"), ("moe_tiny", "--data-parallel 2"),
-            ("moe_tiny", "--data-parallel 2 --expert-parallel"))  # fmt: skip
+            ("moe_tiny", "--data-parallel 2 --expert-parallel"), ("hybrid_tiny", "--tp 2"))  # fmt: skip
 
 
 def _train(folder: Path, recipe: str, steps: int) -> Path:
@@ -172,6 +172,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve in each layout, write the figures, return 1 where one went wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150, help="of the training")
+    models = list(dict.fromkeys(recipe for recipe, _ in _LAYOUTS))
+    parser.add_argument("--models", nargs="+", choices=models, default=models, help="recipes")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
     if torch.cuda.device_count() == 1:
@@ -180,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         texts: dict[str, list[str]] = {}
-        for recipe, words in _LAYOUTS:
+        for recipe, words in [layout for layout in _LAYOUTS if layout[0] in options.models]:
             log = folder / "log"
             try:
                 if recipe not in texts:
