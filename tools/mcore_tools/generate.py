@@ -9,7 +9,8 @@ The folder of a run, of its steps (the newest is taken), one checkpoint that kee
 With --tp N and --pp M the model is split over N x M processes, one a GPU, which are started here or by torchrun. USE_COORDINATOR=1 in
 the environment puts the engine into a process of its own, behind a coordinator as of `mcore serve --data-parallel`.
 --input has a prompt a line, or JSON objects with a "prompt" (.jsonl). --output gets a JSON object a line, in the order in which they end;
-the same command again goes on with the prompts that it has not.
+the same command again goes on with the prompts that it has not. What the texts depend on is kept beside it, in FILE.settings.json: a
+command with other settings is refused.
 Exit code: 0 done; 1 failed, or a prompt was refused; 2 an input cannot be used, and why; 75 the engine failed several times in a row, or
 hangs.
 """
@@ -20,6 +21,7 @@ import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -95,6 +97,19 @@ def _params(options: argparse.Namespace, longest: int) -> SamplingParams:
         num_tokens_to_generate=min(_NUM_TOKENS, longest) if options.max_tokens is None else options.max_tokens,
         bad_words=options.bad_word,
     )
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    """By flag, what the texts of a file depend on."""
+    return {
+        "checkpoint": str(Path(options.checkpoint).absolute()),
+        "--max-tokens": options.max_tokens,
+        "--max-length": options.max_length,
+        "--temperature": options.temperature or 0.0,
+        "--bad-word": options.bad_word,
+        "--weight-dtype": options.weight_dtype,
+        "--kv-cache-dtype": options.kv_cache_dtype,
+    }
 
 
 def _show(prompts: Sequence[str], results: Sequence[DynamicInferenceRequestRecord | RequestError], longest: int) -> int:
@@ -281,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (options.input is None) != (options.output is None) or (options.prompt and options.input is not None):
         parser.error("--input and --output go together, without --prompt")
     try:
-        prompts = None if options.input is None else PromptFile(options.input, options.output)
+        prompts = None if options.input is None else PromptFile(options.input, options.output, _settings(options))
         if prompts is not None and not prompts.left:
             return 1 if prompts.num_refused else 0
         if uses_coordinator():

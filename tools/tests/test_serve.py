@@ -106,6 +106,9 @@ def test_prompts_of_a_file_are_continued_once(
     assert cli.main(words) == 1 and target.read_text(encoding="utf-8") == whole
     before = target.stat().st_mtime_ns
     assert cli.main(words) == 1 and target.stat().st_mtime_ns == before
+    capsys.readouterr()
+    assert cli.main([*words, "--temperature", "1"]) == 2 and target.stat().st_mtime_ns == before
+    assert "--temperature is 1.0, and was 0.0 for the texts" in capsys.readouterr().err
     source.write_text(json.dumps({"prompt": "another"}) + "\n", encoding="utf-8")
     assert cli.main(words) == 2 and f"line 1 of {target} is no continuation of this --input" in capsys.readouterr().err
     assert target.read_text(encoding="utf-8") == whole

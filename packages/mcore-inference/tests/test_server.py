@@ -245,6 +245,8 @@ def test_a_prompt_that_is_too_long_is_a_typed_400(client: openai.OpenAI, server:
         ("[]", 422, "object"),
         ({}, 422, "prompt"),
         ({"prompt": "x", "temperature": -1}, 422, "temperature"),
+        # Elsewhere it draws the likeliest token, elsewhere any of them: who means either says so.
+        ({"prompt": "x", "top_p": 0}, 422, "top_p"),
         ({"prompt": "x", "max_tokens": 10**9}, 422, "max_tokens"),
         ({"prompt": "x", "n": 1000}, 422, "n"),
         ({"prompt": ["x"] * 100, "n": 100}, 422, "n"),

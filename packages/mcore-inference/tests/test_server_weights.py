@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """A running server takes weights from a folder, when who asks may, and only from below its root."""
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -72,6 +73,15 @@ def test_a_folder_replaces_the_weights_and_tokens_say_which_drew_them(server: In
     response = update(server, root / "version-3", 7)
     assert response.status_code == 200 and response.json()["success"] is True and response.json()["weight_version"] == 7
     after = answer(server)
+    for body, place in (({"prompt": [65, 66]}, "completions"), ({"messages": [{"role": "user", "content": "A"}]}, "chat/completions")):
+        body |= {"max_tokens": 6, "return_token_ids": True}
+        whole = httpx.post(f"{server.url}/v1/{place}", json=body, headers=TOKEN, timeout=30).json()["choices"][0]
+        assert whole["weight_versions"] == [7] * len(whole["token_ids"]) and whole["prompt_token_ids"]
+        text = httpx.post(f"{server.url}/v1/{place}", json={**body, "stream": True}, headers=TOKEN, timeout=30).text
+        chunks = [json.loads(line[6:])["choices"][0] for line in text.splitlines() if line.startswith("data: {")]
+        *others, last = [chunk for chunk in chunks if "token_ids" in chunk]
+        assert last["weight_versions"] == [7] * sum(len(chunk["token_ids"]) for chunk in (*others, last))
+        assert not any("weight_versions" in chunk for chunk in others)
     assert set(after["weight_versions"]) == {7} and after["logprobs"]["token_logprobs"] != before["logprobs"]["token_logprobs"]
     update(server, root / "version-4", 8, in_flight="drain")
     other = answer(server)

@@ -66,13 +66,15 @@ class PromptFile:
         source: ``.jsonl``, an object with a ``prompt`` a line; any other file has a prompt a line.
         target: gets an object a line: ``number`` of the prompt (from 0), ``prompt``, and ``text``, ``finish_reason``, ``tokens``, or
             ``error``. Prompts that it has already are not continued again.
+        settings: what texts depend on, by flag. They are kept beside the target, so that all of its texts have the same.
 
     Raises:
-        ValueError: a line of the source has no prompt, one of the target is not of this source, or its folder is not there.
+        ValueError: a line of the source has no prompt, one of the target is not of this source or was made with other settings, or its
+            folder is not there.
         OSError: a file cannot be read.
     """
 
-    def __init__(self, source: Path, target: Path) -> None:
+    def __init__(self, source: Path, target: Path, settings: Mapping[str, Any]) -> None:
         if not target.absolute().parent.is_dir():
             raise ValueError(f"--output {target}: its folder is not there; make it first")
         self._target = target
@@ -84,6 +86,19 @@ class PromptFile:
         done = self._read_done()
         self.left = {number: prompt for number, prompt in enumerate(self._prompts) if number not in done}
         """Prompts that are to be continued, by number."""
+        self._settings, self._settings_file = settings, target.with_name(f"{target.name}.settings.json")
+        if len(self.left) < len(self._prompts) and self._settings_file.exists():
+            self._compare_settings()
+        if not self.left:
+            print(f"{target} has all {len(self._prompts)} prompts", file=sys.stderr)
+
+    def _compare_settings(self) -> None:
+        before = _object(self._settings_file.read_text(encoding="utf-8"))
+        for name, value in self._settings.items():
+            if before.get(name) != value:
+                raise ValueError(
+                    f"{name} is {value}, and was {before.get(name)} for the texts that {self._target} has; give what it was, or another --output"
+                )
 
     def _read_done(self) -> set[int]:
         """Numbers of the prompts that the target has; half a line, of a command that was killed, is taken out of it."""
@@ -104,6 +119,9 @@ class PromptFile:
 
     def run(self, runner: AnyRunner, params: SamplingParams) -> None:
         """Continue what is left, a line of the target each, and tell the progress on standard error. Raises as ``continue_prompts``."""
+        half = self._settings_file.with_name(f"{self._settings_file.name}.half")
+        half.write_text(json.dumps(self._settings, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        half.replace(self._settings_file)
         begin = last = time.monotonic()
         num_done, num_tokens = len(self._prompts) - len(self.left), 0
         with self._target.open("a", encoding="utf-8") as target:

@@ -317,15 +317,9 @@ class Routes:
                 values = completion_log_probs(self._tokenizer, prompt + tokens, scores, best, 0)
             else:
                 values = completion_log_probs(self._tokenizer, tokens, scores, best, 0)
-        choice = {
-            "index": index,
-            "text": prompt_text + record.generated_text,
-            "logprobs": values,
-            "finish_reason": record.finish_reason,
-        }
-        if call.body.return_token_ids:
-            choice["weight_versions"] = [version for version, count in record.weight_versions for _ in range(count)]
-        return choice | self._ids(call, record.generated_tokens, record.prompt_tokens)
+        text = prompt_text + record.generated_text
+        choice = {"index": index, "text": text, "logprobs": values, "finish_reason": record.finish_reason}
+        return choice | self._ids(call, record.generated_tokens, record, with_prompt=True)
 
     def _completion_delta(self, call: _GenerationCall, index: int, increment: Increment, sent: int) -> dict[str, Any]:
         assert isinstance(call.body, CompletionBody)
@@ -335,7 +329,7 @@ class Routes:
             values = completion_log_probs(self._tokenizer, increment.tokens, increment.log_probs, best, sent)
         reason = None if increment.record is None else increment.record.finish_reason
         choice = {"index": index, "text": increment.text, "logprobs": values, "finish_reason": reason}
-        return choice | self._ids(call, increment.tokens)
+        return choice | self._ids(call, increment.tokens, increment.record)
 
     def _chat_choice(self, call: _GenerationCall, index: int, record: DynamicInferenceRequestRecord) -> dict[str, Any]:
         values = None
@@ -351,7 +345,7 @@ class Routes:
                 message["tool_calls"] = [{name: value for name, value in one.items() if name != "index"} for one in calls]
             reason = _reason(reason, parser)
         choice = {"index": index, "message": message, "logprobs": values, "finish_reason": reason}
-        return choice | self._ids(call, record.generated_tokens, record.prompt_tokens)
+        return choice | self._ids(call, record.generated_tokens, record, with_prompt=True)
 
     def _chat_delta(self, call: _GenerationCall, index: int, increment: Increment, sent: int) -> dict[str, Any]:
         values = None
@@ -368,12 +362,21 @@ class Routes:
         delta: dict[str, Any] = {"content": content} if content else {}
         if calls:
             delta["tool_calls"] = calls
-        return {"index": index, "delta": delta, "logprobs": values, "finish_reason": reason} | self._ids(call, increment.tokens)
+        choice = {"index": index, "delta": delta, "logprobs": values, "finish_reason": reason}
+        return choice | self._ids(call, increment.tokens, increment.record)
 
-    def _ids(self, call: _GenerationCall, tokens: list[int], prompt: list[int] | None = None) -> dict[str, Any]:
+    def _ids(
+        self, call: _GenerationCall, tokens: list[int], record: DynamicInferenceRequestRecord | None, *, with_prompt: bool = False
+    ) -> dict[str, Any]:
+        """Ids of tokens; with the record, which a stream has at its end, the version of the weights of each token of the answer."""
         if not call.body.return_token_ids:
             return {}
-        return {"token_ids": tokens} | ({} if prompt is None else {"prompt_token_ids": prompt})
+        ids: dict[str, Any] = {"token_ids": tokens}
+        if record is not None:
+            ids["weight_versions"] = [version for version, count in record.weight_versions for _ in range(count)]
+            if with_prompt:
+                ids["prompt_token_ids"] = record.prompt_tokens
+        return ids
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

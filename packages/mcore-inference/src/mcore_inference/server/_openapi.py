@@ -112,7 +112,7 @@ def _answers() -> dict[str, dict[str, Any]]:
     call = _object({"id": _STRING, "type": {"const": "function"}, "function": _object({"name": _STRING, "arguments": _STRING})})
     message = _object({"role": {"const": "assistant"}, "content": _or_null(_STRING)}, tool_calls=_array(call), refusal={"type": "null"})
     choice = {"index": _INTEGER, "finish_reason": reason, "logprobs": _or_null(_ANY_OBJECT)}
-    ids = {"token_ids": tokens, "prompt_token_ids": tokens}
+    ids = {"token_ids": tokens, "prompt_token_ids": tokens, "weight_versions": tokens}
     envelope = {"id": _STRING, "created": _INTEGER, "model": _STRING, "usage": usage}
     error = {"message": _STRING, "type": _STRING, "param": _or_null(_STRING), "code": _or_null(_STRING), "request_id": _or_null(_STRING)}
     model = {"id": _STRING, "object": {"const": "model"}, "created": _INTEGER, "owned_by": _STRING, "max_model_len": _INTEGER}
@@ -127,7 +127,7 @@ def _answers() -> dict[str, dict[str, Any]]:
             {
                 **envelope,
                 "object": {"const": "text_completion"},
-                "choices": _array(_object({**choice, "text": _STRING}, **ids, weight_versions=tokens)),
+                "choices": _array(_object({**choice, "text": _STRING}, **ids)),
             }
         ),
         "ChatCompletion": _object(

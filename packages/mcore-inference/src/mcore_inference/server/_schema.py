@@ -119,7 +119,7 @@ class _Sampling(BaseModel):
 
     model: ModelName = ""
     temperature: float | None = Field(default=None, ge=0, le=100)
-    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_p: float | None = Field(default=None, gt=0, le=1)
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
