@@ -87,9 +87,10 @@ class _Server:
         return int(float(next(line.split()[1] for line in lines if line.startswith("mcore_inference_engines "))))
 
     def children(self) -> list[int]:
-        """Of all threads, the oldest first: one of them starts engines again."""
+        """Of all threads, the oldest first: one of them starts engines again. Processes of a compiler are not among them."""
         threads = Path(f"/proc/{self.process.pid}/task").iterdir()
-        return sorted(int(pid) for thread in threads for pid in (thread / "children").read_text().split())
+        pids = sorted(int(pid) for thread in threads for pid in (thread / "children").read_text().split())
+        return [pid for pid in pids if b"mcore_tools" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     def terminated(self) -> float:
         """Seconds from SIGTERM to the end."""
@@ -157,7 +158,8 @@ def _layout(folder: Path, words: str, wanted: Sequence[str], log: Path) -> Figur
             children += server.children()
         figures["exit_s"] = round(server.terminated(), 1)
         check(server.process.returncode == 0, f"exit code {server.process.returncode} of SIGTERM: {log.read_text()[-1000:]}")
-        check(not any(Path(f"/proc/{pid}").exists() for pid in children), "processes are left")
+        left = [pid for pid in children if Path(f"/proc/{pid}").exists()]
+        check(not left, f"processes {left} are left: {[Path(f'/proc/{pid}/cmdline').read_bytes() for pid in left]}")
     if "--data-parallel" not in words:
         # A rank that is lost ends all of them.
         with _serving(folder, words.split(), log) as server:
