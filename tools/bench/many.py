@@ -21,13 +21,10 @@ takes. killed: an engine a rank under load, one of which is killed. A peer is a 
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import json
-import shlex
 import statistics
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +50,7 @@ from mcore_tools.assembly import FullyShardedModel
 from mcore_tools.launch import launch
 from tools.bench._halves import grpo_on_halves
 from tools.bench._killed import killed_engine
+from tools.bench._peers import peers
 from tools.bench._record import record
 from tools.bench._scale import Scale
 from tools.bench._turns import TURNS, grpo_by_turns
@@ -431,24 +429,6 @@ def _work(sizes: Mapping[str, Work], arguments: argparse.Namespace) -> Work:
     chosen = {name: value for name in ("groups", "group_size", "outputs") if (value := getattr(arguments, name)) is not None}
     changed = dataclasses.replace(work, **chosen)
     return dataclasses.replace(changed, bin_size=max(work.bin_size, changed.inputs + changed.outputs))
-
-
-def peers(commands: list[str], timeout_s: float) -> Iterator[dict[str, Any]]:
-    """The JSON lines of each peer; one line that says why for a peer that does not run, or does not end."""
-    for text in commands:
-        name, _, command = text.partition("=")
-        try:
-            done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=timeout_s, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            yield {"part": "peer", "by": name, "error": f"{name} gave no figures: {error}"}
-            continue
-        lines = []
-        for line in done.stdout.splitlines():
-            # A peer's log may have lines that only begin like figures.
-            with contextlib.suppress(json.JSONDecodeError):
-                lines += [json.loads(line)] if line.startswith("{") else []
-        for line in lines or [{"error": (done.stderr or done.stdout)[-600:]}]:
-            yield {"part": "peer", "by": name, **line}
 
 
 def main() -> None:

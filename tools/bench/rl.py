@@ -5,6 +5,9 @@
 python -m tools.bench.rl --model llama-1b --turns qwen3-8b --output docs/benchmarks/rl.json
 python -m tools.bench.rl --model llama-1b --shared-prompts --output docs/benchmarks/rl_shared_prompts.json
 python -m tools.bench.rl --model tiny --size tiny --device cpu --cycles 100 --output docs/benchmarks/rl_turns_cpu.json
+python -m tools.bench.rl --model llama-1b --peer "TRL=python -m tools.bench.rl_trl" --output docs/benchmarks/rl_peer.json
+
+A peer is a command that prints JSON lines, which are kept; beside it the second of two GRPO steps is measured and nothing else.
 """
 
 import argparse
@@ -50,6 +53,7 @@ from mcore_rl import (
     grpo_iteration,
     refit,
 )
+from tools.bench._peers import peers
 from tools.bench._record import record
 from tools.bench.serve import MODELS
 
@@ -116,8 +120,13 @@ class EvenShare(NumberedProblems):
         return Problem(problem_id=str(number), prompt=" ".join(str(rng.randrange(self._vocab_size)) for _ in range(self._length)))
 
     async def get_reward(self, response: str, problem: Problem) -> float:
-        words = response.split()
-        return sum(word[-1] in "02468" for word in words) / max(1, len(words))
+        return even_share(response)
+
+
+def even_share(text: str) -> float:
+    """Of the ids of a text."""
+    words = text.split()
+    return sum(word[-1] in "02468" for word in words) / max(1, len(words))
 
 
 class Recorded(InferenceInterface):
@@ -286,10 +295,7 @@ def step(learner: Learner, engine: DynamicInferenceEngine, work: Work, clock: Cl
     """The third of three GRPO iterations, beside generation alone and training alone."""
     vocab, count = engine.vocab_size, work.groups * work.group_size
     agent, interface = EvenShare(vocab, work.inputs), Recorded(MegatronLocal(engine))
-    config = GRPOConfig(
-        num_groups=work.groups, group_size=work.group_size, seq_len=work.inputs + work.outputs, memory=SWITCH,
-        generation_args=GenericGenerationArgs(temperature=1.0, max_tokens=work.outputs), packing=PackingConfig(bin_size=work.bin_size),
-    )  # fmt: skip
+    config = _step_config(work)
     params = SamplingParams(
         temperature=1.0, num_tokens_to_generate=work.outputs, ignore_eos=True, return_log_probs=True, processed_log_probs=True
     )
@@ -326,6 +332,35 @@ def step(learner: Learner, engine: DynamicInferenceEngine, work: Work, clock: Cl
         "tokens_per_s": round(tokens / whole_s), "generated": round(report.mean_length * report.num_rollouts),
         "num_dropped": report.num_dropped, "mean_reward": round(report.mean_reward, 4),
         "logprob_mismatch": report.train.metrics["logprob_mismatch"],
+    }  # fmt: skip
+
+
+def _step_config(work: Work) -> GRPOConfig:
+    return GRPOConfig(
+        num_groups=work.groups, group_size=work.group_size, seq_len=work.inputs + work.outputs, memory=SWITCH,
+        generation_args=GenericGenerationArgs(temperature=1.0, max_tokens=work.outputs), packing=PackingConfig(bin_size=work.bin_size),
+    )  # fmt: skip
+
+
+def step_beside_peers(learner: Learner, engine: DynamicInferenceEngine, work: Work, clock: Clock) -> dict[str, Any]:
+    """The second of two GRPO iterations."""
+    agent, interface = EvenShare(engine.vocab_size, work.inputs), MegatronLocal(engine)
+    reports: list[Any] = []
+
+    def iterate() -> None:
+        config = _step_config(work)
+        reports.append(grpo_iteration(config, agent=agent, interface=interface, engine=engine, learner=learner, lr=1e-6))
+
+    first_s = clock(iterate)
+    clock.peak()
+    whole_s = clock(iterate)
+    report = reports[-1]
+    generated = round(report.mean_length * report.num_rollouts)
+    return {
+        "groups": work.groups, "group_size": work.group_size, "inputs": work.inputs, "outputs": work.outputs,
+        "first_s": round(first_s, 3), "whole_s": round(whole_s, 3), "tokens_per_s": round(generated / whole_s), "generated": generated,
+        "timeline_s": {name: round(getattr(report, f"{name}_s"), 4) for name in SPANS}, "peak_gib": round(clock.peak() / 2**30, 2),
+        "device_gib": round(clock.used() / 2**30, 2), "reward": round(report.mean_reward, 4), "num_dropped": report.num_dropped,
     }  # fmt: skip
 
 
@@ -385,6 +420,8 @@ def main() -> None:
         "--shared-prompts", action="store_true", help="training alone, a long prompt once and with each answer; nothing else"
     )
     parser.add_argument("--cycles", type=int, help="turns of trainer and engine of the first shape; nothing else is measured")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND", help="a step beside this command's; nothing else")
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="of a peer")
     parser.add_argument("--size", default="full", choices=sorted(SIZES))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path)
@@ -400,10 +437,16 @@ def main() -> None:
         rows.append(row)
         print(json.dumps(row), flush=True)
 
+    # Before this process takes memory of the device.
+    for row in peers(arguments.peer, arguments.timeout_s):
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    if arguments.peer:
+        keep("step", arguments.model, lambda: step_beside_peers(*build(arguments.model, work, device, narrow=False), work, clock))
     if arguments.shared_prompts:
         alone = build_learner(arguments.model, device, narrow=False)
         keep("shared prompts", arguments.model, lambda: shared_prompts(alone, SHARED[arguments.size], clock))
-    for number, model in enumerate(() if arguments.shared_prompts else (arguments.model, *arguments.turns)):
+    for number, model in enumerate(() if arguments.shared_prompts or arguments.peer else (arguments.model, *arguments.turns)):
         learner, engine = build(model, work, device, narrow=number > 0)
         if arguments.cycles is not None:
             refit(learner.model, learner.groups, engine, WeightTransfer())
