@@ -344,6 +344,7 @@ def _step_config(work: Work) -> GRPOConfig:
 
 def step_beside_peers(learner: Learner, engine: DynamicInferenceEngine, work: Work, clock: Clock) -> dict[str, Any]:
     """The second of two GRPO iterations."""
+    refit(learner.model, learner.groups, engine, WeightTransfer())
     agent, interface = EvenShare(engine.vocab_size, work.inputs), MegatronLocal(engine)
     reports: list[Any] = []
 

@@ -2,11 +2,16 @@
 # Copyright (c) 2026 the mcore authors
 """The bench of reinforcement learning on one device runs on the CPU."""
 
+import json
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from mcore_rl import refit
-from tools.bench.rl import SHARED, SIZES, Clock, build, build_learner, shared_prompts, turns
+from tools.bench._peers import peers
+from tools.bench.rl import SHARED, SIZES, Clock, build, build_learner, main, shared_prompts, turns
 
 pytestmark = pytest.mark.journey
 
@@ -28,3 +33,19 @@ def test_turns_of_trainer_and_engine_leave_no_tensor_behind() -> None:
     row = turns(learner, engine, Clock(device), cycles=6)
     least, most = row["tensor_bytes"]
     assert least == most > 1e6 and row["cycles"] == 6 and 0 < row["peak_gib"][0] <= row["peak_gib"][1]
+
+
+def test_a_step_stands_beside_its_peer_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    output = tmp_path / "rl.json"
+    command = ["rl", "--model", "tiny", "--size", "tiny", "--device", "cpu", "--peer", "echo=echo '{\"whole_s\": 2.5}'"]
+    monkeypatch.setattr(sys, "argv", [*command, "--output", str(output)])
+    main()
+    peer, ours = json.loads(output.read_text())["rows"]
+    assert peer == {"part": "peer", "by": "echo", "whole_s": 2.5}
+    assert ours["generated"] == 2 * 4 * 16 and ours["whole_s"] > 0 and ours["num_dropped"] == 0 and 0 < ours["reward"] < 1
+
+
+def test_what_a_peer_printed_before_its_time_was_over_is_kept() -> None:
+    kept, failure = peers(["slow=bash -c 'echo \"{\\\"step\\\": 1}\"; exec sleep 60'"], timeout_s=2.0)
+    assert kept == {"part": "peer", "by": "slow", "step": 1}
+    assert failure["by"] == "slow" and "2.0 seconds" in failure["error"]
