@@ -136,42 +136,37 @@ def run_steps(arguments: argparse.Namespace, work: Work, device: torch.device, f
     clock = Clock(device)
     spans, begun, ends = Spans(clock=clock), time.perf_counter(), list[float]()
 
-    class Steps(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-        """Prints what a step took once its figures are known."""
+    def mark(*_: Any, **__: Any) -> None:
+        clock.finish()
+        ends.append(time.perf_counter())
 
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            clock.finish()
-            ends.append(time.perf_counter())
-            clock.peak()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            clock.finish()
-            ends.append(time.perf_counter())
-
-        def on_log(self, _: Any, state: Any, __: Any, logs: dict[str, Any], **___: Any) -> None:
-            if "reward" not in logs:
-                return
-            whole_s, generated = ends[-1] - ends[-2], round(logs["completions/mean_length"] * count)
-            row = {
-                "what": "step", "model": arguments.model, "step": state.global_step, "groups": work.groups, "group_size": work.group_size,
-                "inputs": work.inputs, "outputs": work.outputs, "dtype": arguments.dtype, "micro_batch": micro_batch, "ranks": _RANKS,
-                "checkpoint": arguments.checkpoint, "compile": arguments.compile, "sleep": arguments.sleep,
-                "startup_s": round(ends[0] - begun, 1), "whole_s": round(whole_s, 3),
-                "timeline_s": {name: round(seconds, 3) for name, seconds in spans.seconds.items()},
-                "tokens_per_s": round(generated / whole_s), "generated": generated, "peak_gib": round(clock.peak() / 2**30, 2),
-                "device_gib": round(clock.used() / 2**30, 2), "reward": round(logs["reward"], 4), "loss": logs["loss"],
-                "grad_norm": logs["grad_norm"],
-            }  # fmt: skip
-            spans.seconds.clear()
-            if _RANK == 0:
-                print(json.dumps(row), flush=True)
+    def write(_: Any, state: Any, __: Any, logs: dict[str, Any], **___: Any) -> None:
+        """A line of a step once its figures are known."""
+        if "reward" not in logs:
+            return
+        whole_s, generated = ends[-1] - ends[-2], round(logs["completions/mean_length"] * count)
+        row = {
+            "what": "step", "model": arguments.model, "step": state.global_step, "groups": work.groups, "group_size": work.group_size,
+            "inputs": work.inputs, "outputs": work.outputs, "dtype": arguments.dtype, "micro_batch": micro_batch, "ranks": _RANKS,
+            "checkpoint": arguments.checkpoint, "compile": arguments.compile, "sleep": arguments.sleep,
+            "startup_s": round(ends[0] - begun, 1), "whole_s": round(whole_s, 3),
+            "timeline_s": {name: round(seconds, 3) for name, seconds in spans.seconds.items()},
+            "tokens_per_s": round(generated / whole_s), "generated": generated, "peak_gib": round(clock.peak() / 2**30, 2),
+            "device_gib": round(clock.used() / 2**30, 2), "reward": round(logs["reward"], 4), "loss": logs["loss"],
+            "grad_norm": logs["grad_norm"],
+        }  # fmt: skip
+        spans.seconds.clear()
+        if _RANK == 0:
+            print(json.dumps(row), flush=True)
 
     def reward(completions: list[str], **_: Any) -> list[float]:
         return [even_share(text) for text in completions]
 
+    steps = transformers.TrainerCallback()
+    steps.on_train_begin, steps.on_step_end, steps.on_log = mark, mark, write
     trainer = trl.GRPOTrainer(
         model=str(folder), reward_funcs=reward, args=settings, train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
-        callbacks=[Steps()],
+        callbacks=[steps],
     )  # fmt: skip
     if cuda:
         engine = trainer.vllm_generation
@@ -180,6 +175,7 @@ def run_steps(arguments: argparse.Namespace, work: Work, device: torch.device, f
     if arguments.compile:
         for layer in trainer.model.model.layers:
             layer.compile()
+    clock.peak()
     trainer.train()
 
 
@@ -191,7 +187,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, help=of)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights and state of the optimizer")
-    parser.add_argument("--micro-batch", type=int, help="answers of a rank at a time; by default 8, and 4 where a GPU has less than 100 GiB")
+    parser.add_argument("--micro-batch", type=int, help="answers of a rank at a time (default: 8, or 4 on a GPU of less than 100 GiB)")
     parser.add_argument("--checkpoint", action="store_true", help="recompute each layer in its backward pass")
     parser.add_argument("--compile", action="store_true", help="compile each layer of the trainer")
     parser.add_argument("--sleep", action="store_true", help="vLLM gives its memory up while the trainer works")
@@ -213,6 +209,9 @@ def main() -> None:
         ready = folder / "ready"
         if _RANK == 0 and not ready.exists():
             write_model(MODELS[arguments.model], folder, device, work.inputs + work.outputs)
+            if device.type == "cuda":
+                # For vLLM, which takes what is free.
+                torch.cuda.empty_cache()
             ready.touch()
         while not ready.exists():
             time.sleep(0.1)
