@@ -289,8 +289,9 @@ def test_halves_that_take_turns_learn_what_one_rank_learns(world) -> None:
     trainer, engine = world(iterate_apart, plan=ParallelPlan(), iterations=3, max_lag=0)
     rewards, losses = zip(*iterate_beside(3), strict=True)
     assert tuple(reward for reward, *_ in trainer) == rewards
-    # Which requests share a step of the engine is a matter of time, and so is the last bit of their log-probabilities.
-    assert [loss for _, loss, _ in trainer] == pytest.approx(losses, rel=1e-4)
+    # Which requests share a step of the engine is a matter of time, and so is the last bit of their log-probabilities. The first loss is 0
+    # but for it.
+    assert [loss for _, loss, _ in trainer] == pytest.approx(losses, rel=1e-4, abs=1e-6)
     assert [(reward, lag) for reward, _, lag in trainer] == [(reward, lag) for reward, _, lag in engine]
     assert all(lag == 0 for _, _, lag in trainer)
 
