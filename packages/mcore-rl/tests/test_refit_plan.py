@@ -43,6 +43,10 @@ def test_what_a_rank_holds_is_not_sent_and_replicas_take_turns() -> None:
     replicas = [whole("w", rank) for rank in (0, 1)]
     plan = plan_refit(replicas, [whole("w", rank) for rank in range(6)])
     assert {copy.destination_rank: copy.source_rank for copy in plan.copies} == {0: 0, 1: 1, 2: 0, 3: 1, 4: 0, 5: 1}
+    # Of replicas the one on the same device, whoever's turn it is.
+    places = {0: "a", 1: "b", 2: "b", 3: "a", 4: "c"}
+    plan = plan_refit(replicas, [whole("w", rank) for rank in range(6)], places=places)
+    assert {copy.destination_rank: copy.source_rank for copy in plan.copies} == {0: 0, 1: 1, 2: 1, 3: 0, 4: 0, 5: 1}
     # A rank with a half takes the other half only.
     plan = plan_refit([part("w", 0, 0, 2), part("w", 1, 2, 2)], [whole("w", 0)])
     assert [(copy.source_rank, copy.box.shape) for copy in plan.copies] == [(0, (2, 2)), (1, (2, 2))]

@@ -5,7 +5,7 @@
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from mcore_ckpt.chunks import Box, find_overlap, subtract
@@ -111,14 +111,18 @@ class RefitPlan:
 
 
 @experimental_api
-def plan_refit(sources: Iterable[WeightShard], destinations: Iterable[WeightShard]) -> RefitPlan:
+def plan_refit(
+    sources: Iterable[WeightShard], destinations: Iterable[WeightShard], *, places: Mapping[int, str] | None = None
+) -> RefitPlan:
     """Intersect two layouts of the same weights.
 
-    A destination reads what its own rank holds, and of equal boxes on several other ranks one, by turns, so that replicas share the work.
+    A destination reads what its own rank holds, and of equal boxes on several other ranks one, by turns, so that replicas share the work;
+    one of its own place before others.
 
     Args:
         sources: the shards of all ranks that have the weights.
         destinations: the shards of all ranks that take them.
+        places: device of each rank, equal for ranks that share one; None, or without a rank, where none is near.
 
     Raises:
         RefitPlanError: a weight on one side only, of two shapes, that no source holds in full, or that one rank holds twice.
@@ -128,13 +132,17 @@ def plan_refit(sources: Iterable[WeightShard], destinations: Iterable[WeightShar
         raise RefitPlanError(f"no source has {_some(missing)}; make the two models one, or leave them out of the destination")
     if unused := sorted(read.keys() - written.keys()):
         raise RefitPlanError(f"no destination takes {_some(unused)}; make the two models one, or leave them out of the source")
+    on_place: dict[str, set[int]] = defaultdict(set)
+    for rank, place in (places or {}).items():
+        on_place[place].add(rank)
+    near = {rank: on_place[place] for rank, place in (places or {}).items()}
     copies: list[WeightCopy] = []
     fills: list[WeightFill] = []
     for name in sorted(written):
         here, there = read[name], written[name]
         _check_shapes(name, here, there)
         for shard in there:
-            copies += _copies(shard, here)
+            copies += _copies(shard, here, near.get(shard.rank, set()))
             fills += [WeightFill(name, shard.rank, shard.box, box) for box in subtract(shard.box, shard.real)]
     ordered, padded = tuple(sorted(copies)), tuple(sorted(fills))
     return RefitPlan(copies=ordered, fills=padded, digest=_digest(ordered, padded))
@@ -166,12 +174,12 @@ def _check_shapes(name: str, sources: Sequence[WeightShard], destinations: Seque
         )
 
 
-def _copies(wanted: WeightShard, sources: Sequence[WeightShard]) -> list[WeightCopy]:
+def _copies(wanted: WeightShard, sources: Sequence[WeightShard], near: Set[int]) -> list[WeightCopy]:
     """What fills one shard of a destination, but its padding."""
     need = wanted.box.intersect(wanted.real)
     left = [] if need is None else [need]
     copies: list[WeightCopy] = []
-    for source in _preferred(wanted.rank, sources):
+    for source in _preferred(wanted.rank, sources, near):
         if not left:
             break
         rest: list[Box] = []
@@ -188,13 +196,15 @@ def _copies(wanted: WeightShard, sources: Sequence[WeightShard]) -> list[WeightC
     return copies
 
 
-def _preferred(rank: int, sources: Sequence[WeightShard]) -> list[WeightShard]:
-    """What is on the rank itself, then of each box the replica whose turn it is, then what is left."""
+def _preferred(rank: int, sources: Sequence[WeightShard], near: Set[int]) -> list[WeightShard]:
+    """What is on the rank itself, then of each box the replica whose turn it is, of those near if there are any."""
     own = [source for source in sources if source.rank == rank]
     replicas: dict[Box, list[WeightShard]] = defaultdict(list)
     for source in sources:
         if source.rank != rank:
             replicas[source.box].append(source)
+    for box, equal in replicas.items():
+        replicas[box] = [source for source in equal if source.rank in near] or equal
     return own + [equal[rank % len(equal)] for equal in replicas.values()]
 
 
