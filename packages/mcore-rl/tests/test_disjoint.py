@@ -45,7 +45,7 @@ from mcore_rl import _placement as placement_module
 from mcore_rl._handover import Handover
 from mcore_rl.envs import CharacterShare
 from mcore_rl.inference import OpenAIInference
-from tests.support.world import leave_together
+from tests.support.world import leave_together, run
 
 TOKENIZER = ByteTokenizer()
 SIZES = TransformerConfig(
@@ -66,20 +66,20 @@ class Whole:
         self.weights = {name: tensor.clone() for name, tensor in weights}
 
 
-def policy(groups: ProcessGroups, seed: int = 0, vocab_size: int = TOKENIZER.vocab_size) -> GPTModel:
-    return GPTModel(SIZES, groups, unpadded_vocab_size=vocab_size, seed=seed)
+def policy(groups: ProcessGroups, seed: int = 0, vocab_size: int = TOKENIZER.vocab_size, device: str = "cpu") -> GPTModel:
+    return GPTModel(SIZES, groups, unpadded_vocab_size=vocab_size, seed=seed, device=device)
 
 
-def learner(groups: ProcessGroups, vocab_size: int = TOKENIZER.vocab_size) -> Learner:
-    model = policy(groups, vocab_size=vocab_size)
+def learner(groups: ProcessGroups, vocab_size: int = TOKENIZER.vocab_size, device: str = "cpu") -> Learner:
+    model = policy(groups, vocab_size=vocab_size, device=device)
     sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
     optimizer = MegatronOptimizer(OptimizerConfig(lr=2e-2, weight_decay=0.0), sync, groups)
     return Learner(model=model, groups=groups, objective=GRPOObjective(), sync=sync, optimizer=optimizer)
 
 
-def server(rank: int, agent: CharacterShare | None = None) -> RolloutServer:
-    context = DynamicInferenceContext(SIZES, InferenceConfig(max_sequence_length=32, max_requests=32, block_size_tokens=8))
-    model = GPTModel(SIZES, ProcessGroups.single(), attention_core=PagedAttention(), seed=5).eval()
+def server(rank: int, agent: CharacterShare | None = None, device: str = "cpu") -> RolloutServer:
+    model = GPTModel(SIZES, ProcessGroups.single(), attention_core=PagedAttention(), seed=5, device=device).eval()
+    context = DynamicInferenceContext.for_model(model, InferenceConfig(max_sequence_length=32, max_requests=32, block_size_tokens=8))
     engine = DynamicInferenceEngine(model, context, TOKENIZER, seed=rank, vocab_size=TOKENIZER.vocab_size)
     agent = agent or CharacterShare(["a", "b"][rank % 2 :], "abcdefghijklmnopqrstuvwxyz")
     return RolloutServer(agent=agent, interface=MegatronLocal(engine), engine=engine)
@@ -294,6 +294,30 @@ def test_halves_that_take_turns_learn_what_one_rank_learns(world) -> None:
     assert [loss for _, loss, _ in trainer] == pytest.approx(losses, rel=1e-4, abs=1e-6)
     assert [(reward, lag) for reward, _, lag in trainer] == [(reward, lag) for reward, _, lag in engine]
     assert all(lag == 0 for _, _, lag in trainer)
+
+
+def iterate_on_one_device(device: str, max_lag: int) -> tuple[list[float], list[int]]:
+    if device != "cpu":
+        torch.cuda.set_device(torch.device(device))
+    placement, options = Placement.split(ParallelPlan()), {"max_lag": max_lag, "timeout_s": 60.0}
+    config = dataclasses.replace(CONFIG, rollout_timeout_s=50.0)
+    if placement.groups is not None:
+        loop = DisjointLoop(config, placement, learner=learner(placement.groups, device=device), **options)  # type: ignore[arg-type]
+    else:
+        loop = DisjointLoop(config, placement, server=server(0, device=device), **options)  # type: ignore[arg-type]
+    with loop:
+        rewards = [loop.iterate(2e-2).mean_reward for _ in range(10)]
+    return rewards, sorted(loop._transfer.ipc_peers)
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+@pytest.mark.parametrize(
+    ("device", "backend"), [("cpu", "cpu:gloo,cuda:gloo"), pytest.param("cuda:0", "cpu:gloo,cuda:nccl", marks=pytest.mark.gpu)]
+)
+def test_halves_that_are_processes_of_one_device_learn(device: str, backend: str, max_lag: int) -> None:
+    (rewards, peers), (_, others) = run(iterate_on_one_device, 2, timeout_s=180.0, backend=backend, device=device, max_lag=max_lag)
+    assert (peers, others) == ([1], [0])
+    assert sum(rewards[-2:]) > 1.2 * sum(rewards[:2])
 
 
 @pytest.mark.world(4)

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Weights reach the engines of other layouts, box by box; who does not come is named."""
 
+import contextlib
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -15,6 +16,7 @@ from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ParallelPlan, ProcessGroups, named_buffer_shards, named_shards
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_rl import GRPOConfig, RankTimeoutError, RefitPlanError, RefitTimeoutError, WeightTransfer, gather_weights, refit
+from mcore_rl import _transfer as transfer_module
 from mcore_rl._collect import Drawn, exchange
 from mcore_rl._rendezvous import rendezvous
 from tests.support.world import leave_together
@@ -56,11 +58,26 @@ def build(plan: ParallelPlan | None, seed: int, *, experts: bool = False, dtype:
     return GPTModel(SIZES, groups, seed=seed, dtype=dtype, **parts)
 
 
+@contextlib.contextmanager
+def on_devices_of_their_own() -> Iterator[None]:
+    """Ranks that share no memory, as those of several machines."""
+    place_of, transfer_module.place_of = transfer_module.place_of, lambda device: None
+    try:
+        yield
+    finally:
+        transfer_module.place_of = place_of
+
+
 def values(model: GPTModel) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in gather_weights(model, model.groups)}
 
 
-def check_between(plan: ParallelPlan, engine_plan: ParallelPlan | None, experts: bool) -> tuple[str, int]:
+def check_between(plan: ParallelPlan, engine_plan: ParallelPlan | None, experts: bool, beside: bool = True) -> tuple[str, int]:
+    with contextlib.nullcontext() if beside else on_devices_of_their_own():
+        return carry_between(plan, engine_plan, experts)
+
+
+def carry_between(plan: ParallelPlan, engine_plan: ParallelPlan | None, experts: bool) -> tuple[str, int]:
     model = build(plan, 1, experts=experts)
     # Other weights, in another dtype, in another layout.
     engine, sink = Engine(build(engine_plan, 2, experts=experts, dtype=torch.float64)), Whole()
@@ -97,9 +114,12 @@ LAYOUTS = [
 
 
 @pytest.mark.world(2, shared=True)
+@pytest.mark.parametrize("beside", [True, False], ids=["beside", "apart"])
 @pytest.mark.parametrize(("plan", "engine_plan", "experts"), LAYOUTS, ids=str)
-def test_engines_of_other_layouts_have_equal_weights(world, plan: ParallelPlan, engine_plan: ParallelPlan | None, experts: bool) -> None:
-    one, other = world(check_between, plan=plan, engine_plan=engine_plan, experts=experts)
+def test_engines_of_other_layouts_have_equal_weights(
+    world, plan: ParallelPlan, engine_plan: ParallelPlan | None, experts: bool, beside: bool
+) -> None:
+    one, other = world(check_between, plan=plan, engine_plan=engine_plan, experts=experts, beside=beside)
     assert one == other
     # A replica takes nothing from the other one.
     assert (one[1] == 0) == (plan == ParallelPlan(dp=2))
@@ -108,6 +128,7 @@ def test_engines_of_other_layouts_have_equal_weights(world, plan: ParallelPlan, 
 def watch_buckets() -> tuple[list[int], list[int], int]:
     """Of each weight as it comes, its bucket, how many buckets were begun, and the bytes of messages then."""
     model, transfer, begun = build(ParallelPlan(tp=2), 1), WeightTransfer(bucket_bytes=12000), []
+    transfer_module.place_of = lambda device: None
     begin = transfer._begin
     transfer._begin = lambda *inputs: (begun.append(1), begin(*inputs))[1]  # type: ignore[method-assign]
     bucket_of: dict[str, int] = {}
@@ -171,6 +192,7 @@ def test_a_load_that_was_given_up_leaves_nothing_for_the_next(world) -> None:
 
 
 def leave_one_out() -> str:
+    transfer_module.place_of = lambda device: None
     model, sink = build(ParallelPlan(tp=2), 1), Whole()
     transfer, message = WeightTransfer(timeout_s=1.0), ""
     refit(model, model.groups, sink, transfer)
@@ -195,7 +217,9 @@ def test_a_rank_that_does_not_come_is_named(world) -> None:
     assert message.startswith("rank 1 did not send weights within timeout_s=1 (bucket 1 of 1, from ")
 
 
-def die_between() -> str:
+def die_between(beside: bool) -> str:
+    if not beside:
+        transfer_module.place_of = lambda device: None
     model = build(ParallelPlan(tp=2), 1)
     stream = WeightTransfer(bucket_bytes=12000, timeout_s=5.0).weights(model, model.groups, Whole())
     next(stream)
@@ -208,8 +232,9 @@ def die_between() -> str:
 
 
 @pytest.mark.world(2)
-def test_a_rank_that_dies_between_two_buckets_is_named(world) -> None:
-    error = world(die_between, doomed=(1,))[0]
+@pytest.mark.parametrize("beside", [True, False], ids=["beside", "apart"])
+def test_a_rank_that_dies_between_two_buckets_is_named(world, beside: bool) -> None:
+    error = world(die_between, doomed=(1,), beside=beside)[0]
     assert error.startswith("rank 1 died, no process is left (bucket ") and error.endswith("look at the log of that rank")
 
 

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Weights from the ranks of a trained model to engines on the same ranks or on others, by a plan, in buckets."""
 
+import contextlib
 import math
 import time
 from collections import deque
@@ -18,16 +19,20 @@ from torch import Tensor, nn
 from mcore_ckpt.chunks import Box
 from mcore_parallel import Group, ProcessGroups, named_buffer_shards, named_shards
 from mcore_parallel.comm import all_reduce
+from mcore_parallel.groups import uses_nccl
 from mcore_parallel.training import model_state
 from mcore_rl._ended import absence
 from mcore_rl._exchange import all_gather_json, device_of
+from mcore_rl._ipc import NeighbourError, Neighbours, listening
+from mcore_rl._message import WeightMessage
 from mcore_rl._placement import Placement, RankTimeoutError
 from mcore_rl._refit import WeightSink, is_divided, undivided
 from mcore_rl._refit_plan import RefitPlan, WeightCopy, WeightShard, plan_refit
 from mcore_rl._rendezvous import rendezvous
+from mcore_rl._shared_memory import place_of
 from mcore_rl._stability import experimental_api
 
-_ALIGNMENT, _POLL_S = 16, 2e-4
+_POLL_S = 2e-4
 
 
 @experimental_api
@@ -62,9 +67,9 @@ class _Bucket:
     """Of all buckets, for errors."""
     own: list[WeightCopy]
     """From this rank to itself."""
-    incoming: Mapping[int, "_Message"]
+    incoming: Mapping[int, WeightMessage]
     """By the rank that sends it."""
-    outgoing: Mapping[int, "_Message"]
+    outgoing: Mapping[int, WeightMessage]
     """By the rank that receives it."""
 
 
@@ -78,6 +83,10 @@ class _Schedule:
     dtypes: Mapping[str, torch.dtype]
     taken: Set[str]
     """Names that this rank's engine takes."""
+    largest: Mapping[int, int]
+    """Bytes of the largest message to each rank that this one sends to."""
+    limit: int
+    """Bytes of a bucket, but for one of a single weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +96,8 @@ class _UnderWay:
     bucket: _Bucket
     held: Mapping[tuple[str, Box], Tensor]
     """What this rank has of its weights."""
-    device: torch.device
     transfers: list[tuple[int, Tensor, bool]]
-    """Rank, buffer, and whether that is received; they are nobody else's until the works are done."""
+    """Rank, buffer, and whether that is received; they are nobody else's until the works are done. None of neighbours."""
     works: list[dist.Work]
 
 
@@ -99,6 +107,9 @@ class WeightTransfer:
 
     The plan is made at the first call, and again when a layout has changed. An engine whose ``model`` says its layout takes its own boxes;
     any other takes whole weights.
+
+    Processes of one machine and one device hand weights over in memory that both map (CUDA IPC on a GPU), others by the world's
+    collectives. NCCL has no two ranks of one GPU: their world has the backend "cpu:gloo,cuda:nccl".
 
     Args:
         bucket_bytes: weights that are on their way at once, at least two; the smallest limit of any rank holds. Half of them go between the
@@ -116,11 +127,18 @@ class WeightTransfer:
         self._layout: list[Any] | None = None
         self._schedule: _Schedule | None = None
         self._under_way: deque[_UnderWay] = deque()
+        self._neighbours: Neighbours | None = None
+        self._wire = torch.device("cpu")
 
     @property
     def plan(self) -> RefitPlan | None:
         """Of the last call; None before the first."""
         return None if self._schedule is None else self._schedule.plan
+
+    @property
+    def ipc_peers(self) -> frozenset[int]:
+        """Ranks of the world with which the last call exchanged weights in memory that both map."""
+        return frozenset() if self._neighbours is None else self._neighbours.peers
 
     def weights(
         self, model: nn.Module | None, groups: ProcessGroups | None, engine: object, *, placement: Placement | None = None
@@ -142,23 +160,48 @@ class WeightTransfer:
         """
         if placement is None and (model is None or groups is None or engine is None):
             raise ValueError("model, groups and engine may be None only where ranks train or serve; pass placement=Placement.split(plan)")
+        try:
+            yield from self._weights(model, groups, engine, placement)
+        except Exception:
+            # Ranks may have come unequally far: they begin anew.
+            self._layout = None
+            raise
+
+    def _weights(
+        self, model: nn.Module | None, groups: ProcessGroups | None, engine: object, placement: Placement | None
+    ) -> Iterator[tuple[str, Tensor]]:
         world = self._met(placement, groups)
         parts = [] if model is None or groups is None else _parts(model, groups)
-        schedule = self._agreed(parts, _taken(engine), world)
+        device = _device(parts, engine, world)
+        schedule, neighbours = self._agreed(parts, _taken(engine), world, device)
         while self._under_way:
             # Of a call whose weights were not taken to the end.
             self._finish(self._under_way.popleft(), world)
         named: dict[str, list[_Part]] = {}
         for part in parts:
             named.setdefault(part.name, []).append(part)
+        turn = neighbours.next_turn()
+        try:
+            with self._naming(world, "the first bucket"):
+                neighbours.open(schedule.largest, schedule.limit, self.timeout_s)
+            yield from self._carry(schedule, named, world, device, neighbours)
+            with self._naming(world, "the last bucket"):
+                neighbours.close(self.timeout_s)
+        finally:
+            neighbours.give_up(turn)
+
+    def _carry(
+        self, schedule: _Schedule, named: Mapping[str, Sequence[_Part]], world: Group, device: torch.device, neighbours: Neighbours
+    ) -> Iterator[tuple[str, Tensor]]:
+        """All buckets, one ahead of the other."""
         # What is gathered first goes over other communicators than the messages: one after the other.
-        num_ahead = 0 if any(is_divided(part.tensor) for part in parts) else 1
+        num_ahead = 0 if any(is_divided(part.tensor) for parts in named.values() for part in parts) else 1
         for bucket in schedule.buckets:
-            self._under_way.append(self._begin(bucket, named, world))
+            self._under_way.append(self._begin(bucket, named, world, neighbours))
             if len(self._under_way) > num_ahead:
-                yield from self._take(schedule, self._under_way.popleft(), world)
+                yield from self._take(schedule, self._under_way.popleft(), world, device, neighbours)
         while self._under_way:
-            yield from self._take(schedule, self._under_way.popleft(), world)
+            yield from self._take(schedule, self._under_way.popleft(), world, device, neighbours)
 
     def _met(self, placement: Placement | None, groups: ProcessGroups | None) -> Group:
         """The world of a placement, or of a layout, all of whose ranks are there."""
@@ -172,61 +215,90 @@ class WeightTransfer:
         except RankTimeoutError as error:
             raise RefitTimeoutError(str(error)) from error
 
-    def _agreed(self, parts: Sequence[_Part], taken: list[Any] | None, world: Group) -> _Schedule:
-        """The schedule of these layouts, which is made anew where any rank's has changed."""
+    def _agreed(self, parts: Sequence[_Part], taken: list[Any] | None, world: Group, device: torch.device) -> tuple[_Schedule, Neighbours]:
+        """The schedule of these layouts and who is beside this rank, made anew where any rank's layout or device has changed."""
         listing = [[part.name, part.shape, part.box.to_json(), str(part.tensor.dtype).removeprefix("torch.")] for part in parts]
-        layout = [listing, taken]
-        device = parts[0].tensor.device if parts else device_of(world)
-        changed = all_reduce(torch.tensor([float(self._schedule is None or layout != self._layout)], device=device), world, op="max")
-        if self._schedule is None or changed.item():
-            # Ranks that cut their buckets otherwise would wait for messages that nobody sends.
-            gathered = all_gather_json([layout, self.bucket_bytes], world, device)
-            self._schedule = self._make([own for own, _ in gathered], world.rank, min(limit for _, limit in gathered))
+        place = place_of(device)
+        layout = [listing, taken, place]
+        # In a world of two backends the layouts go over the host's.
+        control_device = device if device.type == device_of(world).type else device_of(world)
+        changed = all_reduce(torch.tensor([float(layout != self._layout)], device=control_device), world, op="max")
+        if self._schedule is None or self._neighbours is None or changed.item():
+            if self._neighbours is not None:
+                self._neighbours.disconnect()
+                self._neighbours = None
+            with listening(place if world.size > 1 else None) as listener, self._naming(world, "weights"):
+                # Ranks that cut their buckets otherwise would wait for messages that nobody sends.
+                gathered = all_gather_json([layout, self.bucket_bytes, listener.address], world, control_device)
+                layouts, limits, addresses = zip(*gathered, strict=True)
+                self._schedule = self._make(layouts, world.rank, min(limits))
+                self._wire = _wire(world, device, [place for _, _, place in layouts])
+                buckets = self._schedule.buckets
+                self._neighbours = listener.connect(
+                    addresses,
+                    {rank for bucket in buckets for rank in bucket.outgoing},
+                    {rank for bucket in buckets for rank in bucket.incoming},
+                    world=world,
+                    device=device,
+                    control_device=control_device,
+                    timeout_s=self.timeout_s,
+                )
             self._layout = layout
-        return self._schedule
+        return self._schedule, self._neighbours
 
     def _make(self, layouts: Sequence[Sequence[Any]], rank: int, bucket_bytes: int) -> _Schedule:
         shapes: dict[str, tuple[int, ...]] = {}
         dtypes: dict[str, torch.dtype] = {}
-        for name, shape, _, dtype in chain.from_iterable(listing for listing, _ in layouts):
+        for name, shape, _, dtype in chain.from_iterable(listing for listing, _, _ in layouts):
             shapes.setdefault(name, tuple(shape))
             dtypes.setdefault(name, getattr(torch, dtype))
         sources = [
             WeightShard(name=name, rank=rank, shape=tuple(shape), box=Box.from_json(box))
-            for rank, (listing, _) in enumerate(layouts)
+            for rank, (listing, _, _) in enumerate(layouts)
             for name, shape, box, _ in listing
         ]
         destinations = [
             WeightShard(name=name, rank=rank, shape=tuple(shape), box=Box.from_json(box))
-            for rank, (_, taken) in enumerate(layouts)
+            for rank, (_, taken, _) in enumerate(layouts)
             for name, shape, box in (taken if taken is not None else [[n, s, [[0] * len(s), list(s)]] for n, s in shapes.items()])
         ]
-        plan = plan_refit(sources, destinations)
+        places = {rank: " ".join(place) for rank, (_, _, place) in enumerate(layouts) if place is not None}
+        plan = plan_refit(sources, destinations, places=places)
         sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
-        own = layouts[rank][1]
+        own, buckets = layouts[rank][1], _buckets(plan, sizes, bucket_bytes // 2, dtypes, rank)
+        largest: dict[int, int] = {}
+        for bucket in buckets:
+            largest |= {peer: max(largest.get(peer, 0), message.num_bytes) for peer, message in bucket.outgoing.items()}
         return _Schedule(
             plan=plan,
-            buckets=_buckets(plan, sizes, bucket_bytes // 2, dtypes, rank),
+            buckets=buckets,
             shapes=shapes,
             dtypes=dtypes,
             taken=shapes.keys() if own is None else {name for name, _, _ in own},
+            largest=largest,
+            limit=bucket_bytes // 2,
         )
 
-    def _begin(self, bucket: _Bucket, parts: Mapping[str, Sequence[_Part]], world: Group) -> _UnderWay:
-        """Send what other ranks take of a bucket, and receive what this one takes; waits for nobody."""
+    def _begin(self, bucket: _Bucket, parts: Mapping[str, Sequence[_Part]], world: Group, neighbours: Neighbours) -> _UnderWay:
+        """Send what ranks of other devices take of a bucket, and receive what this one takes of them; waits for nobody."""
         held = {(name, part.box): undivided(part.tensor) for name in bucket.names for part in parts.get(name, ())}
-        device = next(iter(held.values())).device if held else device_of(world)
-        transfers = [(peer, message.empty(device), True) for peer, message in bucket.incoming.items()]
-        transfers += [(peer, message.pack(held), False) for peer, message in bucket.outgoing.items()]
+        transfers = [(peer, message.empty(self._wire), True) for peer, message in bucket.incoming.items() if peer not in neighbours.sources]
+        for peer, message in bucket.outgoing.items():
+            if peer not in neighbours.destinations:
+                buffer = message.empty(next(iter(held.values())).device)
+                message.pack(held, buffer)
+                transfers.append((peer, buffer.to(self._wire), False))
         try:
             works = _start(transfers, world)
         except RuntimeError as error:
             peers = sorted({peer for peer, _, _ in transfers})
             why = absence(world, peers, "did not exchange weights", f"{bucket.where}: {error}", waited_s=0.0, timeout_s=self.timeout_s)
             raise RefitTimeoutError(why) from error
-        return _UnderWay(bucket=bucket, held=held, device=device, transfers=transfers, works=works)
+        return _UnderWay(bucket=bucket, held=held, transfers=transfers, works=works)
 
-    def _take(self, schedule: _Schedule, under_way: _UnderWay, world: Group) -> Iterator[tuple[str, Tensor]]:
+    def _take(
+        self, schedule: _Schedule, under_way: _UnderWay, world: Group, device: torch.device, neighbours: Neighbours
+    ) -> Iterator[tuple[str, Tensor]]:
         """The weights of a bucket."""
         bucket, held = under_way.bucket, under_way.held
         full: dict[str, Tensor] = {}
@@ -234,7 +306,7 @@ class WeightTransfer:
             if name in schedule.taken:
                 # A tensor that is all of the weight needs no copy.
                 shape, whole = schedule.shapes[name], held.get((name, Box.whole(schedule.shapes[name])))
-                full[name] = torch.empty(shape, dtype=schedule.dtypes[name], device=under_way.device) if whole is None else whole
+                full[name] = torch.empty(shape, dtype=schedule.dtypes[name], device=device) if whole is None else whole
         for copy in bucket.own:
             if full[copy.name] is not (source := held[copy.name, copy.source]):
                 full[copy.name][copy.box.slices()] = source[copy.source_slices]
@@ -242,12 +314,25 @@ class WeightTransfer:
         for peer, buffer, arrives in under_way.transfers:
             if arrives:
                 bucket.incoming[peer].unpack(buffer, full)
+        outgoing = {peer: message for peer, message in bucket.outgoing.items() if peer in neighbours.destinations}
+        incoming = {peer: message for peer, message in bucket.incoming.items() if peer in neighbours.sources}
+        with self._naming(world, bucket.where):
+            neighbours.exchange(outgoing, incoming, held, full, self.timeout_s)
         # The memory of the messages is free for the next ones while this bucket is taken.
         under_way.transfers.clear()
         yield from full.items()
 
     def _finish(self, under_way: _UnderWay, world: Group) -> None:
         _finish(under_way.works, under_way.transfers, world, self.timeout_s, under_way.bucket.where)
+
+    @contextlib.contextmanager
+    def _naming(self, world: Group, where: str) -> Iterator[None]:
+        """Neighbours that did not do their part are an error of a refit."""
+        try:
+            yield
+        except NeighbourError as error:
+            why = absence(world, error.ranks, error.what, where, waited_s=error.waited_s, timeout_s=self.timeout_s)
+            raise RefitTimeoutError(why) from error
 
 
 @experimental_api
@@ -289,6 +374,22 @@ def _parts(model: nn.Module, groups: ProcessGroups) -> list[_Part]:
     own = [(s.name, s.parameter, s.spec) for s in named_shards(model) if groups.pp.is_first or "embd" not in s.spec.partial]
     own += [(buffer.name, buffer.tensor, buffer.spec) for buffer in named_buffer_shards(model)]
     return [_Part(name, tuple(spec.shape), Box(spec.offset(groups), spec.local_shape(groups)), tensor) for name, tensor, spec in own]
+
+
+def _device(parts: Sequence[_Part], engine: object, world: Group) -> torch.device:
+    """Of the weights on this rank."""
+    if parts:
+        return parts[0].tensor.device
+    model = getattr(engine, "model", None)
+    first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    return device_of(world) if first is None else first.device
+
+
+def _wire(world: Group, device: torch.device, places: Sequence[list[str] | None]) -> torch.device:
+    """Where tensors must be to go over a world: on the GPUs where NCCL can connect them, which it cannot where ranks share one."""
+    gpus = {place[1] for place in places if place is not None and place[1] != "cpu"}
+    connected = device.type == "cuda" and len(gpus) == world.size > 1 and uses_nccl(world.pg)
+    return device if connected else device_of(world)
 
 
 def _taken(engine: object) -> list[Any] | None:
@@ -333,43 +434,11 @@ def _buckets(plan: RefitPlan, sizes: Mapping[str, int], limit: int, dtypes: Mapp
                 names=names,
                 where=f"bucket {number} of {len(listed)}, from {names[0]} on",
                 own=own,
-                incoming={peer: _Message.of(incoming[peer], dtypes) for peer in sorted(incoming)},
-                outgoing={peer: _Message.of(outgoing[peer], dtypes) for peer in sorted(outgoing)},
+                incoming={peer: WeightMessage.of((copy, dtypes[copy.name]) for copy in incoming[peer]) for peer in sorted(incoming)},
+                outgoing={peer: WeightMessage.of((copy, dtypes[copy.name]) for copy in outgoing[peer]) for peer in sorted(outgoing)},
             )
         )
     return buckets
-
-
-@dataclass(frozen=True)
-class _Message:
-    """What goes from one rank to another in one bucket: boxes one behind the other, as bytes."""
-
-    places: list[tuple[WeightCopy, torch.dtype, slice]]
-    """Bytes of each box."""
-    num_bytes: int
-
-    @classmethod
-    def of(cls, copies: Sequence[WeightCopy], dtypes: Mapping[str, torch.dtype]) -> "_Message":
-        places, end = [], 0
-        for copy in copies:
-            begin = -(-end // _ALIGNMENT) * _ALIGNMENT
-            end = begin + copy.box.num_elements * dtypes[copy.name].itemsize
-            places.append((copy, dtypes[copy.name], slice(begin, end)))
-        return cls(places, end)
-
-    def empty(self, device: torch.device) -> Tensor:
-        return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
-
-    def pack(self, held: Mapping[tuple[str, Box], Tensor]) -> Tensor:
-        sources = [held[copy.name, copy.source][copy.source_slices] for copy, _, _ in self.places]
-        buffer = self.empty(sources[0].device)
-        for (copy, dtype, span), source in zip(self.places, sources, strict=True):
-            buffer[span].view(dtype).view(copy.box.shape).copy_(source)
-        return buffer
-
-    def unpack(self, buffer: Tensor, full: Mapping[str, Tensor]) -> None:
-        for copy, dtype, span in self.places:
-            full[copy.name][copy.box.slices()] = buffer[span].view(dtype).view(copy.box.shape)
 
 
 def _start(transfers: Sequence[tuple[int, Tensor, bool]], world: Group) -> list[dist.Work]:
