@@ -4,6 +4,7 @@
 
 python -m tools.bench.rl --model llama-1b --turns qwen3-8b --output docs/benchmarks/rl.json
 python -m tools.bench.rl --model llama-1b --shared-prompts --output docs/benchmarks/rl_shared_prompts.json
+python -m tools.bench.rl --model llama-1b --two-processes --output docs/benchmarks/rl_two_processes.json
 python -m tools.bench.rl --model tiny --size tiny --device cpu --cycles 100 --output docs/benchmarks/rl_turns_cpu.json
 python -m tools.bench.rl --model llama-1b --peer "TRL=python -m tools.bench.rl_trl" --output docs/benchmarks/rl_peer.json
 
@@ -420,6 +421,9 @@ def main() -> None:
     parser.add_argument(
         "--shared-prompts", action="store_true", help="training alone, a long prompt once and with each answer; nothing else"
     )
+    parser.add_argument(
+        "--two-processes", action="store_true", help="refit where trainer and engine are processes of one device; nothing else"
+    )
     parser.add_argument("--cycles", type=int, help="turns of trainer and engine of the first shape; nothing else is measured")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND", help="a step beside this command's; nothing else")
     parser.add_argument("--timeout-s", type=float, default=300.0, help="of a peer")
@@ -447,7 +451,13 @@ def main() -> None:
     if arguments.shared_prompts:
         alone = build_learner(arguments.model, device, narrow=False)
         keep("shared prompts", arguments.model, lambda: shared_prompts(alone, SHARED[arguments.size], clock))
-    for number, model in enumerate(() if arguments.shared_prompts or arguments.peer else (arguments.model, *arguments.turns)):
+    if arguments.two_processes:
+        # It takes what is here.
+        from tools.bench._two_processes import refits_between
+
+        keep("refit between processes", arguments.model, lambda: refits_between(arguments.model, work, device))
+    alone_only = arguments.shared_prompts or arguments.two_processes or arguments.peer
+    for number, model in enumerate(() if alone_only else (arguments.model, *arguments.turns)):
         learner, engine = build(model, work, device, narrow=number > 0)
         if arguments.cycles is not None:
             refit(learner.model, learner.groups, engine, WeightTransfer())
