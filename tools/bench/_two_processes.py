@@ -33,7 +33,7 @@ def refits_between(model: str, work: Work, device: torch.device) -> dict[str, An
     """
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        pipes: list[Connection] = []
+        pipes: list[Any] = []
         processes: list[Any] = []
         for rank in range(2):
             ours, theirs = context.Pipe(duplex=False)

@@ -452,7 +452,7 @@ def main() -> None:
         alone = build_learner(arguments.model, device, narrow=False)
         keep("shared prompts", arguments.model, lambda: shared_prompts(alone, SHARED[arguments.size], clock))
     if arguments.two_processes:
-        # It takes what is here.
+        # It imports this file.
         from tools.bench._two_processes import refits_between
 
         keep("refit between processes", arguments.model, lambda: refits_between(arguments.model, work, device))
