@@ -139,7 +139,7 @@ def prepared(config: RunConfig, rank: int) -> RunConfig:
 def reinforce(config: RunConfig) -> int:
     """Run on this rank of the world that torchrun, Slurm or nobody started; the exit code. SIGTERM and SIGINT end it after an iteration,
     saved."""
-    kind, rank = take_device(), int(os.environ.get("RANK", "0"))
+    kind, rank = take_device(config), int(os.environ.get("RANK", "0"))
     with StopSignals() as stop:
         if "WORLD_SIZE" in os.environ:
             with join(config, kind) as watchdog:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mcore_ckpt import CheckpointManager
 from mcore_tools import reinforce
@@ -43,6 +44,19 @@ def test_by_turns_halves_under_torchrun_learn_what_one_rank_learns(tmp_path: Pat
     evaluated = {name: value for name, value in beside[-1].items() if name.startswith("eval/")}
     assert evaluated and [apart[-1][name] for name in evaluated] == pytest.approx([*evaluated.values()], rel=1e-4)
     assert sum(num_taken(tmp_path / "apart", 3)) == sum(num_taken(tmp_path / "beside", 3)) == 6
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(torch.cuda.device_count() != 1, reason="needs a machine of one GPU")
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_trainer_and_engine_share_one_gpu(max_lag: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ranks = run_ranks(reinforce.main, words(tmp_path / "run", *APART, f"rl.placement.max_lag={max_lag}", "rl.cache_gb=0.1"), 2)
+    assert [code for code, _, _ in ranks] == [0, 0], ranks
+    assert [row["lag"] for row in rows(tmp_path / "run")] == [0, max_lag, max_lag]
+    # Without a word of memory that could not be mapped.
+    assert not any("cannot be mapped" in errors for *_, errors in ranks)
 
 
 @pytest.mark.parametrize("layout", [pytest.param("plan.tp=2", marks=pytest.mark.slow), "plan.dp=2"])

@@ -20,11 +20,29 @@ from mcore_tools.recipes import RunConfig
 _FIXED_ORDER = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 
 
-def take_device() -> str:
-    """The kind of device; of several GPUs this process gets that of its number on the machine."""
+def take_device(config: RunConfig | None = None) -> str:
+    """The kind of device; of several GPUs this process gets that of its number on the machine.
+
+    Args:
+        config: of a run that may have engines on ranks of their own, which share the trainers' GPUs where there are more ranks than GPUs.
+
+    Raises:
+        ValueError: no GPU is left for this rank alone, and it may share none.
+    """
     if not torch.cuda.is_available():
         return "cpu"
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    number, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if number >= count:
+        rank = int(os.environ.get("RANK", "0"))
+        start = f"start at most {count} ranks a machine (torchrun --nproc-per-node)"
+        if config is None or config.rl is None or config.rl.placement is None:
+            raise ValueError(f"LOCAL_RANK={number} of rank {rank} has none of the {count} GPUs of its machine; {start}")
+        if rank < config.plan.world_size:
+            raise ValueError(
+                f"rank {rank} trains, as {config.plan.world_size} ranks of plan do, and has none of the {count} GPUs of its machine alone, "
+                f"which only engines share; {start}, or lower a degree of plan"
+            )
+    torch.cuda.set_device(number % count)
     return "cuda"
 
 
@@ -81,7 +99,7 @@ def meet(config: RunConfig, kind: str) -> tuple[Store, int, int]:
     # Read by torch when the first group is made; what the user set stays.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     fix_order(config, kind)
-    check_network(os.environ, backend=_backend(kind))
+    check_network(os.environ, backend="nccl" if kind == "cuda" else "gloo")
     store, rank, world_size = next(rendezvous("env://"))
     preflight({"run": config}, store, rank=rank, world_size=world_size, timeout_s=config.guard.limit_s)
     return store, rank, world_size
@@ -95,4 +113,8 @@ def connect(config: RunConfig, kind: str, store: Store, rank: int, world_size: i
 
 
 def _backend(kind: str) -> str:
-    return "nccl" if kind == "cuda" else "gloo"
+    if kind == "cpu":
+        return "gloo"
+    # NCCL connects no two ranks of one GPU. Those who share one talk over gloo, and trainers by NCCL among themselves.
+    is_shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count()
+    return "cpu:gloo,cuda:nccl" if is_shared else "nccl"
