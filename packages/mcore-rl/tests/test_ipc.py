@@ -3,6 +3,7 @@
 """Processes of one device hand weights over in memory that both map: equal weights, nothing left behind, and who fails is named."""
 
 import contextlib
+import inspect
 import os
 import signal
 import time
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from mcore_parallel import ParallelPlan
 from mcore_parallel.models import GPTModel, TransformerConfig
@@ -117,7 +119,7 @@ def carry(plan: ParallelPlan, bucket_bytes: int, kind: str = "cpu") -> Any:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(0.5)
-    if device.type == "cuda" and placement.trains:
+    if device.type == "cuda" and placement.trains and transfer.ipc_peers:
         assert 0 < torch.cuda.max_memory_allocated(device) - before <= bucket_bytes // 2 + 512
     assert transfer.plan is not None
     sources = {copy.destination_rank: copy.source_rank for copy in transfer.plan.copies}
@@ -189,7 +191,7 @@ def test_where_memory_cannot_be_shared_the_world_carries_the_weights(world, way:
 def fail(lost: int, how: str, kind: str) -> Any:
     """What the other rank hears, after how long, and what is left of the refit."""
     placement, device = Placement.split(ParallelPlan()), on(kind)
-    transfer, model = WeightTransfer(bucket_bytes=12_000, timeout_s=2.0), trained(placement, device)
+    transfer, model = WeightTransfer(bucket_bytes=12_000, timeout_s=4.0 if how == "dies" else 2.0), trained(placement, device)
     dist.barrier()
     refit(model, placement.groups, None if placement.trains else Engine(device), transfer, placement=placement)
 
@@ -220,7 +222,10 @@ def fail(lost: int, how: str, kind: str) -> Any:
 @pytest.mark.parametrize("lost", [0, 1], ids=["trainer", "engine"])
 def test_a_neighbour_that_dies_with_the_memory_is_named_at_once(world, lost: int, kind: str) -> None:
     message, waited_s, left = world(fail, doomed=(lost,), lost=lost, how="dies", kind=kind)[1 - lost]
-    assert message.startswith(f"rank {lost} died, no process is left (bucket ") and waited_s < 2.0
+    # A process may take longer to let a GPU go than to close its connections.
+    closed = f"rank {lost} did not {'take' if lost else 'send'} weights, its connection is closed (bucket "
+    assert message.startswith(f"rank {lost} died, no process is left (bucket ") or (kind == "cuda" and message.startswith(closed))
+    assert waited_s < 4.0
     assert left == 0
 
 
@@ -235,7 +240,7 @@ def test_a_neighbour_that_stalls_is_named_at_the_limit(world, lost: int, what: s
 def recover(kind: str) -> Any:
     """The engine gives up a load; the next refits find nothing of it."""
     placement, device = Placement.split(ParallelPlan()), on(kind)
-    transfer, engine, model = WeightTransfer(bucket_bytes=12_000, timeout_s=1.0), Engine(device), trained(placement, device)
+    transfer, engine, model = WeightTransfer(bucket_bytes=12_000, timeout_s=2.0), Engine(device), trained(placement, device)
     before, message = num_allocated(device), ""
     stream = transfer.weights(model, placement.groups, None if placement.trains else engine, placement=placement)
     if placement.trains:
@@ -244,7 +249,7 @@ def recover(kind: str) -> Any:
         message = str(caught.value)
     else:
         next(stream)
-        time.sleep(1.5)
+        time.sleep(2.5)
     if model is not None:
         with torch.no_grad():
             for parameter in model.parameters():
@@ -260,12 +265,20 @@ def recover(kind: str) -> Any:
 @pytest.mark.parametrize("kind", DEVICES)
 def test_a_load_that_an_engine_gave_up_leaves_nothing(world, kind: str) -> None:
     (message, held, expected), (_, mapped, weights) = world(recover, kind=kind)
-    assert message.startswith("rank 1 did not take weights within timeout_s=1 (")
+    assert message.startswith("rank 1 did not take weights within timeout_s=2 (")
     assert held == mapped == 0
     assert weights.keys() == expected.keys() and all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_torch_describes_the_memory_of_a_gpu_as_it_is_sent() -> None:
+    kept = [*inspect.signature(rebuild_cuda_tensor).parameters][6:]
+    assert kept == [
+        "storage_device", "storage_handle", "storage_size_bytes", "storage_offset_bytes", "requires_grad", "ref_counter_handle",
+        "ref_counter_offset", "event_handle", "event_sync_required",
+    ]  # fmt: skip
 
 
 def test_memory_is_one_and_the_same_until_both_let_it_go() -> None:

@@ -97,6 +97,7 @@ class Neighbours:
         self._outgoing = {rank: _Outgoing(connection) for rank, connection in outgoing.items()}
         self._incoming = {rank: _Incoming(connection) for rank, connection in incoming.items()}
         self._turn = 0
+        self._hung_up: set[int] = set()
         self.peers: frozenset[int] = frozenset()
         """Those of the last refit, on either side."""
         # Whoever keeps a plan for the next refit need not close it.
@@ -232,7 +233,8 @@ class Neighbours:
         for rank in kept:
             one = self._outgoing[rank]
             if one.memory is not None:
-                one.memory.free(peer_releases=rank not in gone)
+                # Who closes a socket has unmapped before, or dies, which on a GPU may take longer than anybody waits.
+                one.memory.free(peer_releases=rank not in gone and rank not in self._hung_up)
                 one.memory = None
 
     def disconnect(self) -> None:
@@ -297,6 +299,7 @@ class Neighbours:
                 except ConnectionError:
                     data, fds = b"", []
                 if not data:
+                    self._hung_up.add(rank)
                     raise NeighbourError([rank], what, time.monotonic() - begin)
                 message = json.loads(data)
                 if message["turn"] == self._turn:

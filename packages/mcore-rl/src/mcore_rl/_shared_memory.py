@@ -91,7 +91,7 @@ def map_memory(handle: dict[str, Any], fds: Sequence[int], device: torch.device)
     if "cuda" not in handle:
         return _mapped(fds[0], num_bytes)
     ipc = [bytes.fromhex(part["hex"]) if isinstance(part, dict) else part for part in handle["cuda"]]
-    return rebuild_cuda_tensor(Tensor, (num_bytes,), (1,), 0, torch.UntypedStorage, torch.uint8, device.index, *ipc)
+    return rebuild_cuda_tensor(Tensor, (num_bytes,), (1,), 0, torch.storage.TypedStorage, torch.uint8, device.index, *ipc)
 
 
 def _mapped(fd: int, num_bytes: int) -> Tensor:
