@@ -25,7 +25,7 @@ class CompiledLaunches:
     """Stands in a module for one of its kernels: a launch is compiled for its arguments, down to the assembler, and not run.
 
     Args:
-        kernel: of ``triton.jit``.
+        kernel: of ``triton.jit`` or ``gluon.jit``.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -38,10 +38,21 @@ class CompiledLaunches:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return self._compile
 
-    def _compile(self, *args: Any, num_warps: int = 4, num_stages: int = 3, enable_fp_fusion: bool = True, **constants: Any) -> None:
+    def _compile(
+        self,
+        *args: Any,
+        num_warps: int = 4,
+        num_stages: int = 3,
+        enable_fp_fusion: bool = True,
+        maxnreg: int | None = None,
+        **constants: Any,
+    ) -> None:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
+
+        if self._kernel.is_gluon():
+            from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
 
         names = self._kernel.arg_names
         values = {**dict(zip(names, args, strict=False)), **constants}
@@ -53,7 +64,10 @@ class CompiledLaunches:
             if name in constants or value is None or (special and isinstance(value, int) and value == 1):
                 signature[name], fixed[(place,)] = "constexpr", value
                 continue
-            if isinstance(value, Tensor):
+            if hasattr(value, "block_shape"):
+                layout = f",{value.layout!r}" if hasattr(value, "layout") else ""
+                signature[name], aligned = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}{layout}>", False
+            elif isinstance(value, Tensor):
                 signature[name], aligned = f"*{_TYPES[value.dtype]}", True
             else:
                 signature[name] = "fp32" if isinstance(value, float) else "i32"
@@ -62,7 +76,7 @@ class CompiledLaunches:
                 attributes[(place,)] = [["tt.divisibility", 16]]
         source = ASTSource(fn=self._kernel, signature=signature, constexprs=fixed, attrs=attributes)
         # Said, since triton 3.9 warns of a default that will change.
-        options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion}
+        options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion, "maxnreg": maxnreg}
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         self.shared_bytes.append(compiled.metadata.shared)
         self.ptx.append(compiled.asm["ptx"])

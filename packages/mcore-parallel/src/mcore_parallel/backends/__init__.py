@@ -8,6 +8,7 @@ from mcore_parallel.backends._factory import choose_backend, quantization
 from mcore_parallel.backends._fp8_config import RECIPES, Fp8Config
 from mcore_parallel.backends._fp8_grouped import Fp8GroupedProducts
 from mcore_parallel.backends._fp8_loss import Fp8LossProducts
+from mcore_parallel.backends._gathered import RowOrder, gathered_swiglu, has_gathered_kernel
 from mcore_parallel.backends._grouped import check_grouped_width, grouped_matmul
 from mcore_parallel.backends._protocol import Backend, BackendLayers, NormColumnLinear
 from mcore_parallel.backends._quantize import Scaled, quantize_rows, scaled_product
@@ -25,14 +26,17 @@ __all__ = [
     "Fp8GroupedProducts",
     "Fp8LossProducts",
     "NormColumnLinear",
+    "RowOrder",
     "Scaled",
     "StoredGroupedProducts",
     "TorchBackend",
     "check_grouped_width",
     "choose_backend",
+    "gathered_swiglu",
     "grouped_matmul",
     "grouped_scaled_product",
     "grouped_widened_product",
+    "has_gathered_kernel",
     "has_widening_kernel",
     "is_batch_invariant_mode_enabled",
     "quantization",
