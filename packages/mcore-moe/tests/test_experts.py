@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Experts are the dense feed-forwards of the model: same activation, same biases."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from mcore_moe import GroupedMLP, MoEConfig, MoELayer, SequentialMLP, choose_exp
 from mcore_moe._experts import _rows_of_experts
 from mcore_parallel import ProcessGroups
 from mcore_parallel.models import GPTModel, Site, TransformerConfig, dense_feed_forward
-from mcore_parallel.nn import ACTIVATIONS, Activation, Step
+from mcore_parallel.nn import ACTIVATIONS, Activation, LayerMemory, Step
+from mcore_parallel.tensor_parallel import LoraConfig
 
 CHOICES: list[dict[str, Any]] = [
     *({"activation": name} for name in ACTIVATIONS),
@@ -125,3 +127,40 @@ def test_a_model_begins_with_biases_of_zero() -> None:
     assert {name.rpartition(".")[2]: bool(value.any()) for name, value in values.items()} == {
         "up": True, "down": True, "up_bias": False, "down_bias": False
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("valid", [None, [True, False, True] * 3], ids=["all tokens", "some tokens"])
+def test_rows_that_the_first_gemm_gathers_give_the_same_layer(valid: list[bool] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = MoELayer(MoEConfig(num_moe_experts=4, moe_router_topk=2), site(), dtype=torch.float64)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    x, grad = torch.randn(9, 12, dtype=torch.float64), torch.randn(9, 12, dtype=torch.float64)
+    step, calls, runs = Step.causal(1, 9), [], []
+    if valid is not None:
+        step = dataclasses.replace(step, valid=torch.tensor(valid))
+    run = GroupedMLP.forward_gathered
+    monkeypatch.setattr(GroupedMLP, "forward_gathered", lambda *inputs: calls.append(inputs) or run(*inputs))
+    for gathers in (False, True):
+        monkeypatch.setattr("mcore_moe._experts.has_gathered_kernel", lambda *_, gathers=gathers: gathers)
+        leaf = x.clone().requires_grad_()
+        y, _ = layer(leaf, step)
+        runs.append([y, *torch.autograd.grad(y, [leaf, *layer.parameters()], grad)])
+        assert len(calls) == gathers
+    for found, expected in zip(*runs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_experts_with_more_than_swiglu_do_not_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcore_moe._experts.has_gathered_kernel", lambda *_: True)
+    x, groups = torch.zeros(9, 4), ProcessGroups.single()
+
+    def gathers(**options: Any) -> bool:
+        return GroupedMLP(3, 4, 6, groups, **options).gathers(x, 18)
+
+    assert gathers() and gathers(memory=LayerMemory(recomputed=["norm"]))
+    assert not any(gathers(activation=name) for name in ACTIVATIONS if name != "swiglu")
+    assert not gathers(bias=True) and not gathers(activation=Activation(name="swiglu", clamp=1.0))
+    assert not any(gathers(memory=LayerMemory(**{kind: ["moe_act"]})) for kind in ("recomputed", "offloaded"))
+    experts = GroupedMLP(3, 4, 6, groups)
+    experts.add_lora(LoraConfig(rank=2), 0)
+    assert not experts.gathers(x, 18)

@@ -58,6 +58,10 @@ def check_rows(tokens: int, topk: int, local: int, device: str, dtype: torch.dty
             filled = slice(None) if padded else shift[shift >= 0].long()
             assert wanted_weights is not None and row_weights is not None and rows.shape == wanted.shape
             assert torch.equal(rows.cpu()[filled], wanted[filled]) and torch.equal(row_weights.cpu()[filled], wanted_weights[filled])
+            ours = _triton.place_tokens(on_device[2], shift.to(device), num_rows)
+            picked = shift[shift >= 0].long()
+            for values, reference in zip(ours, _places.place_tokens(weights, shift, num_rows), strict=True):
+                assert values.dtype == reference.dtype and torch.equal(values.cpu()[picked], reference[picked])
             sums = _triton.gather_sum(torch.where(torch.isfinite(rows), rows, 0), shift.to(device)).cpu()
             torch.testing.assert_close(sums, _places.gather_sum(wanted, shift), rtol=0, atol=0 if dtype == torch.float32 else 0.05)
 
@@ -114,13 +118,17 @@ def test_kernels_compile_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.hopper import CompiledLaunches
 
     launches = {}
-    for module, names in ((_triton, ("count_picks", "scan_picks", "place_picks", "gather_sum")), (_triton_top, ("top",))):
+    for module, names in (
+        (_triton, ("count_picks", "scan_picks", "place_picks", "place_tokens", "gather_sum")),
+        (_triton_top, ("top",)),
+    ):
         for name in names:
             launches[name] = CompiledLaunches(getattr(module, f"_{name}_kernel"))
             monkeypatch.setattr(module, f"_{name}_kernel", launches[name])
     picks = torch.zeros(20, 8, dtype=torch.int32)
     for num_experts in (64, 500):
         _triton.place_rows(picks, 0, num_experts)
+        _triton.place_tokens(torch.zeros(20, 8), picks, 30)
         _triton.gather_sum(torch.zeros(30, 2048, dtype=torch.bfloat16), picks)
         _triton_top.top(torch.zeros(20, num_experts), 8)
     assert all(len(launch.ptx) == 2 for launch in launches.values())

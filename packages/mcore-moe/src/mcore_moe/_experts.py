@@ -13,7 +13,8 @@ from mcore_moe._fp8_stack import Fp8Stack
 from mcore_moe._lora import ExpertLora
 from mcore_moe._stability import experimental_api
 from mcore_parallel import ProcessGroups, ShardSpec
-from mcore_parallel.backends import StoredGroupedProducts, choose_backend, grouped_matmul
+from mcore_moe.dispatch import PlacedPicks
+from mcore_parallel.backends import StoredGroupedProducts, choose_backend, gathered_swiglu, grouped_matmul, has_gathered_kernel
 from mcore_parallel.nn import Activation, LayerFactory, LayerMemory, discard_output
 from mcore_parallel.tensor_parallel import GroupedProducts, LoraConfig, MainGradient
 
@@ -347,6 +348,19 @@ class GroupedMLP(_StackedExperts):
         self._take_products(layers)
         if any(products.reads_sizes for products in self._products.values()):
             raise ValueError(f"layers={type(layers).__name__} take the rows of experts on the host; use TEGroupedMLP")
+
+    def gathers(self, x_TD: Tensor, num_rows: int) -> bool:
+        """Whether ``forward_gathered`` is there for so many rows, and the faster way: SwiGLU as it is by default, in bfloat16 on Hopper,
+        whose parts are kept for the backward, without biases and adapters."""
+        plain = self.activation == Activation(name="swiglu") and self.up_bias is None and not self.has_lora
+        managed = {"expert_fc1", "moe_act"} & (self.memory.recomputed | self.memory.offloaded)
+        plain = plain and not managed and not self._products and not self._stored and not self._slots
+        return plain and has_gathered_kernel(x_TD, self.up, num_rows)
+
+    def forward_gathered(self, x_TD: Tensor, picks: PlacedPicks) -> Tensor:
+        """``forward`` of rows [R, D] that the first GEMM gathers from the tokens."""
+        y_RF = gathered_swiglu(x_TD, self.up, picks.ends_N, picks.weights_R, picks, self._main_grads.get("up"))
+        return self._multiply("down", y_RF, self.down, picks.ends_N)
 
     @property
     def is_quantized(self) -> bool:

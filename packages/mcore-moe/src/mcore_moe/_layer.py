@@ -23,6 +23,7 @@ from mcore_moe.dispatch import (
     MoEAllGatherTokenDispatcher,
     MoEAlltoAllTokenDispatcher,
     MoEFlexTokenDispatcher,
+    PlacedPicks,
     ReplicatedTokenDispatcher,
     TokenExchange,
     choose_exchange,
@@ -248,9 +249,15 @@ class MoELayer(nn.Module):
             computed: list[Tensor | None] = []
             sent = dispatcher.dispatch(routed_TD, routing, lambda: computed.append(self._shared(x_TD, step)))
             (shared_TD,) = computed
+        elif self._gathers(dispatcher, routed_TD, routing):
+            sent = dispatcher.place(routing)
         else:
             sent = dispatcher.dispatch(routed_TD, routing)
-        rows_RD = self._compute(sent.rows_RD, sent.ends_N, sent.weights_R)
+        if isinstance(sent, PlacedPicks):
+            assert isinstance(self.experts, GroupedMLP)
+            rows_RD = self.experts.forward_gathered(routed_TD, sent)
+        else:
+            rows_RD = self._compute(sent.rows_RD, sent.ends_N, sent.weights_R)
         y_TD = reduce_from_tensor_model_parallel_region(dispatcher.combine(rows_RD, sent, routing), self.replicas)
         y_TD = y_TD if self.latent_up is None else self.latent_up(y_TD)
         y_TD = y_TD if shared_TD is None else y_TD + shared_TD
@@ -276,6 +283,11 @@ class MoELayer(nn.Module):
         self._equal_dispatcher: Any = (
             MoEAllGatherTokenDispatcher(num_experts, groups, equal_lengths=True) if _exchanges(groups) else self.dispatcher
         )
+
+    def _gathers(self, dispatcher: Any, x_TD: Tensor, routing: Routing) -> bool:
+        """Whether experts take their rows from the tokens themselves."""
+        plain = isinstance(dispatcher, LocalTokenDispatcher) and isinstance(self.experts, GroupedMLP) and self._multiple == 1
+        return plain and routing.capacity is None and self.experts.gathers(x_TD, routing.experts_TK.numel())
 
     def _compute(self, rows_RD: Tensor, ends_N: Tensor, weights_R: Tensor | None) -> Tensor:
         if self._multiple == 1:

@@ -6,7 +6,7 @@ from mcore_moe.dispatch._allgather import GatheredPicks, MoEAllGatherTokenDispat
 from mcore_moe.dispatch._alltoall import Dispatched, MoEAlltoAllTokenDispatcher
 from mcore_moe.dispatch._choice import choose_exchange
 from mcore_moe.dispatch._flex import FlexPicks, MoEFlexTokenDispatcher, TokenExchange
-from mcore_moe.dispatch._local import LocalPicks, LocalTokenDispatcher
+from mcore_moe.dispatch._local import LocalPicks, LocalTokenDispatcher, PlacedPicks
 from mcore_moe.dispatch._replicated import ReplicatedTokenDispatcher
 from mcore_moe.dispatch._symmetric import SymmetricExchange
 
@@ -19,6 +19,7 @@ __all__ = [
     "MoEAllGatherTokenDispatcher",
     "MoEAlltoAllTokenDispatcher",
     "MoEFlexTokenDispatcher",
+    "PlacedPicks",
     "ReplicatedTokenDispatcher",
     "SymmetricExchange",
     "TokenExchange",

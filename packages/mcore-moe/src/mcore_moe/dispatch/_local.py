@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcore_moe._routing import Routing
 from mcore_moe._stability import experimental_api
-from mcore_moe.dispatch._places import gather_sum, place_rows, spread_rows
+from mcore_moe.dispatch._places import gather_sum, place_rows, place_tokens, spread_rows
 
 # T tokens, K experts a token, N experts, D model, C capacity of an expert. R rows: T * K, one a pick, or with padding to capacity N * C.
 
@@ -34,6 +34,31 @@ class LocalPicks:
 
 
 @experimental_api
+@dataclass(frozen=True)
+class PlacedPicks:
+    """The order of the rows for this rank's experts, for GEMMs that gather them; as of ``mcore_parallel.backends.RowOrder``."""
+
+    tokens_R: Tensor
+    """int32; behind those of the last expert there may be anything."""
+    ends_N: Tensor
+    """As of `LocalPicks`."""
+    weights_R: Tensor
+    """Of the rows' results."""
+    places_TK: Tensor
+    """As of `LocalPicks`."""
+    padded: bool = False
+    """No rows of zeros fill the experts up."""
+
+    def gather(self, x_TD: Tensor) -> Tensor:
+        """[R, D], each token at its rows."""
+        return spread_rows(x_TD, None, self.places_TK, len(self.tokens_R))[0]
+
+    def sum(self, rows_RD: Tensor) -> Tensor:
+        """[T, D], each token's rows added up in the order of its picks."""
+        return gather_sum(rows_RD, self.places_TK)
+
+
+@experimental_api
 class LocalTokenDispatcher:
     """For ranks that hold all experts: nothing is exchanged.
 
@@ -48,7 +73,14 @@ class LocalTokenDispatcher:
         """Every pick; differentiable in ``x_TD`` and the weights."""
         return sort_picks(x_TD, routing, routing.destinations(self.num_local_experts), self.num_local_experts)
 
-    def combine(self, rows_RD: Tensor, picks: LocalPicks, routing: Routing) -> Tensor:
+    def place(self, routing: Routing) -> PlacedPicks:
+        """The order alone, of a routing without a capacity; differentiable in the weights."""
+        with torch.no_grad():
+            places_TK, ends_N = place_rows(routing.destinations(self.num_local_experts).to(torch.int32), 0, self.num_local_experts)
+        tokens_R, weights_R = _Place.apply(routing.probs_TK, places_TK)
+        return PlacedPicks(tokens_R, ends_N, weights_R, places_TK)
+
+    def combine(self, rows_RD: Tensor, picks: LocalPicks | PlacedPicks, routing: Routing) -> Tensor:
         """The sums of each token, [T, D]; the order of each sum is fixed."""
         return sum_rows(rows_RD, picks)
 
@@ -79,7 +111,7 @@ def sort_picks(x_TD: Tensor, routing: Routing, experts_TK: Tensor, num_experts: 
     return LocalPicks(rows_RD, ends_N, weights_R, places_TK, padded=capacity is not None)
 
 
-def sum_rows(rows_RD: Tensor, picks: LocalPicks) -> Tensor:
+def sum_rows(rows_RD: Tensor, picks: LocalPicks | PlacedPicks) -> Tensor:
     """[T, D]: each token's rows added up in the order of its experts, in float32 or wider."""
     return sum_places(rows_RD, picks.places_TK, picks.padded)
 
@@ -101,11 +133,29 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (places_TK,) = ctx.saved_tensors
         grad_x_TD = gather_sum(grads[0].contiguous(), places_TK) if ctx.needs_input_grad[0] else None
-        grad_probs_TK = None
-        if ctx.needs_input_grad[1]:
-            # Behind the experts' rows there may be anything.
-            grad_probs_TK = torch.where(places_TK >= 0, grads[1][places_TK.clamp(min=0).long()], 0)
+        grad_probs_TK = _at_places(grads[1], places_TK) if ctx.needs_input_grad[1] else None
         return grad_x_TD, grad_probs_TK, None, None, None
+
+
+class _Place(torch.autograd.Function):
+    """Token and weight of each row."""
+
+    @staticmethod
+    def forward(ctx: Any, probs_TK: Tensor, places_TK: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(places_TK)
+        tokens_R, weights_R = place_tokens(probs_TK, places_TK, places_TK.numel())
+        ctx.mark_non_differentiable(tokens_R)
+        return tokens_R, weights_R
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (places_TK,) = ctx.saved_tensors
+        return _at_places(grads[1], places_TK), None
+
+
+def _at_places(grad_R: Tensor, places_TK: Tensor) -> Tensor:
+    """Gradients of the picks' weights; behind the experts' rows there may be anything."""
+    return torch.where(places_TK >= 0, grad_R[places_TK.clamp(min=0).long()], 0)
 
 
 class _Sum(torch.autograd.Function):

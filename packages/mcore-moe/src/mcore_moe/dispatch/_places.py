@@ -70,6 +70,28 @@ def spread_rows(
     return rows_RD, None if weights_TK is None else spread(weights_TK.flatten())
 
 
+def place_tokens(weights_TK: Tensor, places_TK: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """int32 [R], the token of each row, and its weight [R]; of rows of no pick they are any numbers.
+
+    Args:
+        weights_TK: of the picks.
+        places_TK: int32, distinct, -1 for a pick without a row.
+        num_rows: R.
+
+    Example:
+        >>> place_tokens(torch.tensor([[0.5, 0.25], [1.0, 2.0]]), torch.tensor([[2, 0], [-1, 1]]), 3)
+        (tensor([0, 1, 0], dtype=torch.int32), tensor([0.2500, 2.0000, 0.5000]))
+    """
+    if weights_TK.is_cuda and weights_TK.dtype != torch.float64:
+        from mcore_moe.dispatch import _triton
+
+        return _triton.place_tokens(weights_TK.contiguous(), places_TK, num_rows)
+    tokens_T1 = torch.arange(len(places_TK), dtype=torch.int32, device=places_TK.device).unsqueeze(1)
+    tokens_R1, weights_R = spread_rows(tokens_T1, weights_TK, places_TK, num_rows)
+    assert weights_R is not None
+    return tokens_R1.squeeze(1), weights_R
+
+
 def gather_sum(rows_RD: Tensor, places_TK: Tensor) -> Tensor:
     """[T, D], the rows at the places of each token, added up in the order of its picks in float32 or wider; places below 0 add nothing."""
     if rows_RD.is_cuda and rows_RD.dtype != torch.float64:

@@ -54,6 +54,17 @@ def spread_rows(x_TD: Tensor, weights_TK: Tensor | None, places_TK: Tensor, num_
     return rows_RD, weights_R
 
 
+def place_tokens(weights_TK: Tensor, places_TK: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """A program handles some picks."""
+    tokens_R = torch.empty(num_rows, dtype=torch.int32, device=places_TK.device)
+    weights_R = torch.empty(num_rows, dtype=weights_TK.dtype, device=places_TK.device)
+    if places_TK.numel():
+        _place_tokens_kernel[(triton.cdiv(places_TK.numel(), _SUM_LANES),)](
+            weights_TK, places_TK, tokens_R, weights_R, places_TK.numel(), TOPK=places_TK.shape[1], BLOCK=_SUM_LANES, num_warps=4
+        )  # fmt: skip
+    return tokens_R, weights_R
+
+
 def gather_sum(rows_RD: Tensor, places_TK: Tensor) -> Tensor:
     """[T, D]: rows at the places of each token, added in order in float32; places below 0 add nothing."""
     tokens, topk = places_TK.shape
@@ -150,6 +161,15 @@ def _spread_rows_kernel(
             here = (places >= 0) & (block == 0)
             weights = tl.load(weights_ptr + token * TOPK + picks, mask=here)
             tl.store(row_weights_ptr + places, weights, mask=here)
+
+
+@triton.jit
+def _place_tokens_kernel(weights_ptr, places_ptr, tokens_ptr, row_weights_ptr, picks, TOPK: tl.constexpr, BLOCK: tl.constexpr):
+    pick = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(places_ptr + pick, mask=pick < picks, other=-1)
+    weight = tl.load(weights_ptr + pick, mask=pick < picks)
+    tl.store(tokens_ptr + place, pick // TOPK, mask=place >= 0)
+    tl.store(row_weights_ptr + place, weight, mask=place >= 0)
 
 
 @triton.jit
