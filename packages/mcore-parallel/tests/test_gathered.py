@@ -2,17 +2,21 @@
 # Copyright (c) 2026 the mcore authors
 """The first GEMM of experts with gather and activation, against one matmul and one activation an expert."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_parallel.backends import gathered_swiglu, has_gathered_kernel
+from mcore_parallel.backends import gathered_swiglu, grouped_matmul, has_gathered_kernel
+from mcore_parallel.backends._grouped import is_kernel_faster
+from mcore_parallel.nn import Activation
 from mcore_parallel.tensor_parallel import MainGradient
 from tests.support.expert_rows import ends_of
 
 COUNTS = [[5, 0, 33, 1], [0, 0, 0, 20], [0, 0, 0, 0]]
-ON_HOPPER = [[300, 0, 1, 128], [0, 0, 0, 700], [127, 129, 256, 255]]
+ON_HOPPER = [[900, 0, 1, 128], [0, 0, 0, 1100], [127, 129, 256, 512]]
 
 
 class Rows:
@@ -74,49 +78,82 @@ def test_no_kernel_on_a_processor() -> None:
 
 def test_the_kernel_compiles_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from mcore_parallel.backends import _gluon_gathered
+    from mcore_parallel.backends import _gluon_grouped
     from tests.support.hopper import CompiledLaunches
 
-    table, product = (CompiledLaunches(getattr(_gluon_gathered, f"_{name}_kernel")) for name in ("tile_table", "gathered_swiglu"))
-    monkeypatch.setattr(_gluon_gathered, "_tile_table_kernel", table)
-    monkeypatch.setattr(_gluon_gathered, "_gathered_swiglu_kernel", product)
-    x, weight = torch.zeros(8, 2048).bfloat16(), torch.zeros(1, 2, 8, 2048).bfloat16().expand(128, 2, 8, 2048).contiguous()
-    _gluon_gathered.gathered_swiglu(x, torch.zeros(9).int(), weight, torch.full((128,), 9).int(), torch.zeros(9), keep=True)
-    assert len(table.ptx) == 1
+    table, product = (CompiledLaunches(getattr(_gluon_grouped, f"_{name}_kernel")) for name in ("tile_table", "grouped"))
+    monkeypatch.setattr(_gluon_grouped, "_tile_table_kernel", table)
+    monkeypatch.setattr(_gluon_grouped, "_grouped_kernel", product)
+    x, weight, ends = torch.zeros(8, 512).bfloat16(), torch.zeros(4, 2, 256, 512).bfloat16(), ends_of([4, 4, 0, 1])
+    _gluon_grouped.gathered_swiglu(x, torch.zeros(9).int(), weight, ends, torch.zeros(9), keep=True)
+    for turned in (False, True):
+        _gluon_grouped.grouped_product(x, weight.flatten(1, 2), ends, turned=turned)
     # Two warpgroups with the widest instruction, and registers that move from the warps that copy to them.
-    assert product.ptx[0].count("wgmma.mma_async.sync.aligned.m64n256k16") == 8 and "setmaxnreg.inc" in product.ptx[0]
+    assert len(product.ptx) == 3 and len(table.ptx) == 3
+    assert all(ptx.count("wgmma.mma_async.sync.aligned.m64n256k16") == 8 and "setmaxnreg.inc" in ptx for ptx in product.ptx)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU")
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"),
+]
+
+
+def on_hopper(test: Any) -> Any:
+    for mark in ON_GPU:
+        test = mark(test)
+    return test
+
+
+@on_hopper
 @pytest.mark.parametrize("counts", ON_HOPPER, ids=str)
-@pytest.mark.parametrize(("width", "depth"), [(128, 64), (200, 512), (768, 192)])
-def test_the_kernel_gives_results_and_gradients_of_float64(counts: list[int], width: int, depth: int) -> None:
+@pytest.mark.parametrize(("width", "depth"), [(256, 256), (328, 512), (768, 320)])
+def test_the_gathering_kernel_gives_results_and_gradients_of_float64(counts: list[int], width: int, depth: int) -> None:
     device = torch.device("cuda")
-    assert has_gathered_kernel(torch.zeros(1, depth, device=device).bfloat16(), torch.zeros(4, 2, width, depth).bfloat16(), sum(counts))
-    runs = [results(counts, torch.bfloat16, device, width=width, depth=depth, main=main) for main in (False, True)]
-    for found, expected in runs:
-        for ours, reference in zip(found, expected, strict=True):
-            assert ((ours - reference).norm() / reference.norm().clamp(min=1e-30)).item() < 1e-2
+    x, weight = torch.zeros(1, depth, device=device).bfloat16(), torch.zeros(4, 2, width, depth, device=device).bfloat16()
+    assert has_gathered_kernel(x, weight, sum(counts))
+    for main in (False, True):
+        for ours, reference in zip(*results(counts, torch.bfloat16, device, width=width, depth=depth, main=main), strict=True):
+            assert relative(ours, reference) < 1e-2
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU")
-def test_the_kernel_leaves_rows_of_no_expert_and_has_the_same_bits_twice() -> None:
-    from mcore_parallel.backends import _gluon_gathered
+@on_hopper
+@pytest.mark.parametrize("counts", ON_HOPPER, ids=str)
+@pytest.mark.parametrize(("depth", "out"), [(256, 264), (328, 512), (768, 256)])
+def test_products_by_the_kernel_are_those_of_float64_each_way(counts: list[int], depth: int, out: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((sum(counts), depth), (len(counts), out, depth), (sum(counts), out))
+    x, weight, grad = (torch.randn(*size, generator=generator).bfloat16() for size in sizes)
+    assert is_kernel_faster(x.cuda(), len(x), weight.cuda())
+    leaves = [tensor.cuda().requires_grad_() for tensor in (x, weight)]
+    y = grouped_matmul(*leaves, ends_of(counts, torch.device("cuda")))
+    y.backward(grad.cuda())
+    wide = [tensor.double().requires_grad_() for tensor in (x, weight)]
+    expected = torch.cat([part @ stack.T for part, stack in zip(wide[0].split(counts), wide[1], strict=True)])
+    expected.backward(grad.double())
+    for ours, reference in ((y, expected), *((leaf.grad, leaf_64.grad) for leaf, leaf_64 in zip(leaves, wide, strict=True))):
+        assert relative(ours.detach().cpu().double(), reference.detach()) < 1e-2
 
-    device = torch.device("cuda")
+
+@on_hopper
+def test_the_kernels_have_the_same_bits_twice_and_the_activation_that_of_the_results_kept() -> None:
+    from mcore_parallel.backends import _gluon_grouped
+
+    device, num_rows = torch.device("cuda"), 1630
     order, ends = Rows(500, 2000, device), ends_of([700, 0, 30, 900], device)
     generator = torch.Generator("cuda").manual_seed(0)
     x, weight = (torch.randn(*size, device=device, generator=generator).bfloat16() for size in ((500, 256), (4, 2, 384, 256)))
     row_weights = torch.rand(2000, device=device, generator=generator)
-    runs = [
-        _gluon_gathered.gathered_swiglu(x, order.tokens_R, weight, ends, row_weights, keep=keep) for keep in (True, True, False)
-    ]
-    assert runs[2][1] is None and all(torch.equal(runs[0][0][:1630], y[:1630]) for y, _ in runs[1:])
-    pre = runs[0][1]
-    assert pre is not None and runs[1][1] is not None and torch.equal(pre[:1630], runs[1][1][:1630])
-    gate, value = pre[:1630].float().chunk(2, -1)
-    expected = (F.silu(gate) * value * row_weights[:1630, None]).bfloat16()
-    # The same formula with other roundings of its exponential.
-    torch.testing.assert_close(runs[0][0][:1630], expected, rtol=2**-7, atol=1e-6)
+    runs = [_gluon_grouped.gathered_swiglu(x, order.tokens_R, weight, ends, row_weights, keep=keep) for keep in (True, True, False)]
+    pre, again, none = (pre if pre is None else pre[:num_rows] for _, pre in runs)
+    assert none is None and pre is not None and again is not None and torch.equal(pre, again)
+    assert all(torch.equal(runs[0][0][:num_rows], y[:num_rows]) for y, _ in runs[1:])
+    # Gates and values are the GEMM of the rows in order, and the result is what the activation makes of them.
+    ordered = _gluon_grouped.grouped_product(order.gather(x), weight.flatten(1, 2), ends, turned=False)
+    assert torch.equal(ordered[:num_rows], pre)
+    expected = Activation(name="swiglu")(pre, weights=row_weights[:num_rows])
+    torch.testing.assert_close(runs[0][0][:num_rows], expected, rtol=2**-7, atol=1e-6)
+
+
+def relative(ours: Tensor, reference: Tensor) -> float:
+    return ((ours - reference).norm() / reference.norm().clamp(min=1e-30)).item()

@@ -7,17 +7,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mcore_parallel.backends._grouped import expert_product, finish_weight_gradient, grouped_matmul
+from mcore_parallel.backends._grouped import expert_product, finish_weight_gradient, grouped_matmul, is_kernel_faster
 from mcore_parallel.nn import Activation
 from mcore_parallel.nn.kernels import activation_kernels
 from mcore_parallel.tensor_parallel import DeferredWeightGrads, MainGradient
 
 # T tokens, R rows, N experts of this rank, D model, F width of an expert.
 
-_DEPTH, _WIDTH = 64, 8
-"""Of which the kernel's D and F are multiples."""
-_FEWEST_ROWS = 64
-"""Rows an expert on average from which on the kernel is the faster way."""
+_DEPTH = 64
+"""Of which D is a multiple where the kernel gathers."""
 
 
 class RowOrder(Protocol):
@@ -39,11 +37,7 @@ class RowOrder(Protocol):
 
 def has_gathered_kernel(x_TD: Tensor, weight_NGFD: Tensor, num_rows: int) -> bool:
     """Whether ``gathered_swiglu`` has a kernel for these tensors, and is faster with it than a gather, a GEMM and an activation."""
-    num_experts, _, width, depth = weight_NGFD.shape
-    if not x_TD.is_cuda or x_TD.dtype != torch.bfloat16 or weight_NGFD.dtype != torch.bfloat16 or torch.compiler.is_compiling():
-        return False
-    fits = depth % _DEPTH == 0 and width % _WIDTH == 0 and torch.cuda.get_device_capability(x_TD.device)[0] == 9
-    return fits and num_rows >= _FEWEST_ROWS * num_experts
+    return weight_NGFD.shape[-1] % _DEPTH == 0 and is_kernel_faster(x_TD, num_rows, weight_NGFD[:, 0])
 
 
 def gathered_swiglu(
@@ -90,11 +84,11 @@ class _GatheredSwiglu(torch.autograd.Function):
         order: RowOrder,
         main_grad: MainGradient | None,
     ) -> Tensor:
-        from mcore_parallel.backends import _gluon_gathered
+        from mcore_parallel.backends._gluon_grouped import gathered_swiglu as launch
 
         x_TD, weights_R, keep = x_TD.contiguous(), weights_R.contiguous(), any(ctx.needs_input_grad)
         weight_NGFD = weight_NWD.contiguous().unflatten(1, (2, -1))
-        y_RF, pre_RW = _gluon_gathered.gathered_swiglu(x_TD, order.tokens_R, weight_NGFD, ends_N, weights_R, keep=keep)
+        y_RF, pre_RW = launch(x_TD, order.tokens_R, weight_NGFD, ends_N, weights_R, keep=keep)
         ctx.order, ctx.main_grad, ctx.later = order, main_grad, DeferredWeightGrads()
         ctx.save_for_backward(x_TD, weight_NWD, weights_R, ends_N, pre_RW)
         return y_RF

@@ -10,12 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mcore_parallel.nn.kernels import has_kernel
 from mcore_parallel.tensor_parallel import DeferredWeightGrads, MainGradient
 
 # R rows, N experts of this rank, I input features, O output features (of this rank)
 
 _ROW_BYTES = 16
-"""Of which the rows of both factors and of the result are a multiple in ``torch.nn.functional.grouped_mm``."""
+"""Of which the rows of both factors and of the result are a multiple in ``torch.nn.functional.grouped_mm``, and in the project's kernel."""
+_KERNEL_ROWS, _KERNEL_WIDTH = 256, 256
+"""Rows an expert on average, and features on both sides, from which on the project's kernel is taken on Hopper. Measured at 512 and 2,048
+rows; below, tiles of 128 rows are mostly empty."""
 
 
 def check_grouped_width(field: str, width: int, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
@@ -98,13 +102,29 @@ def finish_weight_gradient(
 
 
 def expert_product(rows_RI: Tensor, weight_NIO: Tensor, ends_N: Tensor) -> Tensor:
-    """``x W_e``, [R, O]."""
+    """``x W_e``, [R, O]; in bfloat16 on a GPU by torch's kernel or by the project's, whichever is the faster one."""
     if rows_RI.is_cuda and rows_RI.dtype == torch.bfloat16 and rows_RI.shape[0]:
+        turned = weight_NIO.is_contiguous()
+        if is_kernel_faster(rows_RI, len(rows_RI), weight_NIO) and (turned or weight_NIO.mT.is_contiguous()):
+            from mcore_parallel.backends._gluon_grouped import grouped_product
+
+            return grouped_product(rows_RI.contiguous(), weight_NIO if turned else weight_NIO.mT, ends_N, turned=turned)
         return F.grouped_mm(rows_RI, weight_NIO, offs=ends_N)
     y_RO = rows_RI.new_zeros(rows_RI.shape[0], weight_NIO.shape[2])
     for begin, end, weight_IO in _parts(ends_N, weight_NIO):
         torch.mm(rows_RI[begin:end], weight_IO, out=y_RO[begin:end])
     return y_RO
+
+
+def is_kernel_faster(x: Tensor, num_rows: int, weight_NIO: Tensor) -> bool:
+    """Whether the project's kernel takes these bfloat16 tensors, and is faster than torch's grouped GEMM: Hopper, and experts large enough
+    in all three dims."""
+    num_experts, *sizes = weight_NIO.shape
+    if torch.compiler.is_compiling() or not has_kernel(x) or not x.dtype == weight_NIO.dtype == torch.bfloat16:
+        return False
+    large = num_rows >= _KERNEL_ROWS * num_experts and min(sizes) >= _KERNEL_WIDTH
+    fits = not any(size * x.element_size() % _ROW_BYTES for size in sizes)
+    return large and fits and torch.cuda.get_device_capability(x.device)[0] == 9
 
 
 def _weight_gradient(grad_RO: Tensor, x_RI: Tensor, ends_N: Tensor, total_NOI: Tensor, *, add: bool) -> None:
