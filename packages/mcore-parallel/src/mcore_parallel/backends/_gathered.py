@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mcore_parallel._stability import internal_api
 from mcore_parallel.backends._grouped import expert_product, finish_weight_gradient, grouped_matmul, is_kernel_faster
 from mcore_parallel.nn import Activation
 from mcore_parallel.nn.kernels import activation_kernels
@@ -18,6 +19,7 @@ _DEPTH = 64
 """Of which D is a multiple where the kernel gathers."""
 
 
+@internal_api
 class RowOrder(Protocol):
     """Which token each row is."""
 
@@ -35,11 +37,13 @@ class RowOrder(Protocol):
         ...
 
 
+@internal_api
 def has_gathered_kernel(x_TD: Tensor, weight_NGFD: Tensor, num_rows: int) -> bool:
     """Whether ``gathered_swiglu`` has a kernel for these tensors, and is faster with it than a gather, a GEMM and an activation."""
     return weight_NGFD.shape[-1] % _DEPTH == 0 and is_kernel_faster(x_TD, num_rows, weight_NGFD[:, 0])
 
 
+@internal_api
 def gathered_swiglu(
     x_TD: Tensor, weight_NGFD: Tensor, ends_N: Tensor, weights_R: Tensor, order: RowOrder, main_grad: MainGradient | None = None
 ) -> Tensor:
