@@ -104,11 +104,10 @@ def finish_weight_gradient(
 def expert_product(rows_RI: Tensor, weight_NIO: Tensor, ends_N: Tensor) -> Tensor:
     """``x W_e``, [R, O]; in bfloat16 on a GPU by torch's kernel or by the project's, whichever is the faster one."""
     if rows_RI.is_cuda and rows_RI.dtype == torch.bfloat16 and rows_RI.shape[0]:
-        turned = weight_NIO.is_contiguous()
-        if is_kernel_faster(rows_RI, len(rows_RI), weight_NIO) and (turned or weight_NIO.mT.is_contiguous()):
+        if is_kernel_faster(rows_RI, len(rows_RI), weight_NIO) and weight_NIO.mT.is_contiguous():
             from mcore_parallel.backends._gluon_grouped import grouped_product
 
-            return grouped_product(rows_RI.contiguous(), weight_NIO if turned else weight_NIO.mT, ends_N, turned=turned)
+            return grouped_product(rows_RI.contiguous(), weight_NIO.mT, ends_N)
         return F.grouped_mm(rows_RI, weight_NIO, offs=ends_N)
     y_RO = rows_RI.new_zeros(rows_RI.shape[0], weight_NIO.shape[2])
     for begin, end, weight_IO in _parts(ends_N, weight_NIO):
