@@ -13,8 +13,14 @@ from mcore_moe._fp8_stack import Fp8Stack
 from mcore_moe._lora import ExpertLora
 from mcore_moe._stability import experimental_api
 from mcore_parallel import ProcessGroups, ShardSpec
-from mcore_moe.dispatch import PlacedPicks
-from mcore_parallel.backends import StoredGroupedProducts, choose_backend, gathered_swiglu, grouped_matmul, has_gathered_kernel
+from mcore_parallel.backends import (
+    RowOrder,
+    StoredGroupedProducts,
+    choose_backend,
+    gathered_swiglu,
+    grouped_matmul,
+    has_gathered_kernel,
+)
 from mcore_parallel.nn import Activation, LayerFactory, LayerMemory, discard_output
 from mcore_parallel.tensor_parallel import GroupedProducts, LoraConfig, MainGradient
 
@@ -250,14 +256,19 @@ class _StackedExperts(nn.Module):
                 weight.copy_(weight.to(delta.dtype) + delta)
         self.up_lora = self.down_lora = None
 
-    def forward(self, rows_RD: Tensor, ends_N: Tensor, weights_R: Tensor | None = None) -> Tensor:
+    def forward(self, rows_RD: Tensor, ends_N: Tensor, weights_R: Tensor | None = None, order: RowOrder | None = None) -> Tensor:
         """[R, D] rows in expert order -> [R, D].
 
         Args:
             rows_RD: those behind the last expert belong to none; their results hold anything.
             ends_N: int32 on the rows' device, the rows of this expert and of all before it.
             weights_R: of the results of the rows; None for 1.
+            order: where the rows are tokens [T, D], which the first GEMM gathers (``GroupedMLP.gathers``); None for rows as they are.
         """
+        if order is not None:
+            assert weights_R is not None
+            y_RF = gathered_swiglu(rows_RD, self.up, ends_N, weights_R, order, self._main_grads.get("up"))
+            return self._multiply("down", y_RF, self.down, ends_N)
         with self.memory.offloading("expert_fc1", self):
             x_RW = self._multiply_base("up", rows_RD, self._held("up").flatten(1, -2), ends_N)
             x_RW = x_RW if self.up_lora is None else x_RW + self._low_rank(self.up_lora, rows_RD, ends_N)
@@ -350,17 +361,12 @@ class GroupedMLP(_StackedExperts):
             raise ValueError(f"layers={type(layers).__name__} take the rows of experts on the host; use TEGroupedMLP")
 
     def gathers(self, x_TD: Tensor, num_rows: int) -> bool:
-        """Whether ``forward_gathered`` is there for so many rows, and the faster way: SwiGLU as it is by default, in bfloat16 on Hopper,
-        whose parts are kept for the backward, without biases and adapters."""
+        """Whether ``forward`` takes so many rows by their order, and faster so: SwiGLU as it is by default, in bfloat16 on Hopper, whose
+        parts are kept for the backward, without biases and adapters."""
         plain = self.activation == Activation(name="swiglu") and self.up_bias is None and not self.has_lora
         managed = {"expert_fc1", "moe_act"} & (self.memory.recomputed | self.memory.offloaded)
         plain = plain and not managed and not self._products and not self._stored and not self._slots
         return plain and has_gathered_kernel(x_TD, self.up, num_rows)
-
-    def forward_gathered(self, x_TD: Tensor, picks: PlacedPicks) -> Tensor:
-        """``forward`` of rows [R, D] that the first GEMM gathers from the tokens."""
-        y_RF = gathered_swiglu(x_TD, self.up, picks.ends_N, picks.weights_R, picks, self._main_grads.get("up"))
-        return self._multiply("down", y_RF, self.down, picks.ends_N)
 
     @property
     def is_quantized(self) -> bool:

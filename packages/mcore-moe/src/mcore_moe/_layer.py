@@ -254,8 +254,7 @@ class MoELayer(nn.Module):
         else:
             sent = dispatcher.dispatch(routed_TD, routing)
         if isinstance(sent, PlacedPicks):
-            assert isinstance(self.experts, GroupedMLP)
-            rows_RD = self.experts.forward_gathered(routed_TD, sent)
+            rows_RD = self.experts(routed_TD, sent.ends_N, sent.weights_R, sent)
         else:
             rows_RD = self._compute(sent.rows_RD, sent.ends_N, sent.weights_R)
         y_TD = reduce_from_tensor_model_parallel_region(dispatcher.combine(rows_RD, sent, routing), self.replicas)
