@@ -26,10 +26,12 @@ SIZES = TransformerConfig(num_layers=2, hidden_size=48, num_attention_heads=4, n
 WINDOW = {"window_size": (9, 0), "softmax_type": "learnable", "qk_layernorm": True}
 PARAMS = [
     SamplingParams(temperature=1.0, num_tokens_to_generate=9, return_log_probs=True, processed_log_probs=True, seed=3),
-    SamplingParams(temperature=0.7, num_tokens_to_generate=12, return_log_probs=True, processed_log_probs=True, seed=4),
+    SamplingParams(temperature=0.7, num_tokens_to_generate=12, return_log_probs=True, processed_log_probs=True, top_n_logprobs=2, seed=4),
     SamplingParams(temperature=0, num_tokens_to_generate=7, return_log_probs=True, skip_prompt_log_probs=False, top_n_logprobs=2),
     SamplingParams(temperature=0.9, top_k=20, top_n_logprobs=3, num_tokens_to_generate=8, return_log_probs=True, seed=5),
-    SamplingParams(temperature=1.3, top_p=0.9, num_tokens_to_generate=8, return_log_probs=True, processed_log_probs=True, seed=6),
+    SamplingParams(
+        temperature=1.3, top_p=0.9, num_tokens_to_generate=8, return_log_probs=True, processed_log_probs=True, top_n_logprobs=5, seed=6
+    ),
 ]
 
 

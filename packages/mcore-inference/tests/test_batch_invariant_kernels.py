@@ -39,10 +39,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "processed_log_probs": True, "num_tokens_to_generate": 9},
-    {"temperature": 0.7, "processed_log_probs": True, "num_tokens_to_generate": 12},
+    {"temperature": 0.7, "processed_log_probs": True, "top_n_logprobs": 2, "num_tokens_to_generate": 12},
     {"temperature": 0, "num_tokens_to_generate": 7, "skip_prompt_log_probs": False, "top_n_logprobs": 2},
     {"temperature": 0.9, "top_k": 20, "num_tokens_to_generate": 8},
-    {"temperature": 1.3, "top_p": 0.9, "processed_log_probs": True, "num_tokens_to_generate": 8},
+    {"temperature": 1.3, "top_p": 0.9, "processed_log_probs": True, "top_n_logprobs": 4, "num_tokens_to_generate": 8},
     {"temperature": 1.0, "repetition_penalty": 1.2, "num_tokens_to_generate": 6},
 )
 

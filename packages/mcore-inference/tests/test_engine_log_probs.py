@@ -91,3 +91,39 @@ def test_processed_log_probs_are_of_the_distribution_that_drew_each_token(make_m
             scores = scores.masked_fill(scores < scores.topk(top_k).values[:, -1:], -torch.inf)
         wanted = scores.log_softmax(-1).gather(1, torch.tensor(record.generated_tokens)[:, None])[:, 0]
         assert record.generated_log_probs == pytest.approx(wanted.tolist(), abs=1e-9)
+
+
+def test_the_best_tokens_are_those_of_the_distribution_that_drew_each_token(make_model: Make, make_engine: Make) -> None:
+    common = {"return_log_probs": True, "processed_log_probs": True, "top_n_logprobs": 4, "num_tokens_to_generate": 6}
+    biased = SamplingParams(temperature=0.7, seed=1, logit_bias={5: 4.0}, **common)
+    few = replace(biased, top_k=3, allowed_token_ids=(5, 9, 11, 12, 13))
+    greedy = replace(biased, temperature=0.0)
+    prompt_too = replace(biased, top_n_logprobs=2, skip_prompt_log_probs=False)
+    raw = replace(biased, processed_log_probs=False, top_n_logprobs=1)
+    model, prompt = make_model(), [1, 2, 3]
+    records = make_engine(model).generate([prompt] * 5, [biased, few, greedy, prompt_too, raw])
+    for record in records:
+        scores = full_log_probs(model, [*prompt, *record.generated_tokens])
+        if record.prompt_top_n_logprobs is not None:
+            # Nobody drew these.
+            for row, ranked in zip(scores, record.prompt_top_n_logprobs, strict=False):
+                assert list(ranked) == row.topk(2).indices.tolist()
+        for row, token, value, ranked in zip(
+            scores[2:], record.generated_tokens, record.generated_log_probs, record.generated_top_n_logprobs, strict=False
+        ):
+            wanted = record.requests[0].sampling_params
+            if wanted.processed_log_probs:
+                bias = torch.zeros_like(row).index_fill(0, torch.tensor(5), 4.0)
+                row = (row + bias) / (wanted.temperature or 1.0)
+            if wanted.allowed_token_ids is not None:
+                kept = row[list(wanted.allowed_token_ids)]
+                row = torch.full_like(row, -torch.inf).scatter(0, torch.tensor(wanted.allowed_token_ids), kept)
+                row = row.masked_fill(row < row.topk(3).values[-1], -torch.inf)
+            if wanted.is_greedy:
+                assert ranked == {token: 0.0} == {int(row.argmax()): value}
+                continue
+            top = row.log_softmax(-1).topk(3 if wanted.top_k else wanted.top_n_logprobs)
+            assert list(ranked) == top.indices.tolist() and list(ranked.values()) == pytest.approx(top.values.tolist(), abs=1e-9)
+            assert token not in ranked or ranked[token] == pytest.approx(value, abs=1e-12)
+    assert all(len(ranked) == 3 for ranked in records[1].generated_top_n_logprobs)
+    assert all(token in ranked for token, ranked in zip(records[1].generated_tokens, records[1].generated_top_n_logprobs, strict=True))

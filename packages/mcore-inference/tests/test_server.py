@@ -173,6 +173,16 @@ def test_echo_gives_the_prompts_log_probs(client: openai.OpenAI) -> None:
     assert none is not None and none.top_logprobs == [None] * 6 and None not in none.token_logprobs[1:]
 
 
+def test_the_best_tokens_of_processed_log_probs_are_those_that_could_be_drawn(client: openai.OpenAI) -> None:
+    setting: dict[str, Any] = {"prompt": "hello", "max_tokens": 4, "logprobs": 2, "temperature": 0, **COMMON}
+    raw = client.completions.create(**setting).choices[0].logprobs
+    processed = client.completions.create(**setting, extra_body={"logprobs_mode": "processed_logprobs"}).choices[0].logprobs
+    assert raw is not None and processed is not None and processed.tokens == raw.tokens
+    # The bias makes letters of what would be other bytes.
+    assert not any(token in best for token, best in zip(raw.tokens, raw.top_logprobs or [], strict=True))
+    assert processed.token_logprobs == [0.0] * 4 and processed.top_logprobs == [{token: 0.0} for token in processed.tokens]
+
+
 def test_additions_to_the_api(client: openai.OpenAI) -> None:
     extra = {"top_k": 1, "return_token_ids": True, "min_tokens": 2, "ignore_eos": True}
     one, two = (client.completions.create(prompt="q", max_tokens=5, extra_body=extra, **COMMON).choices[0] for _ in range(2))

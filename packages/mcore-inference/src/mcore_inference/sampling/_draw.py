@@ -75,6 +75,11 @@ class SamplingRows:
             has_min_p=any(row and p.min_p > 0 for row, p in zip(pick, params, strict=True)),
         )
 
+    def take(self, rows: slice | Tensor) -> "SamplingRows":
+        """A copy of some rows, by their numbers."""
+        fields = ("temperature", "top_k", "top_p", "min_p", "seed", "position")
+        return dataclasses.replace(self, **{name: getattr(self, name)[rows].clone() for name in fields})
+
 
 @experimental_api
 def sample(logits_RV: Tensor, rows: SamplingRows) -> Tensor:
@@ -166,8 +171,7 @@ def draw_alone(logits_RV: Tensor, scores_RV: Tensor, rows: SamplingRows, process
     tokens, values = [], []
     for row, (logits_1V, scores_1V) in enumerate(zip(logits_RV.split(1), scores_RV.split(1), strict=True)):
         logits_1V, scores_1V = logits_1V.clone(), scores_1V.clone()
-        fields = ("temperature", "top_k", "top_p", "min_p", "seed", "position")
-        alone = dataclasses.replace(rows, **{name: getattr(rows, name)[row : row + 1].clone() for name in fields})
+        alone = rows.take(slice(row, row + 1))
         token_1 = sample(scores_1V, alone)
         picked_1 = token_1.clamp(min=0)
         temperature = alone.temperature.item()

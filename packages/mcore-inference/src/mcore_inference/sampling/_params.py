@@ -102,13 +102,14 @@ class SamplingParams:
     """Return the model's own log-probability of every generated token: float32 log-softmax of the raw logits, before
     penalties, temperature and filters."""
     processed_log_probs: bool = False
-    """With ``return_log_probs``: those of generated tokens are of the distribution that they were drawn from, after penalties, bias,
-    temperature and filters; 0 for a greedy one. Reinforcement learning needs these."""
+    """With ``return_log_probs``: those of generated tokens are of the distribution that they were drawn from, after penalties, bias, bans,
+    temperature and filters; 0 for a greedy one. So are those of ``top_n_logprobs``, without tokens that could not be drawn.
+    Those of a prompt, which nobody drew, stay the model's own. Reinforcement learning needs these."""
     skip_prompt_log_probs: bool = True
     """With ``return_log_probs``: False for those of prompt tokens 1.. too."""
     top_n_logprobs: int = 0
-    """Return the n best tokens and their log-probabilities at every generated position, and at those of the prompt whose
-    log-probabilities are asked for."""
+    """Return the n best tokens, fewer where fewer can be drawn, and their log-probabilities at every generated position, and at those of the
+    prompt whose log-probabilities are asked for."""
     add_BOS: bool = False
     """Put the tokenizer's begin-of-text id before a text prompt."""
 

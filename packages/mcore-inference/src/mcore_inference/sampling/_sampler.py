@@ -3,6 +3,7 @@
 """One draw of a step: logits in, tokens on the device at once and on the host when it asks."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,8 @@ class DrawRows:
     top_n: tuple[int, ...]
     """Best tokens that each row asks for."""
     wants_log_probs: bool
+    processed_best_P: Tensor | None = None
+    """[P] int64, numbers of rows whose best tokens are those of the distribution that they are drawn from; None for none."""
 
     @classmethod
     def of(
@@ -47,13 +50,17 @@ class DrawRows:
     ) -> "DrawRows":
         """Rows in the order given; positions are the tokens generated before."""
         numbers = torch.tensor([list(lines), [int(p.processed_log_probs) for p in params]])
-        lines_R, processed_R = numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
+        processed_best_P = torch.tensor([row for row, p in enumerate(params) if p.processed_log_probs and p.top_n_logprobs])
+        if device.type == "cuda":
+            numbers, processed_best_P = (x.pin_memory().to(device, non_blocking=True) for x in (numbers, processed_best_P))
+        lines_R, processed_R = numbers
         return cls(
             settings=SamplingRows.of(params, seeds, positions, vocab_size, device),
             lines_R=lines_R,
             processed_R=processed_R,
             top_n=tuple(p.top_n_logprobs for p in params),
             wants_log_probs=any(p.return_log_probs for p in params),
+            processed_best_P=processed_best_P if len(processed_best_P) else None,
         )
 
 
@@ -70,7 +77,7 @@ class Draws:
             self._copied.record(torch.cuda.current_stream(device))
 
     def wait(self) -> list[tuple[int, float, dict[int, float]]]:
-        """Of each row: token (-1 where no score was finite), log-probability (0.0 unless asked for), the best tokens asked for."""
+        """Of each row: token (-1 where no score was finite), log-probability (0.0 unless asked for), the best tokens asked for that can be."""
         if self._copied is not None:
             self._copied.synchronize()
         tokens, values, ids, tops = (None if x is None else x.tolist() for x in self._tensors)
@@ -78,7 +85,8 @@ class Draws:
         best: list[dict[int, float]] = [{}] * len(tokens)
         if ids is not None and tops is not None:
             rows = zip(ids, tops, self._top_n, strict=True)
-            best = [dict(itertools.islice(zip(row, values, strict=True), count)) for row, values, count in rows]
+            ranked = [itertools.islice(zip(row, values, strict=True), count) for row, values, count in rows]
+            best = [{token: value for token, value in row if value > -math.inf} for row in ranked]
         return list(zip(tokens, [0.0] * len(tokens) if values is None else values, best, strict=True))
 
 
@@ -107,6 +115,9 @@ class Sampler:
         tokens_R, log_probs_R = self._drawn(logits_RV, rows, adjusted_RV)
         if count := min(max(rows.top_n), self.vocab_size):
             top = self._best(logits_RV, count)
+            if rows.processed_best_P is not None:
+                scores_RV = logits_RV[:, : self.vocab_size] if adjusted_RV is None else adjusted_RV
+                self._replace_best(top, scores_RV, rows.settings, rows.processed_best_P)
         self.last_tokens[rows.lines_R] = tokens_R.clamp(min=0)
         return Draws(tokens_R, log_probs_R if rows.wants_log_probs else None, top, rows.top_n)
 
@@ -174,6 +185,16 @@ class Sampler:
         alone = logits_RV.split(1) if self._batch_invariant else (logits_RV,)
         values_RV = torch.cat([log_probs(part) for part in alone])[:, : self.vocab_size]
         return _largest(values_RV, count)
+
+    def _replace_best(self, top: tuple[Tensor, Tensor], scores_RV: Tensor, settings: SamplingRows, rows_P: Tensor) -> None:
+        """Let ``top`` [R, count] of these rows be of the distributions that they are drawn from; -inf for tokens that cannot be."""
+        scores_PV, settings = scores_RV[rows_P], settings.take(rows_P)
+        parts = [slice(row, row + 1) for row in range(len(scores_PV))] if self._batch_invariant else [slice(None)]
+        values_PV = torch.cat([processed_log_probs(scores_PV[part].clone(), settings.take(part)) for part in parts])
+        # Which of equal ones is among the best depends on nothing but their ids.
+        values_PV, ids_PV = values_PV.sort(dim=1, descending=True, stable=True)
+        count = top[0].shape[1]
+        top[0][rows_P], top[1][rows_P] = ids_PV[:, :count], values_PV[:, :count].to(top[1].dtype)
 
     def _draw_rows(self, logits_RV: Tensor, scores_RV: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor | None]:
         """Tokens and, where they are wanted, log-probabilities of the rows, by kernels that the settings of other rows do not choose."""
