@@ -141,6 +141,19 @@ def test_a_chat_streamed_and_whole(client: openai.OpenAI, reference: DynamicInfe
     assert (text, roles, reason) == (whole.choices[0].message.content, ["assistant"], "length")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_bytes_of_a_token_are_its_own_where_it_is_no_whole_character(client: openai.OpenAI, stream: bool) -> None:
+    setting: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "logprobs": True, "top_logprobs": 2}
+    answer: Any = client.chat.completions.create(model="mcore", **setting, stream=stream, extra_body={"allowed_token_ids": [0xC3]})
+    entries = []
+    for part in answer if stream else [answer]:
+        if part.choices[0].logprobs is not None:
+            entries += part.choices[0].logprobs.content
+    assert [(entry.token, entry.bytes) for entry in entries] == [("\ufffd", [0xC3])] * 2
+    others = [other for entry in entries for other in entry.top_logprobs]
+    assert all(len(other.bytes) == 1 or other.token == "" for other in others) and len(others) == 4
+
+
 def test_a_chat_without_limit_runs_to_the_end_of_the_context(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(messages=[{"role": "user", "content": "x"}], extra_body={"ignore_eos": True}, **COMMON)
     assert answer.usage is not None and answer.usage.total_tokens == 256

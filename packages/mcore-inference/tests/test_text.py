@@ -2,12 +2,16 @@
 # Copyright (c) 2026 the mcore authors
 """Text that grows token by token."""
 
+import json
 import random
+from pathlib import Path
 
 import pytest
 
 from mcore_inference import BosTokenizer, ChatTokenizer, TextStream, ToolChatTokenizer, TransformersTokenizer, chat_tokens
+from mcore_inference.text import TokenBytes
 from mcore_parallel.data import ByteTokenizer
+from mcore_parallel.data.tokenizers import train_bpe
 
 BYTES = ByteTokenizer()
 
@@ -135,3 +139,38 @@ def test_tools_and_calls_need_a_template_that_writes_them() -> None:
     for more, tools in (([], [{"type": "function"}]), ([{"role": "assistant", "content": "", "tool_calls": []}], [])):
         with pytest.raises(ValueError, match="ByteTokenizer has no chat template that writes tools; serve"):
             chat_tokens(BYTES, [*messages, *more], tools=tools)
+
+
+def test_bytes_of_tokens_join_to_those_of_the_text(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    text = "h\u00e9llo \u4f60\u597d \U0001f600 \ufffd!"
+    trained = train_bpe(["hello hello", " \u4f60"] * 3, 270, tmp_path)
+    theirs = TransformersTokenizer(PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token="<|endoftext|>"))
+    for tokenizer in (BYTES, trained, theirs):
+        token_bytes, tokens = TokenBytes(tokenizer), tokenizer.tokenize(text)
+        assert any("\ufffd" in tokenizer.detokenize([token]) for token in tokens)
+        assert b"".join(token_bytes.of(token) or b"" for token in tokens) == text.encode()
+        assert tokenizer.eod is not None and token_bytes.of(tokenizer.eod) == b""
+
+
+def test_bytes_that_a_vocabulary_writes_as_numbers_are_known() -> None:
+    class Fallback:
+        vocab_size, eod, texts = 4, None, ("\ufffd", "a", "\ufffd", "\ufffd")
+
+        def __init__(self, pieces: object) -> None:
+            self.pieces = pieces
+
+        def tokenize(self, text: str) -> list[int]:
+            return [self.texts.index(letter) for letter in text]
+
+        def detokenize(self, ids: list[int]) -> str:
+            return "".join(self.texts[number] for number in ids)
+
+        def tokenizer_json(self) -> str:
+            return json.dumps({"model": {"vocab": self.pieces}})
+
+    names = ["<0xC3>", "a", "\ufffd", "\u2581"]
+    for pieces in ({name: number for number, name in enumerate(names)}, [[name, -1.0] for name in names]):
+        token_bytes = TokenBytes(Fallback(pieces))
+        assert [token_bytes.of(token) for token in range(4)] == [b"\xc3", b"a", b"\xef\xbf\xbd", None]

@@ -37,6 +37,7 @@ from mcore_inference.server._tokenize import TokenizeRoutes
 from mcore_inference.server._tokens import BearerToken
 from mcore_inference.server._tools import ToolUse
 from mcore_inference.server._weights import WeightRoute
+from mcore_inference.text import TokenBytes
 from mcore_inference.tool_calls import ToolCallParser, ToolFormat
 
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -99,7 +100,7 @@ class Routes:
         self._weights = weights
         self._reader = reader
         self._encoder = encoder
-        self._tokenizer = encoder.tokenizer
+        self._tokenizer, self._token_bytes = encoder.tokenizer, TokenBytes(encoder.tokenizer)
         self._model_name = reader.model_name
         self._token = BearerToken(token)
         self._needs_token = token is not None
@@ -334,7 +335,8 @@ class Routes:
     def _chat_choice(self, call: _GenerationCall, index: int, record: DynamicInferenceRequestRecord) -> dict[str, Any]:
         values = None
         if isinstance(call.body, ChatBody) and call.body.logprobs:
-            values = chat_log_probs(self._tokenizer, record.generated_tokens, record.generated_log_probs, record.generated_top_n_logprobs)
+            best = record.generated_top_n_logprobs
+            values = chat_log_probs(self._tokenizer, self._token_bytes, record.generated_tokens, record.generated_log_probs, best)
         message: dict[str, Any] = {"role": "assistant", "content": record.generated_text, "refusal": None}
         reason = record.finish_reason
         if call.tools is not None:
@@ -350,7 +352,8 @@ class Routes:
     def _chat_delta(self, call: _GenerationCall, index: int, increment: Increment, sent: int) -> dict[str, Any]:
         values = None
         if isinstance(call.body, ChatBody) and call.body.logprobs and increment.tokens:
-            values = chat_log_probs(self._tokenizer, increment.tokens, increment.log_probs, increment.top_n_logprobs)
+            best = increment.top_n_logprobs
+            values = chat_log_probs(self._tokenizer, self._token_bytes, increment.tokens, increment.log_probs, best)
         reason = None if increment.record is None else increment.record.finish_reason
         content, calls = increment.text, []
         if call.tools is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mcore_inference.requests import DynamicInferenceRequestRecord
-from mcore_inference.text import Tokenizer
+from mcore_inference.text import TokenBytes, Tokenizer
 
 
 def usage(records: Sequence[DynamicInferenceRequestRecord], num_choices: int) -> dict[str, Any]:
@@ -48,13 +48,14 @@ def completion_log_probs(
 
 
 def chat_log_probs(
-    tokenizer: Tokenizer, tokens: Sequence[int], values: Sequence[float], best: Sequence[dict[int, float]]
+    tokenizer: Tokenizer, token_bytes: TokenBytes, tokens: Sequence[int], values: Sequence[float], best: Sequence[dict[int, float]]
 ) -> dict[str, Any]:
     """``logprobs`` of ``/v1/chat/completions``; ``best`` may be empty."""
 
     def entry(token: int, value: float) -> dict[str, Any]:
-        text = tokenizer.detokenize([token])
-        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+        # A token may be a part of a character, which its text does not tell.
+        written = token_bytes.of(token)
+        return {"token": tokenizer.detokenize([token]), "logprob": value, "bytes": None if written is None else list(written)}
 
     content = []
     for index, (token, value) in enumerate(zip(tokens, values, strict=True)):

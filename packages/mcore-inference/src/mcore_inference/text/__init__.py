@@ -3,6 +3,7 @@
 """Tokenizers, and the text of a growing list of tokens."""
 
 from mcore_inference.text._stream import TextStream
+from mcore_inference.text._token_bytes import TokenBytes
 from mcore_inference.text._tokenizer import (
     BosTokenizer,
     ChatTokenizer,
@@ -21,6 +22,7 @@ __all__ = [
     "JsonTokenizer",
     "StopTokenizer",
     "TextStream",
+    "TokenBytes",
     "Tokenizer",
     "ToolChatTokenizer",
     "TransformersTokenizer",

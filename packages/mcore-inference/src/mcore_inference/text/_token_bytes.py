@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The bytes of single tokens, which need not be whole characters."""
+
+import functools
+import json
+import re
+
+from mcore_inference._stability import experimental_api
+from mcore_inference.text._tokenizer import JsonTokenizer, Tokenizer, VocabularyTokenizer
+
+__all__ = ["TokenBytes"]
+
+_BROKEN = "\ufffd"
+_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
+
+
+@experimental_api
+class TokenBytes:
+    """Bytes of tokens; those of a whole vocabulary are read when the first is asked for that no text tells.
+
+    Args:
+        tokenizer: says them by ``token_bytes()``, or by ``tokenizer_json()``; else they are known of whole characters only.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def of(self, token: int) -> bytes | None:
+        """Of a token, b"" for a special one; None where the tokenizer does not tell."""
+        if isinstance(self._tokenizer, VocabularyTokenizer):
+            known = self._vocabulary[token] if token < len(self._vocabulary) else None
+            return known or b""
+        text = self._tokenizer.detokenize([token])
+        if _BROKEN not in text:
+            return text.encode()
+        piece = self._pieces.get(token, "")
+        if match := _FALLBACK.fullmatch(piece):
+            return bytes([int(match[1], 16)])
+        if piece and set(piece) <= set(_BYTES):
+            return bytes(_BYTES[letter] for letter in piece)
+        # A character of the vocabulary like any other.
+        return text.encode() if _BROKEN in piece else None
+
+    @functools.cached_property
+    def _vocabulary(self) -> list[bytes | None]:
+        assert isinstance(self._tokenizer, VocabularyTokenizer)
+        return list(self._tokenizer.token_bytes())
+
+    @functools.cached_property
+    def _pieces(self) -> dict[int, str]:
+        """Of each id what tokenizer.json writes for it."""
+        if not isinstance(self._tokenizer, JsonTokenizer):
+            return {}
+        vocabulary = json.loads(self._tokenizer.tokenizer_json())["model"]["vocab"]
+        if isinstance(vocabulary, dict):
+            return {number: piece for piece, number in vocabulary.items()}
+        return {number: piece for number, (piece, _) in enumerate(vocabulary)}
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letters by which byte-level vocabularies write bytes: those that can be seen as they are, the others from U+0100 on."""
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    unseen = sorted(set(range(0x100)) - set(seen))
+    return {chr(byte): byte for byte in seen} | {chr(0x100 + place): byte for place, byte in enumerate(unseen)}
+
+
+_BYTES = _byte_letters()
