@@ -25,8 +25,8 @@ _MIXERS = (SelfAttention, LatentSelfAttention)
 class MtpSpeculation:
     """Verify several tokens a step, proposed by the model's own heads for further tokens (``TransformerConfig.mtp_num_layers``).
 
-    Head k proposes the k-th token; tokens beyond the heads come from the last one, which goes on from its own states. Every token is the
-    one of the engine without speculation, greedy or sampled.
+    Head k proposes the k-th token; tokens beyond the heads come from the last one, which goes on from its own states. Tokens are
+    those of the engine without speculation as far as ``NgramSpeculation`` says.
 
     Raises:
         ValueError: a field is out of its range.
@@ -43,7 +43,7 @@ class MtpSpeculation:
 @experimental_api
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EagleSpeculation:
-    """Verify several tokens a step, proposed by a draft head of the EAGLE-3 kind. Every token is the one of the engine without speculation.
+    """Verify several tokens a step, proposed by a draft head of the EAGLE-3 kind. Tokens are as of ``NgramSpeculation``.
 
     Raises:
         ValueError: a field is out of its range, or the head is none.

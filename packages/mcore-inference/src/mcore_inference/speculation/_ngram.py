@@ -15,7 +15,8 @@ class NgramSpeculation:
     """Verify several tokens a step, proposed from the request's own prompt and output.
 
     The model scores the proposals in one step. Each position is drawn as it would be without proposals, by the same random number, and the
-    proposals count as far as the draws equal them. So every token is the one of the engine without speculation, greedy or sampled.
+    proposals count as far as the draws equal them. So every token, greedy or sampled, is the one of the engine without speculation wherever
+    the logits are the same; kernels for several tokens of a request may round them otherwise than those for one.
 
     Raises:
         ValueError: a field is out of its range.
