@@ -256,6 +256,15 @@ def test_text_goes_in_and_out_and_a_stop_word_cuts_it(make_model: Make, make_eng
     assert cut.finish_reason is FinishReason.STOP
     last = engine.generate(["hello"], replace(params, stop_words=[word], num_tokens_to_generate=at + 3))[0]
     assert last.finish_reason is FinishReason.STOP and last.generated_text == cut.generated_text
+    kept = engine.generate(["hello"], replace(params, stop_words=[word], detokenize_stop_sequence=True))[0]
+    assert kept.generated_text == cut.generated_text + word and kept.generated_tokens == cut.generated_tokens
+    # A token that ends the output has text too, a special one has none.
+    by_token = replace(params, stop_token_ids=(whole.generated_tokens[0],))
+    with_token = replace(by_token, detokenize_stop_sequence=True)
+    by_end = replace(with_token, stop_token_ids=(), logit_bias={tokenizer.eod: 100.0})
+    ended = engine.generate(["hello"] * 3, [by_token, with_token, by_end])
+    assert [record.generated_text for record in ended] == ["", whole.generated_text[0], ""]
+    assert all(record.finish_reason is FinishReason.STOP and record.num_generated == 1 for record in ended)
 
 
 def test_rows_of_the_embedding_beyond_the_vocabulary_are_never_drawn(make_model: Make, make_engine: Make) -> None:

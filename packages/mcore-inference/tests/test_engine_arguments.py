@@ -132,6 +132,7 @@ def test_settings_that_need_a_tokenizer_or_unknown_ids_are_refused(make_engine: 
     for prompt, params, word in (
         ("text", None, "tokenizer"),
         ([1], SamplingParams(stop_words=["x"]), "stop_words"),
+        ([1], SamplingParams(detokenize_stop_sequence=True), "detokenize_stop_sequence=True needs a tokenizer"),
         ([1], SamplingParams(stop_token_ids=[64]), "stop_token_ids"),
         ([1], SamplingParams(logit_bias={64: 1.0}), "logit_bias"),
         ([True], None, "True"),

@@ -16,9 +16,9 @@ from mcore_parallel.data.tokenizers import train_bpe
 BYTES = ByteTokenizer()
 
 
-def feed(tokens: list[int], stops: tuple[str, ...] = ()) -> tuple[str, int]:
+def feed(tokens: list[int], stops: tuple[str, ...] = (), *, keeps: bool = False) -> tuple[str, int]:
     """Final text and the number of tokens taken; checks that the text only grows."""
-    stream = TextStream(BYTES, stops)
+    stream = TextStream(BYTES, stops, keeps_stop_word=keeps)
     before = ""
     for count, token in enumerate(tokens, 1):
         stopped = stream.push(token)
@@ -66,6 +66,8 @@ def test_no_half_character_is_shown() -> None:
 )
 def test_text_is_cut_at_a_stop_word_across_tokens(text: str, stops: tuple[str, ...], expected: str, taken: int) -> None:
     assert feed(BYTES.tokenize(text), stops) == (expected, taken)
+    whole = text.encode()[:taken].decode()
+    assert feed(BYTES.tokenize(text), stops, keeps=True) == (whole, taken)
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -76,6 +78,7 @@ def test_a_stop_word_cuts_at_its_first_place_in_random_texts(seed: int) -> None:
     at = text.find(stop)
     expected = (text, len(text)) if at < 0 else (text[:at], at + len(stop))
     assert feed(BYTES.tokenize(text), (stop,)) == expected
+    assert feed(BYTES.tokenize(text), (stop,), keeps=True) == (text[: expected[1]], expected[1])
 
 
 def test_a_chat_without_template_is_written_line_by_line() -> None:

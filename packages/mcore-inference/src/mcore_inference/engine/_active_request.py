@@ -158,9 +158,10 @@ class ActiveRequest:
         if record.time_to_first_token is None:
             record.time_to_first_token = time.monotonic() - self.started
         stopped = token in self.stop_ids
-        if self.text is not None and not stopped:
+        if self.text is not None and (not stopped or self.params.detokenize_stop_sequence):
+            may_stop = bool(self.params.stop_words) and not stopped and record.num_generated >= self.params.min_tokens
             try:
-                stopped = self.text.push(token, may_stop=bool(self.params.stop_words) and record.num_generated >= self.params.min_tokens)
+                stopped = self.text.push(token, may_stop=may_stop) or stopped
             except Exception as error:
                 # The tokenizer is foreign code; its failure is this request's alone.
                 record.generated_text, self.text = self.text.text, None

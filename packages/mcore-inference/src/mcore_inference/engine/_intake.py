@@ -76,10 +76,14 @@ class Intake:
             seed=request_seed(self._seed, number) if params.seed is None else params.seed,
             stop_ids=stop_ids,
             bad_words=bad_word_tokens(params, stop_ids, self._tokenizer, self._vocab_size),
-            text=None if self._tokenizer is None else TextStream(self._tokenizer, params.stop_words or ()),
+            text=None if self._tokenizer is None else _text_of(self._tokenizer, params),
             started=time.monotonic(),
             grammar=grammar,
             drafter=None if self._ngrams is None or grammar is not None else NgramDrafter(self._ngrams, tokens),
         )
         entry.grow_keys()
         return entry
+
+
+def _text_of(tokenizer: Tokenizer, params: SamplingParams) -> TextStream:
+    return TextStream(tokenizer, params.stop_words or (), keeps_stop_word=params.detokenize_stop_sequence)

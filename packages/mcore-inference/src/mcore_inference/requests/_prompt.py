@@ -52,11 +52,13 @@ def stop_tokens(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size:
     """Ids that end a request's output.
 
     Raises:
-        ValueError: stop words without tokenizer, an id of the settings outside the vocabulary, or ``min_tokens`` where all allowed ids end
+        ValueError: stop words, or a text that keeps them, without tokenizer, an id of the settings outside the vocabulary, or ``min_tokens`` where all allowed ids end
             the output.
     """
     if params.stop_words and tokenizer is None:
         raise ValueError("stop_words need a tokenizer; give the engine one, or use stop_token_ids")
+    if params.detokenize_stop_sequence and tokenizer is None:
+        raise ValueError("detokenize_stop_sequence=True needs a tokenizer, which makes the text; give the engine one, or leave it off")
     named = {"stop_token_ids": params.stop_token_ids, "logit_bias": params.logit_bias or ()}
     named["allowed_token_ids"] = params.allowed_token_ids or ()
     named["termination_id"] = () if params.termination_id in (None, -1) else (params.termination_id,)

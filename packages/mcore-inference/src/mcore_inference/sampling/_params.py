@@ -35,7 +35,7 @@ _INTEGERS = {
 }
 _REQUIRED = ("top_k", "top_n_logprobs", "min_tokens", "n")
 """Integers that are not optional."""
-_FLAGS = ("ignore_eos", "return_log_probs", "processed_log_probs", "skip_prompt_log_probs", "add_BOS")
+_FLAGS = ("ignore_eos", "return_log_probs", "processed_log_probs", "skip_prompt_log_probs", "add_BOS", "detokenize_stop_sequence")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +92,9 @@ class SamplingParams:
     """Further tokens that end the output."""
     stop_words: tuple[str, ...] | None = None
     """Strings that end the output, found across token borders; the text is cut before them. Needs a tokenizer."""
+    detokenize_stop_sequence: bool = False
+    """Keep what ended the output in its text: the stop word, or what the tokenizer writes for the stop token (nothing for special ones).
+    Needs a tokenizer."""
     bad_words: tuple[str, ...] | None = None
     """Strings that the output does not hold, neither as they are nor behind a space: as the tokens that the tokenizer makes of each, of
     which the last is not drawn behind the others. Another spelling of a word, by other tokens, is not found. Needs a tokenizer."""

@@ -137,6 +137,8 @@ class _Sampling(BaseModel):
     repetition_penalty: float | None = Field(default=None, ge=1e-3, le=1e3)
     min_tokens: int | None = Field(default=None, ge=0, le=_MAX_TOKENS)
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    """Keep what ended the output in its text."""
     priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
     """Lower numbers are served first; 0 when absent."""
     stop_token_ids: Annotated[list[Token], Field(max_length=64, fail_fast=True)] | None = None
@@ -183,6 +185,8 @@ class _Sampling(BaseModel):
             )
             if (value := getattr(self, name)) is not None
         }  # fmt: skip
+        if self.include_stop_str_in_output is not None:
+            settings["detokenize_stop_sequence"] = self.include_stop_str_in_output
         if self.seed is not None:
             # Wrapped into 64 signed bits, so that no choice leaves the range.
             settings["seed"] = (self.seed + choice + 2**63) % 2**64 - 2**63

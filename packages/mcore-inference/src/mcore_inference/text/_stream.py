@@ -23,6 +23,7 @@ class TextStream:
     Args:
         tokenizer: decodes.
         stop_words: end the text before the first match.
+        keeps_stop_word: end it behind the match instead.
 
     Example:
         >>> class Letters:
@@ -36,11 +37,11 @@ class TextStream:
         'aENb'
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_words: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop_words: Sequence[str] = (), *, keeps_stop_word: bool = False) -> None:
         self.text = ""
         self.stopped = False
         self._tokenizer = tokenizer
-        self._stop_words = tuple(stop_words)
+        self._stop_words, self._keeps_stop_word = tuple(stop_words), keeps_stop_word
         self._pending = ""
         """Decoded, but maybe the beginning of a stop word."""
         self._tokens: list[int] = []
@@ -81,7 +82,8 @@ class TextStream:
         if may_stop:
             matches = [(at, -len(word)) for word in self._stop_words if (at := self._pending.find(word)) >= 0]
             if matches:
-                self.text += self._pending[: min(matches)[0]]
+                begin, length = min(matches)
+                self.text += self._pending[: begin - length if self._keeps_stop_word else begin]
                 self._pending, self.stopped = "", True
                 return True
         held = self._held_back() if self._stop_words else 0
