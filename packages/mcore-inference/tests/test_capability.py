@@ -8,10 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, EngineCapability, InferenceConfig, PagedAttention
-from mcore_inference._capability import check_layout
+from mcore_inference._capability import check_batch_invariant, check_layout
+from mcore_inference.attention import PageFormat
 from mcore_parallel import Group, ProcessGroups
 from mcore_parallel.backends import Fp8Config, TorchBackend
 from mcore_parallel.models import BertModel, GPTModel, Site, TransformerConfig, self_attention
@@ -120,3 +122,26 @@ def test_a_cache_made_for_another_model_is_refused() -> None:
     learned = make(position_embedding_type="learned_absolute", max_position_embeddings=16)
     with pytest.raises(ValueError, match="max_sequence_length=32 exceeds max_position_embeddings=16"):
         DynamicInferenceEngine(learned, DynamicInferenceContext.for_model(learned, SIZES))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "block_size", "head_dim", "message"),
+    [
+        (torch.bfloat16, "cuda", 64, 1024, "heads of up to 512 channels in 16 bits and 256 in 32, and head_dim=1024 of torch.bfloat16"),
+        (torch.float32, "cuda", 64, 320, "head_dim=320 of torch.float32; serve without batch_invariant"),
+        (torch.float32, "cuda", 8, 64, "block_size_tokens=8 of torch.float32; set block_size_tokens=64"),
+        (torch.float64, "cuda", 64, 64, "block_size_tokens=64 of torch.float64"),
+        (torch.bfloat16, "cuda", 64, 512, None),
+        (torch.float32, "cuda", 16, 256, None),
+        (torch.float64, "cpu", 8, 1024, None),
+    ],
+)
+def test_an_exact_engine_needs_kernels_of_attention_on_a_gpu(
+    dtype: torch.dtype, device: str, block_size: int, head_dim: int, message: str | None
+) -> None:
+    pytest.importorskip("triton")
+    pages = PageFormat(dtype=dtype, device=torch.device(device), block_size=block_size, head_dim=head_dim)
+    if message is None:
+        return check_batch_invariant(dtype, pages)
+    with pytest.raises(ValueError, match=message):
+        check_batch_invariant(dtype, pages)

@@ -413,7 +413,7 @@ def check_cache(model: GPTModel, cache: PagedKVCache, max_sequence_length: int) 
             positions.
     """
     if isinstance(model.backend, TorchBackend) and model.backend.batch_invariant:
-        _check_batch_invariant(model, cache)
+        check_batch_invariant(model.dtype, PageFormat.of(cache))
     if (backend := attention_backend(model)) != cache.attention_backend:
         raise ValueError(
             f"the context is made for attention_backend={cache.attention_backend!r}, and the model has "
@@ -448,18 +448,33 @@ def check_cache(model: GPTModel, cache: PagedKVCache, max_sequence_length: int) 
         raise ValueError(f"max_sequence_length={max_sequence_length} exceeds max_position_embeddings={positions}; lower it")
 
 
-def _check_batch_invariant(model: GPTModel, cache: PagedKVCache) -> None:
-    """Whether attention over a cache gives the bits of a trainer."""
-    pages = cache.pages
-    if pages.dtype != model.dtype:
+def check_batch_invariant(dtype: torch.dtype, pages: PageFormat) -> None:
+    """Whether attention over a cache gives the bits of a trainer.
+
+    Args:
+        dtype: of the model.
+        pages: of the cache.
+
+    Raises:
+        ValueError: the cache has another dtype, or is on a GPU and of sizes that the kernels do not take.
+    """
+    if pages.dtype != dtype:
         raise ValueError(
             f"batch_invariant=True of the backend keeps keys and values as they are, and the cache has {pages.dtype} for a model of "
-            f"{model.dtype}; make the context with the model's dtype"
+            f"{dtype}; make the context with the model's dtype"
         )
-    if pages.is_cuda and not has_attention_kernel(pages.device, pages.dtype, pages.shape[3]):
+    device, block_size = pages.device, pages.block_size
+    if device.type != "cuda":
+        return
+    if not has_attention_kernel(device, dtype, block_size):
         raise ValueError(
-            f"batch_invariant=True of the backend needs the kernels of attention on {pages.device}, which read blocks of a multiple of 16 "
-            f"tokens in 16 or 32 bits, and block_size_tokens={pages.shape[3]} of {pages.dtype}; set block_size_tokens=64"
+            f"batch_invariant=True of the backend needs the kernels of attention on {device}, which read blocks of a multiple of 16 "
+            f"tokens in 16 or 32 bits, and block_size_tokens={block_size} of {dtype}; set block_size_tokens=64"
+        )
+    if not has_attention_kernel(device, dtype, block_size, head_dim=pages.head_dim):
+        raise ValueError(
+            f"batch_invariant=True of the backend needs the kernels of attention on {device}, which take heads of up to 512 channels in 16 "
+            f"bits and 256 in 32, and head_dim={pages.head_dim} of {dtype}; serve without batch_invariant"
         )
 
 
