@@ -35,6 +35,8 @@ class Case:
     padding: int = 0
     """Decode rows of padding behind the others; only in a step without prefills."""
     splits: int = 1
+    blocks_before: int = 0
+    """Blocks of the cache in front of those in use."""
 
 
 CASES = (
@@ -63,6 +65,9 @@ DECODE_CASES = (
     Case(rows=((100, 1), (66, 1), (0, 1)), softcap=0.7, splits=2),
 )
 WIDE_DECODE = Case(rows=((70, 1), (0, 1)), width=128, heads=8, block_size=64, splits=2)
+FAR = Case(rows=((70, 1), (5, 1), (0, 17), (33, 40)), width=128, heads=8, kv_heads=8, block_size=64, splits=2, blocks_before=2**15)
+"""Keys behind the 2**31st number of a cache."""
+FAR_DECODE = dataclasses.replace(FAR, rows=FAR.rows[:2])
 
 
 def reference(case: Case, q: Tensor, k: list[Tensor], v: list[Tensor], sink: Tensor | None) -> Tensor:
@@ -86,26 +91,21 @@ def reference(case: Case, q: Tensor, k: list[Tensor], v: list[Tensor], sink: Ten
     return torch.cat(out)
 
 
-def make_slots(count: int, case: Case, dtype: torch.dtype, *, fp8: bool) -> LayerSlots:
+def make_slots(count: int, case: Case, dtype: torch.dtype, device: str, *, fp8: bool) -> LayerSlots:
     """Slots in which nothing may be read: NaN, or scales of NaN."""
     shape = count, case.kv_heads, case.width
     if not fp8:
-        return LayerSlots(keys=torch.full(shape, torch.nan, dtype=dtype), values=torch.full(shape, torch.nan, dtype=dtype))
-    scales = torch.full((2, case.kv_heads, count), torch.nan).transpose(1, 2)
-    return LayerSlots(
-        keys=torch.ones(shape).to(torch.float8_e4m3fn), values=torch.ones(shape).to(torch.float8_e4m3fn), scales=(scales[0], scales[1])
-    )
+        keys, values = (torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in range(2))
+        return LayerSlots(keys=keys, values=values)
+    scales = torch.full((2, case.kv_heads, count), torch.nan, device=device).transpose(1, 2)
+    keys, values = (torch.ones(shape, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    return LayerSlots(keys=keys, values=values, scales=(scales[0], scales[1]))
 
 
 def check_stored(stored: tuple[Tensor, Tensor], wide: tuple[Tensor, Tensor]) -> None:
     """What is in the cache is off by a sixteenth."""
     for narrow, x in zip(stored, wide, strict=True):
         torch.testing.assert_close(narrow.cpu().float(), x.float(), rtol=0.08, atol=0.02)
-
-
-def moved(cached: LayerSlots, device: str) -> LayerSlots:
-    scales = None if cached.scales is None else (cached.scales[0].to(device), cached.scales[1].to(device))
-    return LayerSlots(keys=cached.keys.to(device), values=cached.values.to(device), scales=scales)
 
 
 def check(case: Case, device: str, dtype: torch.dtype, tolerance: float, *, fp8: bool = False) -> None:
@@ -117,20 +117,21 @@ def check(case: Case, device: str, dtype: torch.dtype, tolerance: float, *, fp8:
     lengths = [before + new for before, new in case.rows]
     rows, size = len(case.rows), case.block_size
     blocks = [-(-length // size) for length in lengths]
-    order = rng.sample(range(sum(blocks)), sum(blocks))
+    end = case.blocks_before + sum(blocks)
+    order = rng.sample(range(case.blocks_before, end), sum(blocks))
     tables = torch.full((rows + case.padding, max(blocks) + 1), -1, dtype=torch.int32)
     for row, count in enumerate(blocks):
         tables[row, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
     slots = [tables[row][torch.arange(length) // size].long() * size + torch.arange(length) % size for row, length in enumerate(lengths)]
     k, v = ([torch.randn(length, case.kv_heads, case.width).to(dtype) for length in lengths] for _ in range(2))
-    cached = make_slots((sum(blocks) + 1) * size, case, dtype, fp8=fp8)
+    cached = make_slots((end + 1) * size, case, dtype, device, fp8=fp8)
     for row, (before, _) in enumerate(case.rows):
-        cached.write(slots[row][:before], k[row][:before], v[row][:before])
-    cached, tables = moved(cached, device), tables.to(device)
+        cached.write(slots[row][:before].to(device), k[row][:before].to(device), v[row][:before].to(device))
+    tables = tables.to(device)
 
     new = [n for _, n in case.rows]
     tokens = sum(new) + case.padding
-    sink_block = torch.full((case.padding,), sum(blocks) * size)
+    sink_block = torch.full((case.padding,), end * size)
     slots_T = torch.cat([slots[row][before:] for row, (before, _) in enumerate(case.rows)] + [sink_block]).to(device)
     q = torch.randn(tokens, case.heads, case.width).to(dtype)
     filler = torch.zeros(case.padding, case.kv_heads, case.width, dtype=dtype)
@@ -185,15 +186,16 @@ def check_packed(case: Case, device: str, dtype: torch.dtype, tolerance: float, 
     size, rows = case.block_size, len(case.rows)
     lengths = [before + 1 for before, _ in case.rows]
     blocks = [-(-length // size) for length in lengths]
-    order = random.Random(0).sample(range(sum(blocks)), sum(blocks))
+    end = case.blocks_before + sum(blocks)
+    order = random.Random(0).sample(range(case.blocks_before, end), sum(blocks))
     tables = torch.full((rows + case.padding, max(blocks) + 1), -1, dtype=torch.int32)
     for row, count in enumerate(blocks):
         tables[row, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
     slots = [tables[row][torch.arange(length) // size].long() * size + torch.arange(length) % size for row, length in enumerate(lengths)]
     k, v = ([torch.randn(length, case.kv_heads, case.width).to(dtype) for length in lengths] for _ in range(2))
-    cached = make_slots((sum(blocks) + 1) * size, case, dtype, fp8=fp8)
+    cached = make_slots((end + 1) * size, case, dtype, device, fp8=fp8)
     for row, (before, _) in enumerate(case.rows):
-        cached.write(slots[row][:before], k[row][:before], v[row][:before])
+        cached.write(slots[row][:before].to(device), k[row][:before].to(device), v[row][:before].to(device))
     group = case.heads // case.kv_heads
     qkv = torch.randn(rows + case.padding, case.kv_heads, group + 2, case.width).to(dtype)
     norms = [RMSNorm(case.width, epsilon=1e-3, dtype=dtype) for _ in range(2)]
@@ -210,8 +212,7 @@ def check_packed(case: Case, device: str, dtype: torch.dtype, tolerance: float, 
 
     scaling = HeadNorms(query=weights[0].to(device), key=weights[1].to(device), epsilon=1e-3, shift=0.0)
     heads = PackedHeads(qkv=qkv.to(device), tables=(angles[0].to(device), angles[1].to(device)), norms=scaling)
-    cached = moved(cached, device)
-    last = torch.tensor([int(row_slots[-1]) for row_slots in slots] + [sum(blocks) * size] * case.padding, device=device)
+    last = torch.tensor([int(row_slots[-1]) for row_slots in slots] + [end * size] * case.padding, device=device)
     finished = torch.zeros((rows + case.padding) * case.kv_heads, dtype=torch.int32, device=device)
     contexts = torch.tensor([*lengths, *[0] * case.padding], dtype=torch.int32, device=device)
     options = {
@@ -241,7 +242,7 @@ def check_not_finite(device: str, dtype: torch.dtype) -> None:
     from mcore_inference.attention._triton import append
 
     case = dataclasses.replace(CASES[0], kv_heads=2, width=16)
-    cached = moved(make_slots(4, case, dtype, fp8=True), device)
+    cached = make_slots(4, case, dtype, device, fp8=True)
     k, v = (torch.randn(3, 2, 16, device=device).to(dtype) for _ in range(2))
     k[0, 1, 3], v[1, 0, 15] = float("inf"), float("nan")
     append(k, v, cached, torch.tensor([2, 0, 1], device=device))
@@ -282,6 +283,17 @@ def test_kernels_equal_plain_attention_on_a_gpu(case: Case, dtype: torch.dtype, 
 def test_kernels_of_wider_heads_equal_plain_attention_on_a_gpu(dtype: torch.dtype, tolerance: float) -> None:
     check(WIDER, "cuda", dtype, tolerance)
     check(WIDER, "cuda", dtype, tolerance, fp8=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(400)
+def test_kernels_reach_the_end_of_a_cache_of_more_numbers_than_31_bits_count_on_a_gpu() -> None:
+    free, numbers = torch.cuda.mem_get_info()[0], FAR.blocks_before * FAR.block_size * FAR.kv_heads * FAR.width
+    assert numbers >= 2**31
+    if free < 2.5 * 2 * numbers:
+        pytest.skip(f"{free / 2**30:.0f} GiB of the GPU are free, and keys and values of {2 * numbers:,} numbers take more")
+    check(FAR, "cuda", torch.bfloat16, 3e-2)
+    check_packed(FAR_DECODE, "cuda", torch.bfloat16, 3e-2)
 
 
 @pytest.mark.gpu
@@ -353,5 +365,8 @@ if __name__ == "__main__":
         for stored in (False, True):
             if every_in_fp8 == stored or number in (1, 3, 5):
                 check_packed(each, "cpu", torch.float32, 2e-5, fp8=stored)
+    near = {"blocks_before": 5, "width": 16}
+    check(dataclasses.replace(FAR, **near), "cpu", torch.float32, 2e-5)
+    check_packed(dataclasses.replace(FAR_DECODE, **near), "cpu", torch.float32, 2e-5)
     check_not_finite("cpu", torch.float32)
     print("same")

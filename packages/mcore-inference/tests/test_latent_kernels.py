@@ -27,6 +27,8 @@ class Case:
     padding: int = 0
     """Decode rows of padding behind the others; only in a step without prefills."""
     splits: int = 1
+    blocks_before: int = 0
+    """Blocks of the cache in front of those in use."""
 
 
 CASES = (
@@ -43,6 +45,9 @@ LARGE = (
     Case(rows=((3000, 1), (0, 300), (1000, 257)), heads=128, rank=512, rope=64, block_size=128),
     Case(rows=((77, 1), (128, 33)), heads=20, rank=256, rope=32, block_size=256, splits=3),
 )
+
+FAR = Case(rows=((1000, 1), (63, 1), (0, 70), (100, 57)), heads=16, rank=512, rope=64, block_size=64, splits=8, blocks_before=58256)
+"""Latents behind the 2**31st number of a cache."""
 
 
 def reference(case: Case, queries: Tensor, entries: list[Tensor], scale: float) -> Tensor:
@@ -85,18 +90,20 @@ def check(case: Case, device: str, dtype: torch.dtype, tolerance: float) -> None
     torch.manual_seed(0)
     lengths, width, size = [before + new for before, new in case.rows], case.rank + case.rope, case.block_size
     blocks = [-(-length // size) for length in lengths]
-    order = random.Random(0).sample(range(sum(blocks)), sum(blocks))
+    end = case.blocks_before + sum(blocks)
+    order = random.Random(0).sample(range(case.blocks_before, end), sum(blocks))
     tables = torch.full((len(lengths) + case.padding, max(blocks) + 1), -1, dtype=torch.int32)
-    cached = torch.full(((sum(blocks) + 1) * size, width), torch.nan, dtype=dtype)
+    cached = torch.full(((end + 1) * size, width), torch.nan, dtype=dtype, device=device)
     entries = [torch.randn(length, width).to(dtype) for length in lengths]
     for row, (count, length) in enumerate(zip(blocks, lengths, strict=True)):
         tables[row, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
-        cached[tables[row][torch.arange(length) // size].long() * size + torch.arange(length) % size] = entries[row]
+        slots = tables[row][torch.arange(length) // size].long() * size + torch.arange(length) % size
+        cached.index_copy_(0, slots.to(device), entries[row].to(device))
     tokens, scale = sum(new for _, new in case.rows), 0.7 * width**-0.5
     # A view of wider lines, as a projection leaves them.
     queries = torch.randn(tokens + case.padding, case.heads, width + 16).to(dtype)[..., 16:]
     out = torch.full((tokens + case.padding, case.heads, case.rank), torch.nan, dtype=dtype, device=device)
-    attend_latents(queries.to(device), cached.to(device), out, table_rows(case, tables, device), scale=scale, splits=case.splits)
+    attend_latents(queries.to(device), cached, out, table_rows(case, tables, device), scale=scale, splits=case.splits)
     wanted = reference(case, queries, entries, scale)
     torch.testing.assert_close(out.cpu()[:tokens].double(), wanted, rtol=tolerance, atol=tolerance)
     assert (out[tokens:] == 0).all(), "rows of padding must stay finite"
@@ -154,6 +161,15 @@ def test_the_kernel_equals_plain_attention_on_a_gpu(case: Case, dtype: torch.dty
 @pytest.mark.parametrize("case", LARGE)
 def test_the_kernel_equals_plain_attention_at_real_sizes(case: Case, dtype: torch.dtype, tolerance: float) -> None:
     check(case, "cuda", dtype, tolerance)
+
+
+@pytest.mark.gpu
+def test_the_kernel_reaches_the_end_of_a_cache_of_more_numbers_than_31_bits_count_on_a_gpu() -> None:
+    free, numbers = torch.cuda.mem_get_info()[0], FAR.blocks_before * FAR.block_size * (FAR.rank + FAR.rope)
+    assert numbers >= 2**31
+    if free < 2.5 * numbers:
+        pytest.skip(f"{free / 2**30:.0f} GiB of the GPU are free, and latents of {numbers:,} numbers take more")
+    check(FAR, "cuda", torch.bfloat16, 3e-2)
 
 
 if __name__ == "__main__":
