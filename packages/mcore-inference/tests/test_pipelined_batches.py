@@ -122,6 +122,35 @@ def test_four_batches_in_flight_do_so_too(world: World) -> None:
     assert ranks == ranks[:1] * 4
 
 
+def check_unequal_stages(num_first: int, sizes: dict[str, Any]) -> list[list[int]]:
+    """Three layers, the first so many of them on the first stage."""
+    config, engines = dataclasses.replace(CONFIG, num_layers=3), list[DynamicInferenceEngine]()
+    for groups in (staged(2), ProcessGroups.single()):
+        here = range(3) if groups.pp.size == 1 else range(num_first) if groups.pp.is_first else range(num_first, 3)
+        model = GPTModel(config, groups, attention_core=PagedAttention(), dtype=torch.float64, layers=here).eval()
+        asked = {"max_sequence_length": 64, "block_size_tokens": 4, "max_tokens": 16, "max_requests": 6, **sizes}
+        engines.append(DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, InferenceConfig(**asked))))
+    split, whole = engines
+    assert len(split.model.layers) == len(split.model.stage_layers) == split.context.cache.pages.shape[0] in (1, 2)
+    # A stage of one layer has room for twice as many blocks as one of two, and uses as many.
+    assert split.context.cache.pages.shape[2] == (61 if "num_blocks" in sizes else 30)
+    for _ in range(2):
+        tokens = check_equal(split.generate(PROMPTS, settings()), whole.generate(PROMPTS, settings()))
+    return tokens
+
+
+BYTES_OF_30_BLOCKS = 30 * (2 * 2 * 4 * 2 * 8 * 8)
+"""Of two layers: keys and values of four tokens by two heads of eight numbers of eight bytes."""
+
+
+@pytest.mark.parametrize("sizes", [{"num_blocks": 60}, {"buffer_size_gb": BYTES_OF_30_BLOCKS / 2**30}], ids=["blocks", "bytes"])
+@pytest.mark.parametrize("num_first", [2, 1])
+@pytest.mark.world(2)
+def test_stages_of_unequal_layers_draw_the_tokens_of_one_engine(world: World, num_first: int, sizes: dict[str, Any]) -> None:
+    one, two = world(functools.partial(check_unequal_stages, num_first, sizes))
+    assert one == two
+
+
 def check_overlap(pp: int) -> int:
     """The last stage computes no step before the first has begun the one ``pp - 1`` steps later."""
     store, engine = dist.distributed_c10d._get_default_store(), make_engine(staged(pp))

@@ -19,7 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mcore_inference import DynamicInferenceEngine, EngineDeadError, PortInUseError, SamplingParams
 from mcore_inference.server import InferenceServer, serve
+from mcore_inference.server._format import chat_log_probs
 from mcore_inference.server._schema import ChatBody, CompletionBody
+from mcore_inference.text import TokenBytes
 from tests.support.small_server import LETTERS, TOKENIZER, make_small_engine
 
 Make = Callable[..., Any]
@@ -204,6 +206,32 @@ def test_the_best_tokens_of_processed_log_probs_are_those_that_could_be_drawn(cl
     # The bias makes letters of what would be other bytes.
     assert not any(token in best for token, best in zip(raw.tokens, raw.top_logprobs or [], strict=True))
     assert processed.token_logprobs == [0.0] * 4 and processed.top_logprobs == [{token: 0.0} for token in processed.tokens]
+
+
+def test_two_ids_of_one_text_are_two_of_the_best_tokens(client: openai.OpenAI, reference: DynamicInferenceEngine) -> None:
+    # Neither byte is a character, so that both have the text of what is none.
+    ids = (0xC3, 0xC4)
+    params = SamplingParams(
+        seed=3, num_tokens_to_generate=6, allowed_token_ids=ids, return_log_probs=True, processed_log_probs=True, top_n_logprobs=2
+    )
+    record = reference.generate(["x"], params)[0]
+    assert all(sorted(best) == list(ids) for best in record.generated_top_n_logprobs)
+    assert all(sum(math.exp(value) for value in best.values()) == pytest.approx(1) for best in record.generated_top_n_logprobs)
+    token_bytes = TokenBytes(TOKENIZER)
+    chat = chat_log_probs(
+        TOKENIZER, token_bytes, record.generated_tokens, record.generated_log_probs, record.generated_top_n_logprobs
+    )
+    for token, value, best, entry in zip(
+        record.generated_tokens, record.generated_log_probs, record.generated_top_n_logprobs, chat["content"], strict=True
+    ):
+        assert best[token] == pytest.approx(value, abs=1e-6) and (entry["token"], entry["bytes"]) == ("\ufffd", [token])
+        assert [(other["bytes"], other["logprob"]) for other in entry["top_logprobs"]] == [([other], p) for other, p in best.items()]
+    # OpenAI's older form has a place for each text: the better one's.
+    extra = {"allowed_token_ids": list(ids), "logprobs_mode": "processed_logprobs"}
+    answer = client.completions.create(model="mcore", prompt="x", seed=3, max_tokens=6, logprobs=2, extra_body=extra).choices[0].logprobs
+    assert answer is not None and answer.top_logprobs is not None
+    for ranked, best in zip(answer.top_logprobs, record.generated_top_n_logprobs, strict=True):
+        assert ranked == {"\ufffd": pytest.approx(max(best.values()), abs=1e-5)}
 
 
 def test_additions_to_the_api(client: openai.OpenAI) -> None:

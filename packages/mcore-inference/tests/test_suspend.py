@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""An engine is suspended and resumed at each of its steps: what recurrent layers, shared beginnings and chunks of prompts keep is no loss."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_inference import (
+    DynamicInferenceContext,
+    DynamicInferenceEngine,
+    DynamicInferenceRequestRecord,
+    ExecutionConfig,
+    InferenceConfig,
+    PagedAttention,
+    SamplingParams,
+)
+from mcore_parallel import ProcessGroups
+from mcore_parallel.models import GPTModel, hybrid_config
+from mcore_parallel.nn import GatedDeltaNetConfig, MambaConfig
+from tests.support.engine_checks import check_idle
+
+Make = Callable[..., Any]
+SIZES: dict[str, Any] = {"max_sequence_length": 64, "num_blocks": 40, "block_size_tokens": 4, "max_requests": 4, "max_tokens": 6}
+MAMBA = MambaConfig(state_dim=6, head_dim=8, num_groups=2, chunk_size=4)
+DELTA = GatedDeltaNetConfig(num_key_heads=2, num_value_heads=4, key_head_dim=6, value_head_dim=5, chunk_size=4)
+SHARED = list(range(9))
+PROMPTS = [[*SHARED, 1, 2, 3, 4, 5, 6, 7, 8], [*SHARED, 20], [7], [*SHARED, 1, 2, 3, 4, 9, 9], [30] * 15]
+"""Most of them longer than a step; some begin alike, and come when what they share is in the cache."""
+
+
+def hybrid(pattern: str) -> GPTModel:
+    mixers = {"mamba": MAMBA if "M" in pattern else None, "delta_net": DELTA if "G" in pattern else None}
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 64, "init_method_std": 0.4}
+    config = hybrid_config(pattern, **mixers, **sizes)
+    return GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), dtype=torch.float64).eval()
+
+
+def settings() -> list[SamplingParams]:
+    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"frequency_penalty": 0.7}, {"skip_prompt_log_probs": False}]
+    common = {"num_tokens_to_generate": 7, "return_log_probs": True}
+    return [SamplingParams(seed=number, **common, **kinds[number % 3]) for number in range(len(PROMPTS))]
+
+
+def served(
+    model: GPTModel, is_suspended_at: Callable[[int], bool], *, run_ahead: bool
+) -> tuple[list[DynamicInferenceRequestRecord], DynamicInferenceEngine, int]:
+    """Records in the order of the prompts, which come one at each second step; and the suspends beside a prompt that was computed in part."""
+    context = DynamicInferenceContext.for_model(model, InferenceConfig(**SIZES))
+    engine = DynamicInferenceEngine(model, context, execution=ExecutionConfig(run_ahead=run_ahead))
+    left, ended, step, mid_chunk = list(enumerate(zip(PROMPTS, settings(), strict=True))), list[DynamicInferenceRequestRecord](), 0, 0
+    while left or engine.has_unfinished_requests():
+        if left and step % 2 == 0:
+            number, (prompt, params) = left.pop(0)
+            engine.add_request(prompt, params, request_id=number)
+        if is_suspended_at(step):
+            running = engine._admission.running
+            mid_chunk += any(0 < context.num_cached(entry.record.request_id) < len(entry.record.prompt_tokens) for entry in running)
+            engine.suspend()
+            assert context.cache.pages.untyped_storage().size() == 0
+            engine.resume()
+        ended += engine.step()
+        step += 1
+        assert step < 400, "the engine does not come to an end"
+    check_idle(engine)
+    return sorted(ended, key=lambda record: record.request_id), engine, mid_chunk
+
+
+def check_same(ours: list[DynamicInferenceRequestRecord], wanted: list[DynamicInferenceRequestRecord]) -> None:
+    for one, other in zip(ours, wanted, strict=True):
+        assert one.generated_tokens == other.generated_tokens and one.finish_reason is other.finish_reason
+        torch.testing.assert_close(one.generated_log_probs, other.generated_log_probs, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(one.prompt_log_probs, other.prompt_log_probs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("run_ahead", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.parametrize("kind", ["attention", "M*M-", "G*-G"])
+def test_suspends_at_any_steps_change_no_token(make_model: Make, kind: str, run_ahead: bool) -> None:
+    model = make_model() if kind == "attention" else hybrid(kind)
+    wanted, plain, _ = served(model, lambda step: False, run_ahead=run_ahead)
+    num_steps, beside_chunks = plain.step_count, 0
+    if kind == "attention":
+        assert plain.stats()["prefix_cache_hits"] > 0
+    for place in range(num_steps + 1):
+        records, engine, mid_chunk = served(model, lambda step, place=place: step == place, run_ahead=run_ahead)
+        check_same(records, wanted)
+        beside_chunks += mid_chunk
+    assert beside_chunks > 2
+    for seed in range(4):
+        # What a step computed of a prompt is lost with each suspend, so that not every step can have one.
+        chosen = set(random.Random(seed).sample(range(3 * num_steps), num_steps))
+        records, engine, _ = served(model, chosen.__contains__, run_ahead=run_ahead)
+        check_same(records, wanted)
+        assert engine.num_preemptions > 4
