@@ -93,6 +93,27 @@ def test_kernels_and_graphs_give_the_tokens_of_the_gathered_path(fields: dict[st
         assert record.generated_log_probs == pytest.approx(wanted.generated_log_probs, abs=1e-4)
 
 
+def test_full_steps_of_prompts_are_graphs_and_give_the_tokens_of_launched_ones() -> None:
+    generator = torch.Generator().manual_seed(1)
+    many = [torch.randint(128, (500 + number,), generator=generator).tolist() for number in range(40)]
+    params = SamplingParams(temperature=0, num_tokens_to_generate=40, return_log_probs=True)
+    sizes = InferenceConfig(max_sequence_length=640, max_requests=40, max_tokens=4096, block_size_tokens=16, num_blocks=1700)
+    results, shares = [], []
+    for records_prompts in (False, None):
+        model = GPTModel(SIZES, ProcessGroups.single(), attention_core=PagedAttention(), device="cuda").eval()
+        execution = ExecutionConfig(use_cuda_graphs_for_non_decode_steps=records_prompts)
+        engine = DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes), execution=execution)
+        results.append(engine.generate(many, params))
+        shares.append(engine.stats()["graph_steps"] / engine.step_count)
+        counts = engine._executor.mixed_graphs and engine._executor.mixed_graphs.step_counts
+    # Prompts of 20,780 tokens fill five steps.
+    assert counts and sum(count for size, count in counts.items() if size.token_count == 4096) == 5
+    assert shares[0] < 0.9 and shares[1] > 0.95
+    for wanted, record in zip(*results, strict=True):
+        assert record.generated_tokens == wanted.generated_tokens
+        assert record.generated_log_probs == pytest.approx(wanted.generated_log_probs, abs=1e-4)
+
+
 def test_penalties_biases_and_least_numbers_of_tokens_are_drawn_in_graphs_and_a_step_ahead() -> None:
     kinds: list[dict[str, Any]] = [
         {"repetition_penalty": 1.5, "seed": 1},

@@ -2,6 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """Recorded steps with prompts: tokens and log-probabilities of steps without a recording, in float64."""
 
+import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +19,9 @@ from mcore_inference import (
     PagedAttention,
     SamplingParams,
 )
-from mcore_inference.engine._mixed_graphs import mixed_sizes
+from mcore_inference.engine import _mixed_graphs
+from mcore_inference.engine._mixed_graphs import mixed_sizes, recorded_size
+from mcore_inference.scheduling import InferenceBatchDimensions, Limits, RequestView, plan_step
 from mcore_parallel import ProcessGroups
 from mcore_parallel.backends import choose_backend
 from mcore_parallel.models import GPTModel, TransformerConfig
@@ -47,7 +51,8 @@ def make_engine(execution: ExecutionConfig | None = None, kind: str = "attention
     place: dict[str, Any] = {"attention_core": PagedAttention(), "backend": backend, "dtype": torch.float64}
     model = GPTModel(CONFIGS[kind], ProcessGroups.single(), **place).eval()
     # Few blocks: some requests are preempted.
-    sizes = InferenceConfig(max_sequence_length=64, num_blocks=40, block_size_tokens=4, max_requests=24, **{"max_tokens": 48, **fields})
+    fields = {"num_blocks": 40, "max_requests": 24, "max_tokens": 48, **fields}
+    sizes = InferenceConfig(max_sequence_length=64, block_size_tokens=4, **fields)
     return DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes), execution=execution)
 
 
@@ -126,6 +131,7 @@ def test_all_sizes_are_recorded_at_once_when_asked_for(world: Callable[..., Any]
 
 def test_sizes_are_those_of_the_plan() -> None:
     assert [str(size) for size in mixed_sizes(512, 8192, 4096) if size.decode_req_count] == [
+        "[8192]: 16 P + 496 D",
         "[2048]: 16 P + 496 D",
         "[1024]: 16 P + 496 D",
         "[512]: 16 P + 496 D",
@@ -133,12 +139,68 @@ def test_sizes_are_those_of_the_plan() -> None:
         "[128]: 16 P + 112 D",
     ]
     assert all(size.token_count <= 100 for size in mixed_sizes(20, 100, 64))
+    largest = [max(size.token_count for size in mixed_sizes(20, most, 4096)) for most in (2048, 2049, 4096, 8192, 8193, 2**20)]
+    assert largest == [2048, 2049, 4096, 8192, 2048, 2048]
+    # Beside full steps none is padded to more than 8/7 of its tokens, or 2048.
+    sizes = mixed_sizes(20, 8192, 4096)
+    found = {tokens: recorded_size(InferenceBatchDimensions(tokens, 3, 5), sizes) for tokens in (8192, 7168, 7167, 2049, 2048, 9)}
+    assert {tokens: size and size.token_count for tokens, size in found.items()} == {
+        8192: 8192, 7168: 8192, 7167: None, 2049: None, 2048: 2048, 9: 128
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("max_tokens", "least"), [(8192, 0.95), (4096, 0.95)])
+def test_nearly_all_steps_of_many_requests_are_recorded(max_tokens: int, least: float) -> None:
+    # 512 requests of 512 tokens and 256 new ones, that arrive at once.
+    count, length, new = 512, 512, 256
+    limits = Limits(max_requests=count, max_tokens=max_tokens, free_blocks=count * 13, block_size=64)
+    sizes = mixed_sizes(count, max_tokens, 1024)
+    num_steps, cached, waiting = Counter[bool](), dict[int, int](), list(range(count))
+    while waiting or cached:
+        running = [
+            RequestView(request_id=number, num_tokens=max(length, done + 1), num_cached=done, num_blocks=-(-done // 64))
+            for number, done in cached.items()
+        ]
+        queue = [RequestView(request_id=number, num_tokens=length) for number in waiting]
+        used = sum(view.num_blocks for view in running)
+        plan = plan_step(running, queue, dataclasses.replace(limits, free_blocks=count * 13 - used))
+        waiting = waiting[len(plan.admitted) :]
+        tokens = [item.num_tokens for item in plan.work]
+        real = InferenceBatchDimensions(sum(tokens), sum(n > 1 for n in tokens), sum(n == 1 for n in tokens))
+        num_steps[real.prefill_req_count == 0 or recorded_size(real, sizes) is not None] += 1
+        for item in plan.work:
+            cached[item.request_id] = cached.get(item.request_id, 0) + item.num_tokens
+        # The last token that is drawn is not computed.
+        cached = {number: done for number, done in cached.items() if done < length + new - 1}
+    assert num_steps[True] / num_steps.total() >= least, num_steps
 
 
 def test_recorded_steps_copy_the_states_of_few_prompts() -> None:
     sizes, few = mixed_sizes(512, 8192, 4096), mixed_sizes(512, 8192, 4096, has_states=True)
     assert few == [size for size in sizes if size.decode_req_count] and {size.prefill_req_count for size in few} == {16}
     assert mixed_sizes(8, 4096, 96, has_states=True) == mixed_sizes(8, 4096, 96)
+
+
+def check_full_steps() -> None:
+    serve_as_on_a_gpu()
+    _mixed_graphs._MAX_TOKENS = 16
+    engine = make_engine(RECORDED, max_tokens=64, max_requests=6, num_blocks=120)
+    mixed = engine._executor.mixed_graphs
+    assert mixed is not None and max(size.token_count for size in mixed._sizes) == 64
+    settings = SamplingParams(temperature=1.0, seed=3, num_tokens_to_generate=5, return_log_probs=True)
+    prompts = [[1 + number] * length for number, length in enumerate((40, 40, 30, 3, 33))]
+    # Two steps of 64 tokens, one of 23, which is launched, and those that only decode.
+    records = engine.generate(prompts, settings)
+    assert {size.token_count: count for size, count in mixed.step_counts.items()} == {64: 2}
+    assert engine.stats()["graph_steps"] == engine.step_count - 1
+    for record, wanted in zip(records, make_engine(ExecutionConfig(use_graphs=False)).generate(prompts, settings), strict=True):
+        assert record.generated_tokens == wanted.generated_tokens
+        torch.testing.assert_close(record.generated_log_probs, wanted.generated_log_probs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.world(1)
+def test_full_steps_are_recorded_and_those_between_are_launched(world: Callable[..., Any]) -> None:
+    world(check_full_steps)
 
 
 def check_defaults() -> None:

@@ -59,8 +59,8 @@ class ExecutionConfig:
     more. None for about 25, close together where few rows are served."""
     use_cuda_graphs_for_non_decode_steps: bool | None = None
     """Replay steps with prompts of at most 2048 tokens as graphs too, filled up to 2048, 1024, 512, 256 or 128: the host launches so few
-    tokens more slowly than the device computes them. Takes the memory of at most ten more recordings. None for where decode steps are
-    recorded and the model can."""
+    tokens more slowly than the device computes them; and full steps, of 7/8 of ``max_tokens`` and more, where that is at most 8192. Takes
+    the memory of at most twelve more recordings. None for where decode steps are recorded and the model can."""
     log_interval_steps: int | None = None
     """Steps of one line of JSON in the logger ``mcore_inference.steps``; None for no lines."""
     speculation: NgramSpeculation | MtpSpeculation | EagleSpeculation | None = None

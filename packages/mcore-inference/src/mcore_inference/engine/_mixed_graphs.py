@@ -13,11 +13,16 @@ from mcore_inference.engine._decode_graphs import padding_step
 from mcore_inference.engine._recording_pool import Recording, RecordingPool
 from mcore_inference.scheduling import CUDAGraphBatchDimensionBuilder, InferenceBatchDimensions, match_graph_config
 
-__all__ = ["MixedGraphs", "doubled_rows", "mixed_sizes", "proposal_sizes"]
+__all__ = ["MixedGraphs", "doubled_rows", "mixed_sizes", "proposal_sizes", "recorded_size"]
 
 _MAX_TOKENS = 2048
-"""Of a recorded step: larger ones keep the device busy for longer than the host takes to launch them, and padding costs them more."""
+"""Of a recorded step that may be padded: padding costs larger ones more than the host takes to launch them."""
 _NUM_TOKEN_COUNTS = 5
+_MOST_FULL_TOKENS = 8192
+"""Of full steps that are recorded: their activations take memory of their own, and larger ones keep the device busy for far longer than a
+host takes to launch them."""
+_FULL = 7 / 8
+"""Of the tokens of a step that counts as full."""
 _MOST_STATES = 16
 """Prompts of a recorded step whose states are read and written: it does so for the places without a prompt too, in memory of its own."""
 
@@ -25,21 +30,41 @@ _MOST_STATES = 16
 def mixed_sizes(
     max_requests: int, max_tokens: int, max_sequence_length: int, *, has_states: bool = False
 ) -> list[InferenceBatchDimensions]:
-    """Sizes of steps with prompts that are recorded, each of half the tokens of the one before; with states those of few prompts alone.
+    """Sizes of steps with prompts that are recorded: full ones, and others each of half the tokens of the one before. With states those of
+    few prompts alone.
 
     Example:
         >>> [str(size) for size in mixed_sizes(64, 8192, 4096)][:4]
-        ['[2048]: 64 P + 0 D', '[2048]: 16 P + 48 D', '[1024]: 64 P + 0 D', '[1024]: 16 P + 48 D']
+        ['[8192]: 64 P + 0 D', '[8192]: 16 P + 48 D', '[2048]: 64 P + 0 D', '[2048]: 16 P + 48 D']
     """
-    planned, _ = CUDAGraphBatchDimensionBuilder(
-        max_requests=max_requests,
-        max_tokens=max_tokens,
-        max_sequence_length=max_sequence_length,
-        num_cuda_graphs=_NUM_TOKEN_COUNTS,
-        cuda_graph_max_tokens=_MAX_TOKENS,
-        use_cuda_graphs_for_non_decode_steps=True,
-    ).generate_cuda_graph_batch_dimensions_list()
+    counts = [(_MAX_TOKENS, _NUM_TOKEN_COUNTS)]
+    if _MAX_TOKENS < max_tokens <= _MOST_FULL_TOKENS:
+        counts.insert(0, (max_tokens, 1))
+    planned: list[InferenceBatchDimensions] = []
+    for most, number in counts:
+        builder = CUDAGraphBatchDimensionBuilder(
+            max_requests=max_requests,
+            max_tokens=max_tokens,
+            max_sequence_length=max_sequence_length,
+            num_cuda_graphs=number,
+            cuda_graph_max_tokens=most,
+            use_cuda_graphs_for_non_decode_steps=True,
+        )
+        planned += builder.generate_cuda_graph_batch_dimensions_list()[0]
     return [size for size in planned if size.prefill_req_count and not (has_states and size.prefill_req_count > _MOST_STATES)]
+
+
+def recorded_size(real: InferenceBatchDimensions, sizes: Sequence[InferenceBatchDimensions]) -> InferenceBatchDimensions | None:
+    """The smallest size that holds a step; None where none does, or where it would be a large one with much padding.
+
+    Example:
+        >>> sizes = mixed_sizes(64, 8192, 4096)
+        >>> [str(recorded_size(InferenceBatchDimensions(tokens, 3, 40), sizes)) for tokens in (2000, 2100, 7500)]
+        ['[2048]: 16 P + 48 D', 'None', '[8192]: 16 P + 48 D']
+    """
+    size = match_graph_config(real, sizes)
+    is_loose = size is not None and _MAX_TOKENS < size.token_count and real.token_count < _FULL * size.token_count
+    return None if is_loose else size
 
 
 def doubled_rows(max_requests: int, num_graphs: int | None = None) -> list[int]:
@@ -105,7 +130,7 @@ class MixedGraphs:
         """Logits [N, V] of N tokens of a step, overwritten by the engine's next replay; None where no recording holds it."""
         num_single = int((host.lengths_R == 1).sum())
         real = InferenceBatchDimensions(len(host.tokens_T), len(host.lengths_R) - num_single, num_single)
-        size = match_graph_config(real, self._sizes)
+        size = recorded_size(real, self._sizes)
         # Log-probabilities of prompts take more.
         if size is None or (len(rows) > size.req_count and not self._reads_all):
             return None
