@@ -218,9 +218,7 @@ def test_two_ids_of_one_text_are_two_of_the_best_tokens(client: openai.OpenAI, r
     assert all(sorted(best) == list(ids) for best in record.generated_top_n_logprobs)
     assert all(sum(math.exp(value) for value in best.values()) == pytest.approx(1) for best in record.generated_top_n_logprobs)
     token_bytes = TokenBytes(TOKENIZER)
-    chat = chat_log_probs(
-        TOKENIZER, token_bytes, record.generated_tokens, record.generated_log_probs, record.generated_top_n_logprobs
-    )
+    chat = chat_log_probs(TOKENIZER, token_bytes, record.generated_tokens, record.generated_log_probs, record.generated_top_n_logprobs)
     for token, value, best, entry in zip(
         record.generated_tokens, record.generated_log_probs, record.generated_top_n_logprobs, chat["content"], strict=True
     ):

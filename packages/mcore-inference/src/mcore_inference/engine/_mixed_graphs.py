@@ -63,7 +63,7 @@ def recorded_size(real: InferenceBatchDimensions, sizes: Sequence[InferenceBatch
         ['[2048]: 16 P + 48 D', 'None', '[8192]: 16 P + 48 D']
     """
     size = match_graph_config(real, sizes)
-    is_loose = size is not None and _MAX_TOKENS < size.token_count and real.token_count < _FULL * size.token_count
+    is_loose = size is not None and size.token_count > _MAX_TOKENS and real.token_count < _FULL * size.token_count
     return None if is_loose else size
 
 

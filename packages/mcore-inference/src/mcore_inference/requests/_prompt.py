@@ -52,8 +52,8 @@ def stop_tokens(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size:
     """Ids that end a request's output.
 
     Raises:
-        ValueError: stop words, or a text that keeps them, without tokenizer, an id of the settings outside the vocabulary, or ``min_tokens`` where all allowed ids end
-            the output.
+        ValueError: stop words, or a text that keeps them, without tokenizer, an id of the settings outside the vocabulary, or
+            ``min_tokens`` where all allowed ids end the output.
     """
     if params.stop_words and tokenizer is None:
         raise ValueError("stop_words need a tokenizer; give the engine one, or use stop_token_ids")

@@ -111,8 +111,8 @@ class SamplingParams:
     skip_prompt_log_probs: bool = True
     """With ``return_log_probs``: False for those of prompt tokens 1.. too."""
     top_n_logprobs: int = 0
-    """Return the n best tokens, fewer where fewer can be drawn, and their log-probabilities at every generated position, and at those of the
-    prompt whose log-probabilities are asked for."""
+    """Return the n best tokens, fewer where fewer can be drawn, and their log-probabilities at every generated position, and at those of
+    the prompt whose log-probabilities are asked for."""
     add_BOS: bool = False
     """Put the tokenizer's begin-of-text id before a text prompt."""
 

@@ -77,7 +77,8 @@ class Draws:
             self._copied.record(torch.cuda.current_stream(device))
 
     def wait(self) -> list[tuple[int, float, dict[int, float]]]:
-        """Of each row: token (-1 where no score was finite), log-probability (0.0 unless asked for), the best tokens asked for that can be."""
+        """Of each row: token (-1 where no score was finite), log-probability (0.0 unless asked for), and of the best tokens asked for those
+        that can be drawn."""
         if self._copied is not None:
             self._copied.synchronize()
         tokens, values, ids, tops = (None if x is None else x.tolist() for x in self._tensors)
