@@ -50,17 +50,15 @@ class DrawRows:
     ) -> "DrawRows":
         """Rows in the order given; positions are the tokens generated before."""
         numbers = torch.tensor([list(lines), [int(p.processed_log_probs) for p in params]])
-        processed_best_P = torch.tensor([row for row, p in enumerate(params) if p.processed_log_probs and p.top_n_logprobs])
-        if device.type == "cuda":
-            numbers, processed_best_P = (x.pin_memory().to(device, non_blocking=True) for x in (numbers, processed_best_P))
-        lines_R, processed_R = numbers
+        lines_R, processed_R = _sent(numbers, device)
+        best = [row for row, p in enumerate(params) if p.processed_log_probs and p.top_n_logprobs]
         return cls(
             settings=SamplingRows.of(params, seeds, positions, vocab_size, device),
             lines_R=lines_R,
             processed_R=processed_R,
             top_n=tuple(p.top_n_logprobs for p in params),
             wants_log_probs=any(p.return_log_probs for p in params),
-            processed_best_P=processed_best_P if len(processed_best_P) else None,
+            processed_best_P=_sent(torch.tensor(best), device) if best else None,
         )
 
 
@@ -233,6 +231,11 @@ class Sampler:
 
         inputs = settings.temperature, settings.seed, settings.position, rows.processed_R
         return draw(scores_RV, *inputs, self.vocab_size, wants_log_probs=rows.wants_log_probs)
+
+
+def _sent(numbers: Tensor, device: torch.device) -> Tensor:
+    """On the device; nobody waits."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
 
 
 def _largest(values_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
