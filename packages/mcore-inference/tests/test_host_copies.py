@@ -43,7 +43,7 @@ def counted() -> Iterator[Counter[str]]:
 
     for name in ("tensor", "as_tensor", "from_numpy"):
         count(torch, name, "up")
-    count(torch.Tensor, "to", "down", when=lambda _, target, *rest: target == "cpu")
+    count(torch.Tensor, "to", "down", when=lambda _, target=None, *rest: target == "cpu")
     try:
         yield counts
     finally:
