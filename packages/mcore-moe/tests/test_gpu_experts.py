@@ -150,6 +150,34 @@ def test_a_layer_waits_for_the_device_nowhere_and_has_the_same_bits_twice(recipe
     assert all(torch.equal(a, b) for again in results[1:] for a, b in zip(results[0], again, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_experts_that_gather_their_rows_are_those_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TransformerConfig(num_layers=1, hidden_size=512, num_attention_heads=4, vocab_size=64)
+    place: Any = {"dtype": torch.bfloat16, "device": CUDA, "layers": choose_backend("torch").layers(0, 1)}
+    site = Site(layer=0, local_layer=0, config=model, groups=ProcessGroups.single(), **place)
+    config = MoEConfig(num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=384)
+    layer = MoELayer(config, site, dtype=torch.bfloat16, device=CUDA)
+    x, grad = (torch.randn(2048, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    gathers, step, results = GroupedMLP.gathers, Step.causal(1, 2048, CUDA), []
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert layer.experts.gathers(x, 4096)
+    for chosen in (lambda *_: False, gathers, gathers):
+        monkeypatch.setattr(GroupedMLP, "gathers", chosen)
+        layer.zero_grad(set_to_none=True)
+        leaf = x.clone().requires_grad_()
+        torch.cuda.set_sync_debug_mode("error" if len(results) == 2 else "default")
+        try:
+            y, _ = layer(leaf, step)
+            y.backward(grad)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        results.append([value.clone() for value in (y, leaf.grad, *(parameter.grad for parameter in layer.parameters()))])
+    plain, fused, again = results
+    assert all(torch.equal(one, other) for one, other in zip(fused, again, strict=True))
+    for one, other in zip(fused, plain, strict=True):
+        assert (one - other).float().norm() < 1e-2 * other.float().norm()
+
+
 def test_a_layer_is_that_of_float64() -> None:
     wide, ours = make_layer(torch.float64, "cpu"), make_layer(torch.bfloat16, "cuda")
     x = torch.randn(512, 256).bfloat16()
