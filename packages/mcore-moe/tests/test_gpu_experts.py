@@ -157,6 +157,9 @@ def test_experts_that_gather_their_rows_are_those_that_do_not(monkeypatch: pytes
     site = Site(layer=0, local_layer=0, config=model, groups=ProcessGroups.single(), **place)
     config = MoEConfig(num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=384)
     layer = MoELayer(config, site, dtype=torch.bfloat16, device=CUDA)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(std=0.05)
     x, grad = (torch.randn(2048, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     gathers, step, results = GroupedMLP.gathers, Step.causal(1, 2048, CUDA), []
     if torch.cuda.get_device_capability()[0] == 9:
