@@ -5,7 +5,8 @@
 import torch
 from torch import Tensor
 
-from mcore_moe._routing import Routing, score, top
+from mcore_moe._limits import check_not_negative, check_score_function, check_shape
+from mcore_moe._routing import Routing, check_topk_of, score, top
 from mcore_moe._stability import experimental_api
 
 # T tokens, E experts, K experts a token, S sequences.
@@ -23,10 +24,22 @@ def switch_load_balancing_loss_func(
         probs: [T, E] scores over all experts of this rank's tokens.
         tokens_per_expert: [E] n_e, summed over all N tokens.
         total_num_tokens: N, the tokens that n_e counts, a scalar when only the device knows; the losses of the ranks that share N add up.
+        topk: k.
+        num_experts: E.
+        moe_aux_loss_coeff: c.
+
+    Raises:
+        ValueError: shapes that are not those of ``num_experts``, no expert or no choice, a negative number of tokens or coefficient.
     """
+    if num_experts < 1 or topk < 1:
+        raise ValueError(f"num_experts={num_experts} and topk={topk} must be at least 1")
+    check_shape("probs", probs.shape, (len(probs), num_experts), "tokens, num_experts")
+    check_shape("tokens_per_expert", tokens_per_expert.shape, (num_experts,), "num_experts")
+    check_not_negative("moe_aux_loss_coeff", moe_aux_loss_coeff, "0 switches the loss off")
     share = probs.sum(0) * tokens_per_expert.to(probs.dtype)
     if isinstance(total_num_tokens, Tensor):
         return share.sum() * (num_experts * moe_aux_loss_coeff / topk) / total_num_tokens.to(probs.dtype).clamp(min=1).square()
+    check_not_negative("total_num_tokens", total_num_tokens, "count the tokens")
     return share.sum() * (num_experts * moe_aux_loss_coeff / (topk * max(total_num_tokens, 1) ** 2))
 
 
@@ -36,7 +49,12 @@ def compute_routing_scores_for_aux_loss(logits: Tensor, topk: int, score_functio
 
     Returns:
         routing_map [T, E] bool of the topk best, and scores [T, E] whose rows sum to 1, float32 or wider.
+
+    Raises:
+        ValueError: a function or a number of experts that there is not.
     """
+    check_topk_of(logits, topk)
+    check_score_function(score_function)
     scores_TE = balance_scores(logits, score_function)
     chosen = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(-1, top(scores_TE.detach(), topk), True)
     return chosen, scores_TE
@@ -58,7 +76,12 @@ def score_entropies(logits_TE: Tensor, score_function: str) -> Tensor:
 
 @experimental_api
 def z_loss_func(logits: Tensor, z_loss_coeff: float) -> Tensor:
-    """Mean over tokens of the squared log-sum-exp of the logits (Zoph et al. 2022), times the coefficient; in float32 or wider."""
+    """Mean over tokens of the squared log-sum-exp of the logits (Zoph et al. 2022), times the coefficient; in float32 or wider.
+
+    Raises:
+        ValueError: a coefficient that is negative or not finite.
+    """
+    check_not_negative("z_loss_coeff", z_loss_coeff, "0 switches the loss off")
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return logits.logsumexp(-1).square().mean() * z_loss_coeff
 
@@ -71,7 +94,12 @@ def get_updated_expert_bias(tokens_per_expert: Tensor, expert_bias: Tensor, expe
         tokens_per_expert: [..., E], over the whole global batch.
         expert_bias: [..., E] float32.
         expert_bias_update_rate: of one update.
+
+    Raises:
+        ValueError: a rate that is negative or not finite, or tensors of different shapes.
     """
+    check_shape("tokens_per_expert", tokens_per_expert.shape, expert_bias.shape, "that of expert_bias")
+    check_not_negative("expert_bias_update_rate", expert_bias_update_rate, "0 freezes the bias")
     counts = tokens_per_expert.double()
     return expert_bias + (counts.mean(-1, keepdim=True) - counts).sign().to(expert_bias.dtype) * expert_bias_update_rate
 
@@ -107,13 +135,23 @@ def sinkhorn(cost: Tensor, tol: float = 1e-4, *, max_iterations: int = 100, vali
         cost: [T, E] logits.
         tol: mean absolute change of the columns' factors.
         max_iterations: at most so many.
-        valid: [T] bool, rows that take part; None for all.
+        valid: [T] bool, rows that take part, whatever the others hold; None for all.
+
+    Raises:
+        ValueError: a cost that is no [T, E] with an expert, a negative tolerance, no iteration, or a ``valid`` of another length.
     """
+    if cost.dim() != 2 or not cost.shape[1]:
+        raise ValueError(f"cost has shape {list(cost.shape)}, must be [tokens, experts] with an expert at least")
+    check_not_negative("tol", tol, "0 runs all iterations")
+    if max_iterations < 1:
+        raise ValueError(f"max_iterations={max_iterations} must be at least 1")
+    if valid is not None:
+        check_shape("valid", valid.shape, cost.shape[:1], "one bool a token")
     cost = cost if cost.dtype == torch.float64 else cost.float()
     # A row's factor swallows what is subtracted from the row.
     kernel_TE = (cost - cost.amax(-1, keepdim=True)).exp()
     if valid is not None:
-        kernel_TE = kernel_TE * valid.unsqueeze(-1)
+        kernel_TE = kernel_TE.masked_fill(~valid.unsqueeze(-1), 0.0)
     num_rows = max(cost.shape[0], 1) if valid is None else valid.sum().clamp(min=1)
     num_experts = cost.shape[1]
     rows_T, columns_E = kernel_TE.new_ones(cost.shape[0]), kernel_TE.new_ones(num_experts)

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from mcore_moe._limits import check_above_zero, check_drop_policy, check_not_negative, check_shape, check_topk
 from mcore_moe._routing import Routing
 from mcore_moe._stability import experimental_api
 
@@ -24,10 +25,19 @@ def get_capacity(num_tokens: int, num_experts: int, capacity_factor: float, min_
         capacity_factor: 1 for the even share.
         min_capacity: None for none.
 
+    Raises:
+        ValueError: no expert, negative numbers, or a factor that is not above 0 and finite.
+
     Example:
         >>> get_capacity(2 * 16, 8, 1.25)
         5
     """
+    if num_experts < 1:
+        raise ValueError(f"num_experts={num_experts} must be at least 1")
+    check_above_zero("capacity_factor", capacity_factor, "drop nothing where there is no bound")
+    check_not_negative("num_tokens", num_tokens, "count the picks of all tokens")
+    if min_capacity is not None:
+        check_not_negative("min_capacity", min_capacity, "leave it out for none")
     return max(math.ceil(num_tokens / num_experts * capacity_factor), min_capacity or 0)
 
 
@@ -89,11 +99,15 @@ def apply_router_token_dropping(
         The weights and the map that are left; a dropped weight is 0 and has no gradient.
 
     Raises:
-        ValueError: an unknown policy.
+        ValueError: an unknown policy, tensors of other shapes or a map that is not bool, more experts a token than there are, or a factor
+            as of `get_capacity`.
     """
-    if drop_policy not in ("probs", "position"):
-        raise ValueError(f"drop_policy={drop_policy!r} must be probs or position")
+    check_drop_policy("drop_policy", drop_policy)
+    if routing_map.dim() != 2 or routing_map.dtype != torch.bool:
+        raise ValueError(f"routing_map has shape {list(routing_map.shape)} of {routing_map.dtype}, must be [tokens, experts] of torch.bool")
     T, E = routing_map.shape
+    check_shape("routing_probs", routing_probs.shape, routing_map.shape, "that of routing_map")
+    check_topk(E, router_topk, prefix="router_")
     capacity = expert_capacity(T, router_topk, E, capacity_factor)
     with torch.no_grad():
         if drop_policy == "probs":

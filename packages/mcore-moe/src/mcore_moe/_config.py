@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mcore_moe._layer_freq import read_layer_freq
+from mcore_moe._limits import check_above_zero, check_drop_policy, check_groups, check_not_negative, check_score_function, check_topk
 from mcore_parallel import ParallelPlan, check_field_types
 from mcore_parallel.backends import check_grouped_width
 from mcore_parallel.models import TransformerConfig
@@ -277,10 +278,8 @@ class MoEConfig:
             )
         if self.moe_latent_size is not None and self.moe_latent_size < 1:
             raise ValueError(f"moe_latent_size={self.moe_latent_size} must be at least 1; leave it out for the model's hidden_size")
-        if self.num_moe_experts < 1:
-            raise ValueError(f"num_moe_experts={self.num_moe_experts} must be at least 1")
-        if not 1 <= self.moe_router_topk <= self.num_moe_experts:
-            raise ValueError(f"moe_router_topk={self.moe_router_topk} must lie in 1..num_moe_experts={self.num_moe_experts}")
+        names = {"prefix": "moe_router_", "experts": "num_moe_experts"}
+        check_topk(self.num_moe_experts, self.moe_router_topk, **names)
         shared, freq = self.moe_shared_expert_intermediate_size, self.moe_layer_freq
         if shared is not None and shared < 1:
             raise ValueError(f"moe_shared_expert_intermediate_size={shared} must be at least 1; leave it out for no shared experts")
@@ -295,34 +294,13 @@ class MoEConfig:
             )
         if (freq < 1) if isinstance(freq, int) else (1 not in freq or set(freq) - {0, 1}):
             raise ValueError(f"moe_layer_freq={freq!r} must be at least 1, or one 0 or 1 a layer with a 1 among them")
-        groups, group_topk = self.moe_router_num_groups, self.moe_router_group_topk
-        if (groups is None) != (group_topk is None):
-            raise ValueError(f"moe_router_num_groups={groups} and moe_router_group_topk={group_topk} go together; set both or none")
-        if groups is not None and group_topk is not None:
-            self._check_groups(groups, group_topk)
-
-    def _check_groups(self, groups: int, group_topk: int) -> None:
-        experts, topk = self.num_moe_experts, self.moe_router_topk
-        if groups < 1 or experts % groups:
-            raise ValueError(f"moe_router_num_groups={groups} must divide num_moe_experts={experts}")
-        if not 1 <= group_topk <= groups:
-            raise ValueError(f"moe_router_group_topk={group_topk} must lie in 1..moe_router_num_groups={groups}")
-        if topk % group_topk:
-            raise ValueError(f"moe_router_group_topk={group_topk} must divide moe_router_topk={topk}: so many of a group score it")
-        if topk // group_topk > experts // groups:
-            raise ValueError(
-                f"moe_router_topk={topk} asks moe_router_group_topk={group_topk} groups for {topk // group_topk} experts each, but "
-                f"{groups} groups have {experts // groups}; lower moe_router_topk or raise moe_router_group_topk"
-            )
+        check_groups(self.num_moe_experts, self.moe_router_topk, self.moe_router_num_groups, self.moe_router_group_topk, **names)
 
     def _check_choices(self) -> None:
         score = self.moe_router_score_function
-        if score not in ("softmax", "sigmoid", "sqrtsoftplus"):
-            raise ValueError(f"moe_router_score_function={score!r} must be softmax or sigmoid or sqrtsoftplus")
+        check_score_function(score, pre_softmax=self.moe_router_pre_softmax, prefix="moe_router_")
         if self.moe_router_dtype not in (None, "fp32", "fp64"):
             raise ValueError(f"moe_router_dtype={self.moe_router_dtype!r} must be fp32, fp64 or None")
-        if self.moe_router_pre_softmax and score != "softmax":
-            raise ValueError(f"moe_router_pre_softmax=True needs moe_router_score_function='softmax', found {score!r}; leave one out")
         plain = self.moe_router_topk == 1 and score == "softmax" and not self.moe_router_pre_softmax
         if plain and self.moe_router_load_balancing_type != "sinkhorn":
             raise ValueError(
@@ -342,10 +320,9 @@ class MoEConfig:
             raise ValueError(f"moe_token_dispatcher_type={self.moe_token_dispatcher_type!r} must be alltoall, allgather or flex")
         self._check_payload()
         scaling, rate = self.moe_router_topk_scaling_factor, self.moe_router_bias_update_rate
-        if scaling is not None and not 0 < scaling < math.inf:
-            raise ValueError(f"moe_router_topk_scaling_factor={scaling} must be above 0 and finite; leave it out for 1")
-        if not 0 <= rate < math.inf:
-            raise ValueError(f"moe_router_bias_update_rate={rate} must not be negative, and finite; 0 freezes the bias")
+        if scaling is not None:
+            check_above_zero("moe_router_topk_scaling_factor", scaling, "leave it out for 1")
+        check_not_negative("moe_router_bias_update_rate", rate, "0 freezes the bias")
         if rate not in (0, _default("moe_router_bias_update_rate")) and not self.moe_router_enable_expert_bias:
             raise ValueError(f"moe_router_bias_update_rate={rate} moves no bias; set moe_router_enable_expert_bias=True, or leave it out")
         self._check_bias_decay()
@@ -402,8 +379,8 @@ class MoEConfig:
             )
         if len(types) > 1 and set(_WITHOUT_LOSS) & set(types):
             raise ValueError(f"moe_router_load_balancing_type={types!r} combines {', '.join(_WITHOUT_LOSS)} with others; name it alone")
-        if not all(0 <= weight < math.inf for weight in weights):
-            raise ValueError(f"moe_aux_loss_coeff={self.moe_aux_loss_coeff} must not be negative, and finite; 0 switches the loss off")
+        for weight in weights:
+            check_not_negative("moe_aux_loss_coeff", weight, "0 switches the loss off")
         sinkhorn = "sinkhorn" in types
         if set(_WITHOUT_LOSS) & set(types) and any(weights):
             raise ValueError(
@@ -425,8 +402,8 @@ class MoEConfig:
                 "moe_router_pre_softmax=True changes nothing with moe_router_load_balancing_type='sinkhorn', whose softmax is over all "
                 "experts; leave one out"
             )
-        if self.moe_z_loss_coeff is not None and not 0 <= self.moe_z_loss_coeff < math.inf:
-            raise ValueError(f"moe_z_loss_coeff={self.moe_z_loss_coeff} must not be negative, and finite; leave it out for none")
+        if self.moe_z_loss_coeff is not None:
+            check_not_negative("moe_z_loss_coeff", self.moe_z_loss_coeff, "leave it out for none")
 
     def _check_devices(self, types: list[str]) -> None:
         devices, experts = self.num_balanced_devices, self.num_moe_experts
@@ -463,13 +440,12 @@ class MoEConfig:
 
     def _check_capacity(self) -> None:
         factor, pad = self.moe_expert_capacity_factor, self.moe_pad_expert_input_to_capacity
-        if self.moe_token_drop_policy not in ("probs", "position"):
-            raise ValueError(f"moe_token_drop_policy={self.moe_token_drop_policy!r} must be probs or position")
+        check_drop_policy("moe_token_drop_policy", self.moe_token_drop_policy)
         if factor is not None and factor < 0:
             object.__setattr__(self, "moe_expert_capacity_factor", None)
             factor = None
-        if factor is not None and not 0 < factor < math.inf:
-            raise ValueError(f"moe_expert_capacity_factor={factor} must be above 0 and finite; leave it out for no bound")
+        if factor is not None:
+            check_above_zero("moe_expert_capacity_factor", factor, "leave it out for no bound")
         if self.moe_token_drop_policy != "probs" and factor is None:
             raise ValueError(
                 f"moe_token_drop_policy={self.moe_token_drop_policy!r} has nothing to drop; set moe_expert_capacity_factor, or leave it out"
@@ -487,8 +463,7 @@ class MoEConfig:
             raise ValueError(f"moe_flex_dispatcher_backend={self.moe_flex_dispatcher_backend!r} must be deepep, hybridep or symmetric")
         if self.moe_flex_dispatcher_fallback not in (None, "alltoall"):
             raise ValueError(f"moe_flex_dispatcher_fallback={self.moe_flex_dispatcher_fallback!r} must be alltoall or None")
-        if not 0 < self.moe_flex_timeout_s < math.inf:
-            raise ValueError(f"moe_flex_timeout_s={self.moe_flex_timeout_s} must be above 0 and finite")
+        check_above_zero("moe_flex_timeout_s", self.moe_flex_timeout_s, "give seconds")
         if self.moe_deepep_num_sms < 2 or self.moe_deepep_num_sms % 2:
             raise ValueError(f"moe_deepep_num_sms={self.moe_deepep_num_sms} must be even and at least 2")
         if self.moe_hybridep_num_sms < 1:

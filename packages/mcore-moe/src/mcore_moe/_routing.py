@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mcore_moe._limits import check_above_zero, check_groups, check_score_function, check_shape, check_topk
 from mcore_moe._stability import experimental_api
 
 # T tokens, E experts, G groups of them, K experts a token.
@@ -77,11 +78,23 @@ def choose_experts(
         topk: experts a token.
         num_groups: with ``group_topk``, choose only among the experts of each token's best groups. A group is as good as the sum of its
             best topk // group_topk scores.
-        group_topk: groups a token.
+        group_topk: groups a token; it divides ``topk``.
         scaling_factor: multiplies the weights.
         expert_bias: [E], added to the scores of the selection, not to the weights.
         experts_TK: a choice that was made before, whose weights are computed; a row with a negative number is chosen here.
+
+    Raises:
+        ValueError: arguments that `MoEConfig` refuses in its fields too, and tensors of other shapes.
     """
+    check_topk_of(logits_TE, topk)
+    check_groups(logits_TE.shape[1], topk, num_groups, group_topk)
+    check_score_function(score_function, pre_softmax=pre_softmax)
+    if scaling_factor is not None:
+        check_above_zero("scaling_factor", scaling_factor, "leave it out for 1")
+    if expert_bias is not None:
+        check_shape("expert_bias", expert_bias.shape, logits_TE.shape[1:], "one number an expert")
+    if experts_TK is not None:
+        check_shape("experts_TK", experts_TK.shape, (len(logits_TE), topk), "tokens, topk")
     scores_TE = selection_scores(logits_TE, score_function, pre_softmax=pre_softmax)
     with torch.no_grad():
         keys_TE = scores_TE.detach() if expert_bias is None else scores_TE.detach() + expert_bias
@@ -96,6 +109,17 @@ def choose_experts(
     elif not pre_softmax:
         probs_TK = probs_TK.softmax(-1)
     return Routing(chosen_TK, probs_TK if scaling_factor is None else probs_TK * scaling_factor)
+
+
+def check_topk_of(logits_TE: Tensor, topk: int) -> None:
+    """Of logits, [T, E].
+
+    Raises:
+        ValueError: other logits, or so many experts that there are not.
+    """
+    if logits_TE.dim() != 2:
+        raise ValueError(f"logits have shape {list(logits_TE.shape)}, must be [tokens, experts]; flatten the dimensions of the tokens")
+    check_topk(logits_TE.shape[1], topk)
 
 
 def selection_scores(logits_TE: Tensor, score_function: str, *, pre_softmax: bool) -> Tensor:
@@ -144,6 +168,9 @@ def topk_routing_with_score_function(
 
     Returns:
         routing_probs [T, E] in the dtype of ``logits``, zero where unrouted, and routing_map [T, E] bool.
+
+    Raises:
+        ValueError: as of `choose_experts`.
     """
     routing = choose_experts(
         logits,
