@@ -69,6 +69,17 @@ def test_a_mixture_is_a_weighted_sum_of_dense_feed_forwards(choice: dict[str, An
             torch.testing.assert_close(stacked.grad[expert], parameter.grad, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", [SequentialMLP, GroupedMLP])
+@pytest.mark.parametrize("ends", [[3, 9], [4, 2], [-1, 4], [5, 5, 5]], ids=str)
+def test_ends_that_are_no_rows_are_refused(kind: type[SequentialMLP | GroupedMLP], ends: list[int]) -> None:
+    experts, rows = kind(2, 12, 8, ProcessGroups.single()), torch.randn(5, 12)
+    message = "zip" if len(ends) == 3 else rf"ends_N=\[{ends[0]}, {ends[1]}\] of 5 rows must not fall, nor lie outside of 0..5"
+    with pytest.raises(ValueError, match=message):
+        experts(rows, torch.tensor(ends, dtype=torch.int32))
+    # Rows behind the last expert are nobody's.
+    assert experts(rows, torch.tensor([0, 4], dtype=torch.int32)).shape == rows.shape
+
+
 def by_gathers(rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor, main_grad: Any = None) -> Tensor:
     """Stands for the grouped GEMM of a GPU, which reads no size on the host."""
     expert_R = torch.searchsorted(ends_N, torch.arange(len(rows_RI), dtype=ends_N.dtype), right=True)

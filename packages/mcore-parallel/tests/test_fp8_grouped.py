@@ -17,6 +17,7 @@ from mcore_parallel.backends import (
     choose_backend,
     grouped_matmul,
     grouped_widened_product,
+    row_ranges,
 )
 from mcore_parallel.backends._quantize import LEAST_AMAX, Scaled, quantize, quantize_rows
 from mcore_parallel.backends._quantize_groups import (
@@ -26,7 +27,6 @@ from mcore_parallel.backends._quantize_groups import (
     grouped_scaled_weight_gradient,
     quantize_groups,
     quantize_weights,
-    ranges,
     tiled_ends,
 )
 from mcore_parallel.nn import TorchLayers
@@ -52,7 +52,9 @@ def test_each_expert_has_its_own_scale_and_foreign_rows_are_not_looked_at(rows: 
     assert columns is not None
     sizes = [-(-count // TILE) * TILE for count in rows]
     assert columns.ends_N.tolist() == list(accumulate(sizes)) and columns.data_KC.shape[1] >= sum(sizes)
-    for expert, ((begin, end), (place, behind)) in enumerate(zip(ranges(ends), ranges(columns.ends_N), strict=True)):
+    for expert, ((begin, end), (place, behind)) in enumerate(
+        zip(row_ranges(ends, len(x)), row_ranges(columns.ends_N, columns.data_KC.shape[1]), strict=True)
+    ):
         wanted, _ = quantize(x[begin:end], E4M3)
         assert wanted is not None
         assert torch.equal(found.data[begin:end].float(), wanted.data.float())
@@ -92,7 +94,7 @@ def test_matmul_is_the_product_of_quantised_factors_an_expert(rows: list[int], c
     weight, ends = torch.randn(4, 48, 32, dtype=torch.float64), ends_of(rows, CPU)
     products = Fp8GroupedProducts(config)
     found, plain = results(products, x, weight, ends, grad), results(None, x, weight, ends, grad)
-    for expert, (begin, end) in enumerate(ranges(ends)):
+    for expert, (begin, end) in enumerate(row_ranges(ends, len(x))):
         part, grads, matrix = x[begin:end], grad[begin:end], weight[expert]
         if config.recipe == "rowwise":
             qx, qw, qg, qb = (quantize_rows(t, E4M3).value(torch.float64) for t in (part, matrix, grads, matrix.t().contiguous()))

@@ -20,6 +20,7 @@ from mcore_parallel.backends import (
     gathered_swiglu,
     grouped_matmul,
     has_gathered_kernel,
+    row_ranges,
 )
 from mcore_parallel.nn import Activation, LayerFactory, LayerMemory, discard_output
 from mcore_parallel.tensor_parallel import GroupedProducts, LoraConfig, MainGradient
@@ -264,6 +265,10 @@ class _StackedExperts(nn.Module):
             ends_N: int32 on the rows' device, the rows of this expert and of all before it.
             weights_R: of the results of the rows; None for 1.
             order: where the rows are tokens [T, D], which the first GEMM gathers (``GroupedMLP.gathers``); None for rows as they are.
+
+        Raises:
+            ValueError: ends that fall or lie behind the rows, where the host reads them: on the CPU, and where experts are multiplied one
+                by one.
         """
         if order is not None:
             assert weights_R is not None
@@ -320,9 +325,9 @@ class SequentialMLP(_StackedExperts):
     """One product an expert in every dtype; the reference."""
 
     def _multiply(self, name: str, rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor) -> Tensor:
-        ends = ends_N.tolist()
-        parts = [F.linear(rows_RI[begin:end], weight_OI) for begin, end, weight_OI in zip([0, *ends[:-1]], ends, weight_NOI, strict=True)]
-        return torch.cat([*parts, rows_RI.new_zeros(len(rows_RI) - ends[-1], weight_NOI.shape[1])])
+        ranges = row_ranges(ends_N, len(rows_RI))
+        parts = [F.linear(rows_RI[begin:end], weight_OI) for (begin, end), weight_OI in zip(ranges, weight_NOI, strict=True)]
+        return torch.cat([*parts, rows_RI.new_zeros(len(rows_RI) - ranges[-1][1], weight_NOI.shape[1])])
 
 
 @experimental_api

@@ -9,7 +9,7 @@ from mcore_parallel.backends._fp8_config import RECIPES, Fp8Config
 from mcore_parallel.backends._fp8_grouped import Fp8GroupedProducts
 from mcore_parallel.backends._fp8_loss import Fp8LossProducts
 from mcore_parallel.backends._gathered import RowOrder, gathered_swiglu, has_gathered_kernel
-from mcore_parallel.backends._grouped import check_grouped_width, grouped_matmul
+from mcore_parallel.backends._grouped import check_grouped_width, grouped_matmul, row_ranges
 from mcore_parallel.backends._protocol import Backend, BackendLayers, NormColumnLinear
 from mcore_parallel.backends._quantize import Scaled, quantize_rows, scaled_product
 from mcore_parallel.backends._quantize_groups import grouped_scaled_product
@@ -42,6 +42,7 @@ __all__ = [
     "quantization",
     "quantize_base",
     "quantize_rows",
+    "row_ranges",
     "scaled_product",
     "set_batch_invariant_mode",
 ]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_parallel.backends._grouped import grouped_matmul
+from mcore_parallel.backends._grouped import grouped_matmul, row_ranges
 from mcore_parallel.tensor_parallel import MainGradient
 
 # R rows in expert order, S = R + N * (multiple - 1) rows with zeros, N experts of this rank, I input features, O output features.
@@ -63,7 +63,7 @@ def matmul_by_sizes(
         main_grad: as of `grouped_matmul`.
         multiple: 1 for any number of rows.
     """
-    sizes: list[int] = ends_N.diff(prepend=ends_N.new_zeros(1)).tolist()
+    sizes = [end - begin for begin, end in row_ranges(ends_N, len(rows_RI))]
     if not any(sizes):
         return grouped_matmul(rows_RI, weight_NOI, ends_N, main_grad)
     aligned, rows_SI = None, rows_RI

@@ -3,7 +3,6 @@
 """GEMMs with a weight an expert."""
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -48,6 +47,30 @@ def check_grouped_width(field: str, width: int, dtype: torch.dtype | None, devic
         )
 
 
+def row_ranges(ends_N: Tensor, num_rows: int) -> list[tuple[int, int]]:
+    """First row of each expert and the one behind its last, on the host, which waits for the device.
+
+    Args:
+        ends_N: the rows of this expert and of all before it.
+        num_rows: there are; those behind the last expert belong to none.
+
+    Raises:
+        ValueError: ends that fall, or lie behind the rows.
+
+    Example:
+        >>> row_ranges(torch.tensor([2, 2, 5]), 6)
+        [(0, 2), (2, 2), (2, 5)]
+    """
+    ends: list[int] = ends_N.tolist()
+    ranges = list(zip([0, *ends[:-1]], ends, strict=True))
+    if any(begin > end for begin, end in ranges) or max(ends, default=0) > num_rows:
+        raise ValueError(
+            f"ends_N={ends} of {num_rows} rows must not fall, nor lie outside of 0..{num_rows}; give the rows of each expert and of all "
+            "before it, as counts.cumsum(0)"
+        )
+    return ranges
+
+
 def grouped_matmul(rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor, main_grad: MainGradient | None = None) -> Tensor:
     """``y = x W_e^T`` of rows [R, I] that are sorted by expert: [R, O].
 
@@ -59,6 +82,9 @@ def grouped_matmul(rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor, main_gra
         weight_NOI: one matrix an expert.
         ends_N: int32 on the rows' device, the rows of this expert and of all before it.
         main_grad: where the weights' gradient [N, ..., I] is added, instead of being given to autograd.
+
+    Raises:
+        ValueError: ends that fall or lie behind the rows, where the host reads them.
     """
     return _GroupedMatmul.apply(rows_RI, weight_NOI, ends_N, main_grad)
 
@@ -110,7 +136,7 @@ def expert_product(rows_RI: Tensor, weight_NIO: Tensor, ends_N: Tensor) -> Tenso
             return grouped_product(rows_RI.contiguous(), weight_NIO.mT, ends_N)
         return F.grouped_mm(rows_RI, weight_NIO, offs=ends_N)
     y_RO = rows_RI.new_zeros(rows_RI.shape[0], weight_NIO.shape[2])
-    for begin, end, weight_IO in _parts(ends_N, weight_NIO):
+    for (begin, end), weight_IO in zip(row_ranges(ends_N, rows_RI.shape[0]), weight_NIO, strict=True):
         torch.mm(rows_RI[begin:end], weight_IO, out=y_RO[begin:end])
     return y_RO
 
@@ -133,12 +159,6 @@ def _weight_gradient(grad_RO: Tensor, x_RI: Tensor, ends_N: Tensor, total_NOI: T
 
         grouped_weight_gradient(grad_RO, x_RI, ends_N, total_NOI, add=add)
         return
-    for begin, end, total_OI in _parts(ends_N, total_NOI):
+    for (begin, end), total_OI in zip(row_ranges(ends_N, x_RI.shape[0]), total_NOI, strict=True):
         product_OI = grad_RO[begin:end].T @ x_RI[begin:end]
         (total_OI.add_ if add else total_OI.copy_)(product_OI)
-
-
-def _parts(ends_N: Tensor, of_experts: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """First row, row behind the last and matrix of each expert."""
-    ends = ends_N.tolist()
-    return zip([0, *ends[:-1]], ends, of_experts, strict=True)

@@ -2,12 +2,12 @@
 # Copyright (c) 2026 the mcore authors
 """Rows of experts in fp8: a scale an expert, casts, and GEMMs of the casts."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from mcore_parallel.backends._grouped import row_ranges
 from mcore_parallel.backends._quantize import LEAST_AMAX, Scaled
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.groups import Group
@@ -55,7 +55,7 @@ def quantize_groups(
         data, inverse_R = _cast_rows(x_RK, ends_N, inverse_N, dtype)
         turned = data.new_zeros((x_RK.shape[1], num_columns)) if columns else None
         if turned is not None:
-            for (begin, end), (place, _) in zip(ranges(ends_N), ranges(tiled_N), strict=True):
+            for (begin, end), (place, _) in zip(row_ranges(ends_N, len(x_RK)), row_ranges(tiled_N, num_columns), strict=True):
                 turned[:, place : place + end - begin] = data[begin:end].t()
     return Scaled(data, inverse_R.unsqueeze(1)), None if turned is None else ScaledColumns(turned, tiled_N, inverse_N)
 
@@ -100,7 +100,7 @@ def grouped_scaled_product(x: Scaled, weight: Scaled, ends_N: Tensor, dtype: tor
     if not x.data.is_cuda or dtype == torch.float64:
         wide = torch.promote_types(dtype, torch.float32)
         y_RO = torch.zeros((len(x.data), weight.data.shape[1]), dtype=wide, device=x.data.device)
-        for expert, (begin, end) in enumerate(ranges(ends_N)):
+        for expert, (begin, end) in enumerate(row_ranges(ends_N, len(x.data))):
             product = x.data[begin:end].to(wide) @ weight.data[expert].to(wide).t()
             y_RO[begin:end] = product * x_inverse_R[begin:end, None].to(wide) * weight_inverse_NO[expert].to(wide)
         return y_RO.to(dtype)
@@ -118,15 +118,9 @@ def grouped_scaled_weight_gradient(grad: ScaledColumns, x: ScaledColumns, total_
         return
     wide = torch.promote_types(total_NOI.dtype, torch.float32)
     inverse_N = grad.inverse_N.to(wide) * x.inverse_N.to(wide)
-    for expert, (begin, end) in enumerate(ranges(grad.ends_N)):
+    for expert, (begin, end) in enumerate(row_ranges(grad.ends_N, grad.data_KC.shape[1])):
         product_OI = grad.data_KC[:, begin:end].to(wide) @ x.data_KC[:, begin:end].to(wide).t() * inverse_N[expert]
         (total_NOI[expert].add_ if add else total_NOI[expert].copy_)(product_OI)
-
-
-def ranges(ends_N: Tensor) -> Iterator[tuple[int, int]]:
-    """First row of each expert and the one behind its last, on the host."""
-    ends = ends_N.tolist()
-    return zip([0, *ends[:-1]], ends, strict=True)
 
 
 def tiled_ends(ends_N: Tensor) -> Tensor:
