@@ -404,6 +404,11 @@ def test_the_bias_is_state_with_a_name_and_stays_float32() -> None:
         cast()
         assert module.router.expert_bias.dtype == torch.float32
         assert torch.equal(module.router.expert_bias, torch.full((E,), 1.001))
+    state = {name: value.bfloat16() for name, value in module.state_dict().items()}
+    for assign in (True, False):
+        module.load_state_dict(state, assign=assign)
+        assert module.router.expert_bias.dtype == torch.float32 and module.router.expert_bias[0] == state["router.expert_bias"][0]
+    assert module.router.weight.dtype == torch.bfloat16 and "expert_bias" in dict(module.router.named_buffers())
     assert module.to("meta").router.expert_bias.is_meta
     assert list(named_buffer_shards(layer())) == []
 

@@ -34,7 +34,8 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 class TopKRouter(nn.Module):
     """Scores tokens against experts and picks the best k.
 
-    With ``moe_router_enable_expert_bias`` it owns ``expert_bias`` [E], a persistent buffer that stays float32 when the model is cast.
+    With ``moe_router_enable_expert_bias`` it owns ``expert_bias`` [E], a persistent buffer that stays float32 when the model is cast, or
+    given a state of another dtype.
 
     Args:
         config: routing choices.
@@ -164,6 +165,12 @@ class TopKRouter(nn.Module):
         if before is not None and self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
             self.expert_bias = before.to(self.expert_bias.device)
         return self
+
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*arguments, **options)
+        # With assign=True it is what the state holds.
+        if self.expert_bias is not None:
+            self.expert_bias = self.expert_bias.float()
 
     def _routing(self, logits_TE: Tensor, step: Step, tokens: LocalTokens) -> Routing:
         config = self.config
