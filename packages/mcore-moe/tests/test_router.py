@@ -12,7 +12,8 @@ from torch import Tensor
 
 from mcore_moe import MoEConfig, MoELayer, TopKRouter, choose_experts
 from mcore_moe._gating import gate
-from mcore_parallel import ProcessGroups, named_buffer_shards, named_shards
+from mcore_moe._tokens import LocalTokens
+from mcore_parallel import ParallelPlan, ProcessGroups, named_buffer_shards, named_shards
 from mcore_parallel.models import AuxLoss, Site, TransformerConfig
 from mcore_parallel.nn import Step
 
@@ -36,7 +37,7 @@ def router(**choices: Any) -> TopKRouter:
 
 
 def layer(**choices: Any) -> MoELayer:
-    config = MoEConfig(num_moe_experts=E, moe_router_topk=K, **choices)
+    config = MoEConfig(**{"num_moe_experts": E, "moe_router_topk": K, **choices})
     module = MoELayer(config, Site(layer=0, local_layer=0, config=MODEL, groups=ProcessGroups.single()), dtype=F64)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(parameter.numel()))
@@ -217,6 +218,68 @@ def test_padding_is_neither_routed_nor_counted_and_what_it_holds_does_not_matter
     assert not leaf.grad[~valid].any()
     with pytest.raises(ValueError, match="step.valid speaks of 10 tokens, of which 10 lie here, but 6 came"):
         module(x[valid], step)
+
+
+PADDED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "losses": EVERY_LOSS | {"moe_router_report_entropy": True},
+    "sigmoid": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_bias": True},
+    "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn"},
+    "quantiles": {"moe_router_load_balancing_type": "quantile_balancing", "moe_router_enable_expert_bias": True},
+    "jitter": {"moe_input_jitter_eps": 0.1},
+    "capacity": {"moe_expert_capacity_factor": 0.7, "moe_pad_expert_input_to_capacity": True},
+    "weights on input": {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True},
+    "fp8 rows": {"moe_dispatch_fwd_dtype": "fp8"},
+    "shared": {"moe_shared_expert_intermediate_size": 4},
+    "gated": {"moe_shared_expert_intermediate_size": 4, "moe_shared_expert_gate": True},
+    "latent": {"moe_latent_size": 4},
+}
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("choices", PADDED.values(), ids=PADDED)
+def test_what_is_no_number_in_padding_reaches_no_gradient(choices: dict[str, Any], number: float) -> None:
+    valid = torch.arange(10) % 3 != 1
+    step = dataclasses.replace(Step.causal(2, 5), valid=valid)
+    x = torch.randn(10, D, dtype=F64, generator=torch.Generator().manual_seed(0))
+    found: list[list[Tensor]] = []
+    for padding in (0.0, number):
+        module = layer(**choices)
+        leaf = x.masked_fill(~valid[:, None], padding).requires_grad_()
+        torch.manual_seed(1)
+        y, aux = module(leaf, step)
+        auxiliary = aux.total()
+        (y[valid].square().sum() + (0.0 if auxiliary is None else auxiliary)).backward()
+        module.end_of_batch(aux.counts[0], torch.tensor(False))
+        gradients = [parameter.grad for parameter in module.parameters()]
+        assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients)
+        assert leaf.grad is not None and not leaf.grad[~valid].any()
+        found.append([y[valid].detach(), leaf.grad, *gradients, *module.buffers(), *(loss.value for loss in aux.losses.values())])
+    assert all(map(torch.equal, *found))
+
+
+def check_padding_of_other_ranks(sequence_parallel: bool) -> None:
+    groups = ProcessGroups.build(ParallelPlan(tp=2, ep=2, sequence_parallel=True) if sequence_parallel else ParallelPlan(dp=2, ep=2))
+    place = Site(layer=0, local_layer=0, config=MODEL, groups=groups)
+    step = dataclasses.replace(Step.causal(1, 12), valid=torch.arange(12) % 3 != 1)
+    for kind in ("alltoall", "allgather"):
+        config = MoEConfig(num_moe_experts=E, moe_token_dispatcher_type=kind, moe_shared_expert_intermediate_size=4, **EVERY_LOSS)
+        module = MoELayer(config, place, dtype=F64)
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        valid = LocalTokens.of(step, groups, 6 if sequence_parallel else 12).valid_T
+        assert valid is not None
+        x = torch.randn(len(valid), D, dtype=F64).masked_fill(~valid[:, None], math.nan).requires_grad_()
+        y, aux = module(x, step)
+        (y[valid].square().sum() + aux.total()).backward()
+        assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in module.parameters())
+        assert x.grad is not None and x.grad[valid].any() and not x.grad[~valid].any()
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_what_is_no_number_in_padding_reaches_no_other_rank(sequence_parallel: bool, world: Any) -> None:
+    world(check_padding_of_other_ranks, sequence_parallel=sequence_parallel)
 
 
 def test_a_batch_of_padding_only_changes_nothing() -> None:
@@ -426,14 +489,18 @@ def test_shared_experts_are_a_dense_feed_forward_beside(gated: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_narrow_products_of_the_gate_are_those_of_float32_on_a_gpu() -> None:
+@pytest.mark.parametrize("padding", [None, math.inf, math.nan])
+def test_narrow_products_of_the_gate_are_those_of_float32_on_a_gpu(padding: float | None) -> None:
     torch.manual_seed(0)
     x, weight, grad = torch.randn(500, 2048), torch.randn(128, 2048) * 0.02, torch.randn(500, 128) * 1e-3
+    valid = None if padding is None else torch.arange(500, device="cuda") % 5 != 2
+    if valid is not None and padding is not None:
+        x[~valid.cpu()] = padding
     narrow = [values.to("cuda", torch.bfloat16).requires_grad_() for values in (x, weight)]
-    logits = gate(*narrow, None, torch.float32)
+    logits = gate(*narrow, None, torch.float32, valid)
     logits.backward(grad.cuda())
     wide = [values.detach().double().requires_grad_() for values in narrow]
-    exact = gate(*wide, None, torch.float64)
+    exact = gate(*wide, None, torch.float64, valid)
     exact.backward(grad.cuda().double())
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)

@@ -14,33 +14,38 @@ from mcore_parallel.comm import all_reduce
 # T tokens, D model, E experts, F = 2 * E.
 
 
-def gate(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, dtype: torch.dtype) -> Tensor:
+def gate(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, dtype: torch.dtype, valid_T: Tensor | None = None) -> Tensor:
     """[T, E] logits in ``dtype``; kept for the backward are the operands in their own dtypes, no wider copies.
+
+    Where ``valid_T`` is False logits and gradients are 0, and no number of the token is read: it may be infinite, or none.
 
     On GPUs bfloat16 operands of float32 logits go to the tensor cores as they are: their products are exact in float32, in which they are
     added up. Their gradients then go as the sum of two bfloat16 numbers, which has 16 bits of each.
     """
-    return _Gate.apply(x_TD, weight_ED, bias_E, dtype)
+    return _Gate.apply(x_TD, weight_ED, bias_E, dtype, valid_T)
 
 
 class _Gate(torch.autograd.Function):
     """Matmul in a wider dtype, forwards and backwards."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(x_TD, weight_ED)
+    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, dtype: torch.dtype, valid_T: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_TD, weight_ED, valid_T)
         ctx.dtype, ctx.bias_dtype = dtype, None if bias_E is None else bias_E.dtype
         ctx.narrow = dtype == torch.float32 and x_TD.is_cuda and x_TD.dtype == weight_ED.dtype == torch.bfloat16
         if ctx.narrow:
             logits_TE = torch.mm(x_TD, weight_ED.t(), out_dtype=dtype)
         else:
             logits_TE = x_TD.to(dtype) @ weight_ED.to(dtype).t()
-        return logits_TE if bias_E is None else logits_TE + bias_E.to(dtype)
+        logits_TE = logits_TE if bias_E is None else logits_TE + bias_E.to(dtype)
+        return _of_valid(logits_TE, valid_T)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        x_TD, weight_ED = ctx.saved_tensors
-        grad_TE = grads[0].to(ctx.dtype)
+        x_TD, weight_ED, valid_T = ctx.saved_tensors
+        grad_TE = _of_valid(grads[0].to(ctx.dtype), valid_T)
+        # A gradient of 0 would make NaN of what is infinite.
+        x_TD = _of_valid(x_TD, valid_T) if ctx.needs_input_grad[1] else x_TD
         grad_x, grad_weight = None, None
         if ctx.narrow:
             halves_TF = torch.cat(_halves(grad_TE), 1)
@@ -54,7 +59,12 @@ class _Gate(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 grad_weight = (grad_TE.t() @ x_TD.to(ctx.dtype)).to(weight_ED.dtype)
         grad_bias = grad_TE.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def _of_valid(rows: Tensor, valid_T: Tensor | None) -> Tensor:
+    """Zeros in the rows of other tokens."""
+    return rows if valid_T is None else rows.masked_fill(~valid_T.unsqueeze(-1), 0.0)
 
 
 def _halves(wide: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from mcore_moe._quantize import get_align_size_for_quantization
 from mcore_moe._router import TopKRouter
 from mcore_moe._routing import Routing
 from mcore_moe._stability import experimental_api
+from mcore_moe._tokens import LocalTokens
 from mcore_moe.dispatch import (
     LocalTokenDispatcher,
     MoEAllGatherTokenDispatcher,
@@ -229,6 +230,9 @@ class MoELayer(nn.Module):
         if slots is not None and (not slots.is_settled or (self.training and torch.is_grad_enabled())):
             state = "are not in their slots after new weights: its engine brings them there" if not slots.is_settled else "are not trained"
             raise RuntimeError(f"layers.{self.layer} has redundant experts, which {state}; run the model by its engine")
+        if (self.training or torch.is_grad_enabled()) and (self.shared_experts is not None or self.latent_down is not None):
+            # Weight gradients multiply the rows of padding by 0, which infinite ones do not survive; the router leaves them out by itself.
+            x_TD = LocalTokens.of(step, self._groups, len(x_TD)).masked(x_TD)
         dispatcher = self._equal_dispatcher if step.equal_lengths else self.dispatcher
         overlaps = self.router.config.moe_shared_expert_overlap and isinstance(dispatcher, MoEAlltoAllTokenDispatcher)
         shared_TD = None if overlaps else self._shared(x_TD, step)

@@ -97,7 +97,7 @@ class TopKRouter(nn.Module):
         dtype = torch.promote_types(_DTYPES.get(config.moe_router_dtype or "", x_TD.dtype), x_TD.dtype)
         if config.moe_input_jitter_eps and self.training:
             x_TD = jittered(x_TD, config.moe_input_jitter_eps, self.replicas)
-        logits_TE = gate(x_TD, self.weight, self.bias, dtype)
+        logits_TE = gate(x_TD, self.weight, self.bias, dtype, tokens.valid_T)
         chosen_TE = apply_random_logits(logits_TE, self.replicas) if config.moe_router_force_load_balancing else logits_TE
         routing = self._routing(chosen_TE, step, tokens)
         if learns and config.moe_router_load_balancing_type == "quantile_balancing":
