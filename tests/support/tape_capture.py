@@ -36,7 +36,10 @@ class Tape(TorchDispatchMode):
 
 def _refill(before: Any, now: Any) -> None:
     if isinstance(before, Tensor) and before.data_ptr() != now.data_ptr():
-        before.copy_(now)
+        # A collective returns before its result is there, and what was recorded behind it waits for the tensor of the recording. Something
+        # that was recorded since may have squeezed that.
+        torch.ops._c10d_functional.wait_tensor(now)
+        before.copy_(now.view_as(before))
     elif isinstance(before, tuple | list):
         for old, new in zip(before, now, strict=True):
             _refill(old, new)
@@ -64,5 +67,5 @@ class TapeCapture:
         # A recording changes nothing: only its replays do.
         with torch.no_grad():
             for tensor, before in reversed(tape.undo):
-                tensor.copy_(before)
+                tensor.copy_(before.view_as(tensor))
         return found, tape.replay

@@ -246,7 +246,7 @@ def trained(choice: str, patterns: tuple[str, ...], recipe: Any) -> tuple[list[A
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("recipe", [None, "tensorwise", "rowwise"])
-@pytest.mark.parametrize("patterns", [("layers.*",), ("layers.*.mlp",)], ids=["block", "layer"])
+@pytest.mark.parametrize("patterns", [("layers.*",), ("layers.*.mlp",), ("layers.*.mlp.router",)], ids=["block", "layer", "router"])
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_graph_of_the_layer_has_its_bits(choice: str, patterns: tuple[str, ...], recipe: Any) -> None:
     """Nothing waits for the device and no shape depends on the routing, so blocks with experts are captured whole."""
