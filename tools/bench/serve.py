@@ -145,7 +145,7 @@ def run_case(engine: DynamicInferenceEngine, requests: int, inputs: int, outputs
     steps, recorded = engine.step_count - steps, engine.stats()["graph_steps"] - recorded
     return {
         "n": requests, "isl": inputs, "osl": outputs, "s": round(seconds, 3), "out_tok_s": round(made / seconds),
-        "ms_per_tok": round(seconds / outputs * 1e3, 3), "steps": steps, "graph_share": round(recorded / steps, 3),
+        "ms_per_tok": round(seconds / outputs * 1e3, 3), "steps": steps, "graph_share": round(recorded / max(1, steps), 3),
     }  # fmt: skip
 
 
