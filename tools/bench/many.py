@@ -7,9 +7,11 @@ python -m tools.bench.many --gpus 8 --output docs/benchmarks/many.json \\
 python -m tools.bench.many --gpus 4 --parts experts --runs ep4 "ep4, skewed" "ep2 edp2"
 python -m tools.bench.many --gpus 2 --small
 
-experts: training steps of moe-l6 with its experts over all ranks, again with every eighth expert four times as busy as the average, on GPUs
-with the exchange by direct stores, also with busy experts, with the experts over one half of the ranks and again over the other, with each
-expert on two ranks, and with two pipeline stages; time and memory stand beside ``step_cost`` and ``estimate``. exchange: dispatch and
+experts: training steps of moe-l6 with its experts over all ranks, again with the first eighth of the experts, which are the first rank's,
+four times as busy as the average, and with tokens that go to experts at random; on GPUs these three with the exchange by direct stores too;
+then with the experts over one half of the ranks and again over the other, with each expert on two ranks, and with two pipeline stages.
+Parameters of a skewed run stay as they are (its learning rate is 0), and so does its skew. "busiest_expert" and "busiest_rank" are loads
+over their means; time and memory stand beside ``step_cost`` and ``estimate``. exchange: dispatch and
 combine of the picks alone, by all-to-all and on GPUs by direct stores, beside all-to-alls and copies to the next GPU of as many bytes.
 serving: one engine over all ranks, then an engine a rank, then an engine a rank whose experts are spread over all (a mixture), with and
 without recorded steps; "graph_share" is the share of recorded ones. refit: from a fully sharded model over all ranks into these engines,
@@ -82,6 +84,8 @@ class ExpertsRun:
     name: str
     plan: ParallelPlan
     skewed: bool = False
+    balanced: bool = False
+    """Tokens go to experts at random."""
     symmetric: bool = False
     """Tokens travel by direct stores in the memory of the other GPUs."""
 
@@ -101,6 +105,7 @@ def experts_runs(gpus: int, *, small: bool = False) -> list[ExpertsRun]:
     runs = [
         ExpertsRun(name=f"ep{gpus}", plan=ParallelPlan(dp=gpus, ep=gpus)),
         ExpertsRun(name=f"ep{gpus}, skewed", plan=ParallelPlan(dp=gpus, ep=gpus), skewed=True),
+        ExpertsRun(name=f"ep{gpus}, balanced", plan=ParallelPlan(dp=gpus, ep=gpus), balanced=True),
     ]
     if not small:
         runs += [dataclasses.replace(run, name=f"{run.name}, symmetric", symmetric=True) for run in runs]
@@ -133,6 +138,13 @@ def hot_bias(num_experts: int, topk: int, std: float) -> Tensor:
     return bias_E
 
 
+def busiest(counts: Sequence[float], num_parts: int) -> float:
+    """Load of the busiest over the mean, when experts in order are cut into so many parts."""
+    size = len(counts) // num_parts
+    loads = [sum(counts[first : first + size]) for first in range(0, len(counts), size)]
+    return max(loads) * num_parts / max(1, sum(loads))
+
+
 def train(run: ExpertsRun, scale: Scale, warmup: int, steps: int) -> dict[str, Any]:
     """Time, memory and loads of this rank, beside the planner's."""
     workload, layout = run.parts(scale)
@@ -141,7 +153,8 @@ def train(run: ExpertsRun, scale: Scale, warmup: int, steps: int) -> dict[str, A
     assert sizes is not None
     mixture = MoEConfig(
         num_moe_experts=sizes.num_experts, moe_router_topk=sizes.topk, moe_ffn_hidden_size=sizes.ffn_hidden_size,
-        moe_aux_loss_coeff=0.01, moe_router_bias=True, **(_DIRECT if run.symmetric else {}),
+        moe_aux_loss_coeff=0.01, moe_router_bias=True, moe_router_force_load_balancing=run.balanced,
+        **(_DIRECT if run.symmetric else {}),
     )  # fmt: skip
     pipeline = PipelineConfig()
     placed = pipeline.place(config.num_layers, num_stages=run.plan.pp, num_chunks=1)
@@ -165,9 +178,12 @@ def train(run: ExpertsRun, scale: Scale, warmup: int, steps: int) -> dict[str, A
     mask = torch.ones(shape, device=scale.device)
     batches = [Batch(tokens=draw(), labels=draw(), loss_mask=mask) for _ in range(layout.num_microbatches(workload))]
 
+    # A router that learns undoes its skew.
+    lr = 0.0 if run.skewed else 1e-4
+
     def step() -> Any:
         return train_step(
-            model, batches, CrossEntropyObjective(), sync, optimizer, lr=1e-4, groups=groups, pipeline=pipeline.build(1)
+            model, batches, CrossEntropyObjective(), sync, optimizer, lr=lr, groups=groups, pipeline=pipeline.build(1)
         )  # fmt: skip
 
     if not scale.small:
@@ -179,9 +195,11 @@ def train(run: ExpertsRun, scale: Scale, warmup: int, steps: int) -> dict[str, A
     for _ in range(steps):
         report = step()
     seconds = (scale.finish() - begin) / steps
-    loads = [max(counts) * len(counts) / max(1, sum(counts)) for counts in report.layers.counts.values()]
+    counts = list(report.layers.counts.values())
     return {
-        "s": seconds, "peak": 0 if scale.small else torch.cuda.max_memory_allocated(), "busiest": max(loads), "loss": report.loss,
+        "s": seconds, "peak": 0 if scale.small else torch.cuda.max_memory_allocated(), "loss": report.loss,
+        "busiest": max(busiest(loads, sizes.num_experts) for loads in counts),
+        "busiest_rank": max(busiest(loads, run.plan.ep) for loads in counts),
         "foretold_s": step_cost(workload, layout, Cluster(memory_bandwidth=scale.memory_bandwidth)).total, "tokens": workload.tokens,
         "foretold_peak": estimate(workload, layout, stage=groups.pp.rank, kernels=not scale.small).allocated,
     }  # fmt: skip
@@ -197,7 +215,7 @@ def experts(scale: Scale, runs: Sequence[ExpertsRun], steps: int) -> Iterator[di
             "tokens_per_s_per_gpu": round(ranks[0]["tokens"] / slowest / scale.gpus),
             "foretold_ms": round(ranks[0]["foretold_s"] * 1e3, 2), "peak_gib": round(fullest["peak"] / 2**30, 2),
             "foretold_gib": round(fullest["foretold_peak"] / 2**30, 2), "busiest_expert": round(ranks[0]["busiest"], 2),
-            "loss": ranks[0]["loss"],
+            "busiest_rank": round(ranks[0]["busiest_rank"], 2), "loss": ranks[0]["loss"],
         }  # fmt: skip
 
 
@@ -326,7 +344,7 @@ def serve(scale: Scale, serving_run: ServingRun, cases: list[tuple[int, int, int
 
 def serving(scale: Scale) -> Iterator[dict[str, Any]]:
     """Rows of an engine over all ranks, of an engine a rank, and of engines that share experts, with and without graphs."""
-    cases = [(4 * scale.gpus, 16, 8)] if scale.small else [(512, 512, 256), (1, 128, 256), (32, 128, 256)]
+    cases = [(4 * scale.gpus, 16, 8), (1, 16, 8)] if scale.small else [(512, 512, 256), (1, 128, 256), (32, 128, 256)]
     runs = [ServingRun(layout="tp"), ServingRun(layout="dp"), ServingRun(layout="ep")]
     for run in runs if scale.small else [*runs, ServingRun(layout="ep", use_graphs=False)]:
         fitting = [case for case in cases if run.layout != "dp" or case[0] >= scale.gpus]

@@ -14,7 +14,7 @@ from tools.bench import moe, picture
 from tools.bench._record import record
 from tools.bench.dense_step import DenseRun
 from tools.bench.loss_curve import compared, finished, over_draws, rows_of
-from tools.bench.many import experts_runs, hot_bias
+from tools.bench.many import busiest, experts_runs, hot_bias
 from tools.bench.picture import Bar, colors, comparisons, draw
 from tools.bench.train import _best, with_ratios
 from tools.bench.tune import TuneRun, build, streams
@@ -195,17 +195,21 @@ def test_a_tuning_run_that_there_is_not_is_refused(text: str, reason: str) -> No
         TuneRun.parse(text, "lora")
 
 
-def test_a_skewed_router_loads_every_eighth_expert_four_times() -> None:
+def test_a_skewed_router_loads_the_first_eighth_of_the_experts_four_times() -> None:
     bias = hot_bias(128, 8, 0.9)
     logits = torch.randn(8192, 128, generator=torch.Generator().manual_seed(1)) * 0.9 + bias
     counts = torch.bincount(logits.topk(8).indices.flatten(), minlength=128).float()
     assert int((bias > 0).sum()) == 16
     assert counts[:16].mean() / counts.mean() == pytest.approx(4, rel=0.05)
+    # Half of the picks, and 48 of the other 112 experts' share of the other half: of two ranks.
+    assert busiest(counts.tolist(), 2) == pytest.approx(1 + 3 / 7, rel=0.05) and busiest(counts.tolist(), 1) == 1
 
 
 def test_layouts_of_experts_fill_the_machine() -> None:
     for gpus in (2, 3, 8):
         assert all(run.plan.world_size == gpus for run in experts_runs(gpus))
-    assert [run.name for run in experts_runs(4, small=True)] == ["ep4", "ep4, skewed", "ep2 edp2", "ep2 etp2", "ep2 pp2"]
+    assert [run.name for run in experts_runs(4, small=True)] == [
+        "ep4", "ep4, skewed", "ep4, balanced", "ep2 edp2", "ep2 etp2", "ep2 pp2"
+    ]  # fmt: skip
     direct = [run.name for run in experts_runs(4) if run.symmetric]
-    assert direct == ["ep4, symmetric", "ep4, skewed, symmetric"] and len(experts_runs(4)) == 7
+    assert direct == ["ep4, symmetric", "ep4, skewed, symmetric", "ep4, balanced, symmetric"] and len(experts_runs(4)) == 9
