@@ -417,7 +417,7 @@ def check_graphs() -> tuple[int, dict[str, float], int]:
     sizes = InferenceConfig(max_sequence_length=96, max_requests=8, block_size_tokens=16, num_blocks=64)
     params = SamplingParams(temperature=0, num_tokens_to_generate=40, ignore_eos=True, return_log_probs=True)
     prompts = [prompt[:9] for prompt in PROMPTS]
-    shards, records, stats, replays = named_shards(halves), [], {}, 0
+    shards, records, stats, replays = list(named_shards(halves)), [], {}, 0
     for balancing in (ExpertBalancing(num_redundant_experts=4, interval_steps=8), None):
         model = skew(GPTModel(ON_GPUS, groups, feed_forward=experts, attention_core=PagedAttention(), **place))
         engine = DynamicInferenceEngine(
