@@ -235,15 +235,17 @@ REFERENCES: Mapping[str, Reference] = {
 }  # fmt: skip
 
 
-def build(name: str) -> Any:
-    """The random model: weights of a size that matters everywhere, biases and norms too."""
+def build(name: str, **changes: Any) -> Any:
+    """The random model, of its config with some changes: weights of a size that matters everywhere, biases and norms too."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     reference = REFERENCES[name]
-    config = getattr(transformers, reference.config_class or f"{reference.kind}Config")(**{**reference.sizes, **reference.config})
+    config = getattr(transformers, reference.config_class or f"{reference.kind}Config")(
+        **{**reference.sizes, **reference.config, **changes}
+    )
     config._attn_implementation = "eager"
     torch.manual_seed(sum(map(ord, name)))
     model = getattr(transformers, reference.model_class or f"{reference.kind}ForCausalLM")(config).eval()
