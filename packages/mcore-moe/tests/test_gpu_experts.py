@@ -2,6 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """Grouped GEMMs against one matmul per expert."""
 
+import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -208,6 +210,38 @@ def test_a_layer_is_that_of_float64() -> None:
     assert error(leaf.grad[same.cuda()], reference.grad[same]) < 2e-2
     for name in ("up", "down"):
         assert error(getattr(ours.experts, name).grad, getattr(wide.experts, name).grad) < 2e-2
+
+
+@pytest.mark.parametrize("number", [math.inf, math.nan])
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1},
+        {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_gate": True, "moe_latent_size": 64},
+        {"moe_expert_capacity_factor": 0.7, "moe_pad_expert_input_to_capacity": True},
+    ],
+    ids=["losses", "shared", "capacity"],
+)
+def test_what_is_no_number_in_padding_reaches_no_gradient(choices: dict[str, Any], number: float) -> None:
+    valid = torch.arange(256, device="cuda") % 3 != 1
+    step = dataclasses.replace(Step.causal(1, 256, CUDA), valid=valid)
+    config = TransformerConfig(num_layers=1, hidden_size=128, num_attention_heads=4, vocab_size=256, ffn_hidden_size=64)
+    place = Site(layer=0, local_layer=0, config=config, groups=ProcessGroups.single(), dtype=torch.bfloat16)
+    x = torch.randn(256, 128, generator=torch.Generator().manual_seed(0)).to("cuda", torch.bfloat16)
+    found: list[list[torch.Tensor]] = []
+    for padding in (0.0, number):
+        layer = MoELayer(MoEConfig(num_moe_experts=8, **choices), place, dtype=torch.bfloat16, device="cuda")
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator("cuda").manual_seed(parameter.numel()))
+        leaf = x.masked_fill(~valid[:, None], padding).requires_grad_()
+        y, aux = layer(leaf, step)
+        auxiliary = aux.total()
+        (y[valid].float().square().sum() + (0.0 if auxiliary is None else auxiliary)).backward()
+        gradients = [parameter.grad for parameter in layer.parameters()]
+        assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients)
+        assert leaf.grad is not None and not leaf.grad[~valid].any()
+        found.append([y[valid].detach(), leaf.grad, *gradients])
+    assert all(map(torch.equal, *found))
 
 
 CHOICES = {
