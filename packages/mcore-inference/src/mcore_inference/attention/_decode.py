@@ -113,6 +113,24 @@ def _decode_kernel(
     half = width // 2
     partner, sign = tl.where(lane < half, lane + half, lane - half), tl.where(lane < half, -1.0, 1.0)
 
+    # Where keys are, first of all: each of these loads waits for the one before, and what follows needs none of them.
+    context = tl.load(contexts_ptr + row)
+    if SPLITS > 1:
+        new_slot = tl.load(slots_ptr + row)
+    cached = tl.maximum(context - 1, 0)
+    table = tables_ptr + row.to(tl.int64) * table_stride
+    # Keys in the cache that the row sees, in tiles of KEYS; this split's share of them.
+    low, first = cached * 0, cached * 0
+    if window >= 0:
+        first = tl.maximum(cached - window, 0)
+        low = first // KEYS
+    high = tl.cdiv(cached, KEYS)
+    if SPLITS > 1:
+        share = tl.cdiv(high - low, SPLITS)
+        low = low + split * share
+        high = tl.minimum(high, low + share)
+    following = tl.load(table + tl.minimum(low, tl.maximum(high - 1, 0)) * KEYS // block_size)
+
     # Queries of the group, and the new key and value, as the projection left them.
     packed = qkv_ptr + (row * kv_heads + kv_head).to(tl.int64) * (GROUP + 2) * width
     lines = packed + line[:, None] * width
@@ -155,19 +173,6 @@ def _decode_kernel(
             kind = tl.float16
             line_scale = (most * scale)[:, None]
 
-    # Keys in the cache that the row sees, in tiles of KEYS; this split's share of them.
-    context = tl.load(contexts_ptr + row)
-    cached = tl.maximum(context - 1, 0)
-    table = tables_ptr + row.to(tl.int64) * table_stride
-    low, first = cached * 0, cached * 0
-    if window >= 0:
-        first = tl.maximum(cached - window, 0)
-        low = first // KEYS
-    high = tl.cdiv(cached, KEYS)
-    if SPLITS > 1:
-        share = tl.cdiv(high - low, SPLITS)
-        low = low + split * share
-        high = tl.minimum(high, low + share)
     # Tiles that the row sees whole need no mask.
     whole = low
     if window < 0:
@@ -177,7 +182,6 @@ def _decode_kernel(
     result = tl.zeros((LINES, WIDTH), dtype=tl.float32)
     pair = tl.arange(0, WIDTH // 2)
     even, odd = tl.zeros((LINES, WIDTH // 2), dtype=tl.float32), tl.zeros((LINES, WIDTH // 2), dtype=tl.float32)
-    following = tl.load(table + tl.minimum(low, tl.maximum(high - 1, 0)) * KEYS // block_size)
     for tile in range(low, whole):
         # A tile of keys lies in one block, whose number was read a tile earlier.
         slot = following.to(tl.int64) * block_size + tile * KEYS % block_size + tl.arange(0, KEYS)
@@ -232,7 +236,8 @@ def _decode_kernel(
     adds = (split == 0) & (context > 0)
     # Not inside & adds, which is no mask of booleans in every Triton.
     writes = lane < tl.where(adds, width, 0)
-    new_slot = tl.load(slots_ptr + row)
+    if SPLITS == 1:
+        new_slot = tl.load(slots_ptr + row)
     tl.store(keys_ptr + new_slot * keys_slot + kv_head * keys_head + lane, k_new, mask=writes)
     tl.store(values_ptr + new_slot * values_slot + kv_head * values_head + lane, v_cached, mask=writes)
     if key_scales_ptr is not None:
