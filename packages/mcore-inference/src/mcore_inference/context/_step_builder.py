@@ -3,7 +3,7 @@
 """The tensors of one step, sent to the device in one copy."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from mcore_inference.attention import (
     reads_tables,
 )
 from mcore_inference.cache import PagedKVCache, RecurrentStateCache
+from mcore_inference.sampling import PlainInputs, PlainRows
 from mcore_inference.scheduling import InferenceBatchDimensions
 from mcore_parallel.nn import RecurrentRows, Step
 
@@ -49,6 +50,8 @@ class HostStep:
     """[R] line of each row, its slot in the states."""
     contexts: DecodeContexts | None = None
     """Of the rows, all of one token; None for rows whose contexts are gathered from their blocks."""
+    draws: PlainRows | None = None
+    """That a recording of the step makes; None for none."""
 
 
 @experimental_api
@@ -59,6 +62,8 @@ class StepInputs:
     tokens_T: Tensor
     """[T] int64."""
     step: Step
+    draws: PlainInputs | None = None
+    """Of the rows of a recorded decode step."""
 
 
 @experimental_api
@@ -98,7 +103,8 @@ class StepBuilder:
         self.last_tokens = torch.zeros(num_last_tokens or max_requests, dtype=torch.int64, device=self.device)
         """[M], the token that was sampled last for each request line; the sampler writes it."""
         # Decode steps that a graph replays read from here.
-        self._decode_words = torch.zeros(max_requests * (5 + max_blocks), dtype=torch.int32, device=self.device)
+        most = self._draws_begin(max_requests) + PlainRows.num_words(max_requests)
+        self._decode_words = torch.zeros(most, dtype=torch.int32, device=self.device)
         self._finished = None
         # Counters that launches leave zero, at one address for recordings: of attention, and of recurrent layers.
         self._finished_heads = None
@@ -158,12 +164,15 @@ class StepBuilder:
             num_rows: whatever the words say.
             words: of ``decode_words``, on the device; None for those that ``send_decode`` fills, whose addresses never change.
         """
-        words = self._decode_words[: self.num_decode_words(num_rows)] if words is None else words
-        starts = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device)
+        draws = None
+        if words is None:
+            words, begin = self._decode_words[: self.num_decode_words(num_rows)], self._draws_begin(num_rows)
+            draw_words = self._decode_words[begin : begin + PlainRows.num_words(num_rows)]
+            draws = PlainInputs(words=draw_words, lines_R=words[4 * num_rows : 5 * num_rows])
         contexts, lines, tables = words[3 * num_rows :].split([num_rows, num_rows, num_rows * self.max_blocks])
         rows = TableRows(
             tables_RB=tables.view(num_rows, self.max_blocks),
-            starts_R=starts,
+            starts_R=torch.arange(num_rows + 1, dtype=torch.int32, device=self.device),
             contexts_R=contexts,
             num_decode=num_rows,
             tiles=None,
@@ -173,12 +182,20 @@ class StepBuilder:
             longest_query=1,
         )
         recurrent = None if self.states is None else self._recurrent_rows(self.states, lines.long(), num_rows, ())
-        return self._inputs(words[: 3 * num_rows], rows, recurrent)
+        return replace(self._inputs(words[: 3 * num_rows], rows, recurrent), draws=draws)
 
     def send_decode(self, host: HostStep, num_rows: int) -> None:
-        """Fill the tensors of ``decode_inputs(num_rows)`` with a step of at most as many rows; the others are padding."""
+        """Fill the tensors of ``decode_inputs(num_rows)``, draws included, with a step of at most as many rows; the others are padding."""
         self._clear_fresh(host)
-        self.fill(self._decode_words, self.decode_words(host, num_rows))
+        words, begin = np.zeros(self._draws_begin(num_rows) + PlainRows.num_words(num_rows), dtype=np.int32), self._draws_begin(num_rows)
+        words[: self.num_decode_words(num_rows)] = self.decode_words(host, num_rows)
+        if host.draws is not None:
+            words[begin:] = host.draws.words(num_rows)
+        self.fill(self._decode_words, words)
+
+    def _draws_begin(self, num_rows: int) -> int:
+        """Where settings of draws begin in the words of a recorded decode step: a multiple of 16 bytes, for one kernel of all sizes."""
+        return -(-self.num_decode_words(num_rows) // 4) * 4
 
     def num_decode_words(self, num_rows: int) -> int:
         """Of ``decode_words``."""

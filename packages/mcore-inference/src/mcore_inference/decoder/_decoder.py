@@ -14,6 +14,7 @@ from mcore_inference._stability import experimental_api
 from mcore_inference.attention import PagedAttention, fits_packed
 from mcore_inference.decoder._fp8 import FEW_ROWS, Fp8Weight, has_stream_kernel
 from mcore_inference.decoder._partial_sums import PartialSums
+from mcore_inference.sampling import PlainSums
 from mcore_parallel.backends import Scaled, quantize_rows
 from mcore_parallel.comm import all_gather
 from mcore_parallel.models import GPTModel, OutputLayer, TransformerConfig, TransformerLayer
@@ -85,13 +86,28 @@ class FusedDecoder:
         split = model.groups.tp.size == 1 or all(isinstance(layer, TransformerLayer) and type(layer.mlp) is MLP for layer in layers)
         return sound and split and model_fits(model, modules) and all(layer_fits(layer) for layer in layers)
 
-    def logits(self, tokens_T: Tensor, step: Step, rows_R: Tensor | None = None) -> Tensor:
-        """[T, V] of a step, or [R, V] of those of its tokens."""
+    def sums_parts(self, num_tokens: int) -> bool:
+        """Whether ``logits`` of a step of so many tokens, all of which are read, fills in ``PlainSums``."""
+        if self._sums is not None or num_tokens > self._max_streamed or not self._enters_plainly:
+            return False
+        from mcore_inference.decoder._linear import sums_parts
+
+        width, depth = self._weight.shape
+        return sums_parts(width, depth, num_tokens)
+
+    def logits(self, tokens_T: Tensor, step: Step, rows_R: Tensor | None = None, sums: PlainSums | None = None) -> Tensor:
+        """[T, V] of a step, or [R, V] of those of its tokens.
+
+        Args:
+            tokens_T, step: as of the model's forward.
+            rows_R: None for all.
+            sums: of the logits, which the output layer fills in; only where it ``sums_parts``.
+        """
         model = self._model
         step = dataclasses.replace(step, rotary=model.rotary(step.positions), rotary_window=model.rotary(step.positions, window=True))
-        plain = model.config.embedding_multiplier == 1.0 and model.position_embedding is None
-        if rows_R is None and plain and len(tokens_T) <= self._max_streamed:
-            return self._streamed(tokens_T, step)
+        if rows_R is None and self._enters_plainly and len(tokens_T) <= self._max_streamed:
+            return self._streamed(tokens_T, step, sums)
+        assert sums is None, "this step fills in none"
         x = model.embed(tokens_T, step)
         if self._narrows and len(tokens_T) > FEW_ROWS:
             return self._logits(self._narrowed(x, step), rows_R)
@@ -145,7 +161,7 @@ class FusedDecoder:
                 self._states[name] = x + update
         return final(x if update is None else x.add_(update))
 
-    def _streamed(self, tokens_T: Tensor, step: Step) -> Tensor:
+    def _streamed(self, tokens_T: Tensor, step: Step, sums: PlainSums | None) -> Tensor:
         from mcore_inference.decoder import _linear as kernels
 
         first = _parts(self._norms[0])
@@ -166,7 +182,7 @@ class FusedDecoder:
             self._keep(name, x.x)
         if FINAL_NORM in self._modules:
             self._states[FINAL_NORM] = self._norms[-1](x.x)
-        return all_gather(kernels.streamed_linear(x, self._weight), self._model.groups.tp, dim=1)
+        return all_gather(kernels.streamed_linear(x, self._weight, sums=sums), self._model.groups.tp, dim=1)
 
     def _add_few(self, y: Tensor, linear: nn.Module, residual: Tensor, norm: StreamNorm) -> NormedStream:
         """The residual stream [T, D] plus the linear layer of y, in front of a norm."""
@@ -201,6 +217,11 @@ class FusedDecoder:
             return _FEW_TOKENS
         in_fp8 = any(isinstance(products, Fp8Weight) for layer in self._layers for products in _products(layer))
         return MAX_FP8_ROWS if in_fp8 else MAX_ROWS
+
+    @property
+    def _enters_plainly(self) -> bool:
+        """Whether the residual stream begins with rows of the embedding as they are."""
+        return self._model.config.embedding_multiplier == 1.0 and self._model.position_embedding is None
 
     @property
     def _weight(self) -> Tensor:

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mcore_inference._triton_parts import best_and_weight, plain_temperature, raw_log_sum
+from mcore_inference.sampling import PlainSums
 from mcore_parallel.backends import Scaled
 from mcore_parallel.backends.kernels import widened, widens_by_bits
 from mcore_parallel.nn import NormedStream, StreamNorm
@@ -26,7 +28,12 @@ MAX_FP8_ROWS = 32
 
 
 def streamed_linear(
-    x: Tensor | NormedStream, weight_ND: Tensor | Scaled, *, out: Tensor | None = None, finished: Tensor | None = None
+    x: Tensor | NormedStream,
+    weight_ND: Tensor | Scaled,
+    *,
+    out: Tensor | None = None,
+    finished: Tensor | None = None,
+    sums: PlainSums | None = None,
 ) -> Tensor:
     """``norm(x) @ weight.T`` of at most ``MAX_ROWS`` tokens, at the speed at which the weight can be read.
 
@@ -36,11 +43,17 @@ def streamed_linear(
         out: contiguous [T, N] in the dtype of x, which is written; None for a new one.
         finished: int32 zeros, N or more, which the launch counts in and leaves zero: with them parts of the sums over D
             have programs of their own where there are few columns. The parts are added up in one order.
+        sums: of the result as logits, which are filled in; only where it ``sums_parts``.
 
     Returns:
         [T, N] in the dtype of x.
     """
-    return _launch(x, weight_ND, out=out, finished=finished)[0]
+    return _launch(x, weight_ND, out=out, finished=finished, sums=sums)[0]
+
+
+def sums_parts(width: int, depth: int, tokens: int) -> bool:
+    """Whether a program of ``streamed_linear`` by a weight [N, D] that is not in fp8 has one part of the logits of T tokens."""
+    return _tile(width, depth, _lines(tokens), gated=False, fp8=False)[0] == PlainSums.part
 
 
 def streamed_swiglu(x: NormedStream, weight_2FD: Tensor | Scaled) -> Tensor:
@@ -102,6 +115,7 @@ def _launch(
     norm: StreamNorm | None = None,
     out: Tensor | None = None,
     finished: Tensor | None = None,
+    sums: PlainSums | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     x_TD, squares, epsilon = (source, None, 0.0) if isinstance(source, Tensor) else (source.scaled, source.squares, source.epsilon)
     weight_ND, inverse_N = (weight, None) if isinstance(weight, Tensor) else (weight.data, weight.inverse)
@@ -118,9 +132,11 @@ def _launch(
     partial = None if splits == 1 else torch.empty((splits, lines, width), dtype=torch.float32, device=device)
     parts = 0 if squares is None else squares.shape[0]
     even = depth % block == 0 and width % columns == 0
+    filled = (None,) * 4 if sums is None else (sums.words, sums.best_RN, sums.weight_RN, sums.raw_RN)
+    assert sums is None or (columns == sums.part and splits == 1), "asked before"
     _linear_kernel[(programs, splits)](
         x_TD, squares, weight_ND, inverse_N, residual_TN, None if norm is None else norm.weight, y_TN, scaled_TN, new_squares,
-        partial, finished if splits > 1 else None,
+        partial, finished if splits > 1 else None, *filled, 0 if sums is None else sums.vocab_size,
         tokens, width, depth, depth // splits, x_TD.stride(0), parts, epsilon, 0.0 if norm is None else norm.shift,
         LINES=lines, COLUMNS=columns, DEPTH=block, PARTS=triton.next_power_of_2(max(parts, 128)), EVEN=even, GATED=gated,
         SPLITS=splits, BY_BITS=widens_by_bits(x_TD), num_warps=4, num_stages=stages,
@@ -152,7 +168,8 @@ def _tile(width: int, depth: int, lines: int, *, gated: bool, fp8: bool) -> tupl
 @triton.jit(do_not_specialize=["tokens"])
 def _linear_kernel(
     x_ptr, squares_ptr, weight_ptr, inverse_ptr, residual_ptr, norm_ptr, y_ptr, scaled_ptr, new_squares_ptr,
-    partial_ptr, finished_ptr, tokens, width, depth, depth_each, x_stride, parts, epsilon, shift,
+    partial_ptr, finished_ptr, words_ptr, best_ptr, weight_sum_ptr, raw_ptr, vocab_size,
+    tokens, width, depth, depth_each, x_stride, parts, epsilon, shift,
     LINES: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
     SPLITS: tl.constexpr, BY_BITS: tl.constexpr,
 ):  # fmt: skip
@@ -220,6 +237,16 @@ def _linear_kernel(
             factor = tl.load(norm_ptr + column, mask=column < width, other=0.0).to(tl.float32) + shift
             tl.store(scaled_ptr + places, (seen * factor[None, :]).to(scaled_ptr.dtype.element_ty), mask=real)
             tl.store(new_squares_ptr + tl.program_id(0) * LINES + row, tl.sum(seen * seen, 1))
+        if words_ptr is not None:
+            # As rounded, which is what others read.
+            logits = tl.where(column[None, :] < width, result.to(tl.float32), -float("inf"))
+            temperature = plain_temperature(words_ptr, tl.minimum(row, tokens - 1))
+            scale = 1.0 / tl.where(temperature > 0, temperature, 1.0)
+            best, weight_sum = best_and_weight(logits, column[None, :], vocab_size, scale[:, None])
+            at = row * tl.num_programs(0) + tl.program_id(0)
+            tl.store(best_ptr + at, best, mask=row < tokens)
+            tl.store(weight_sum_ptr + at, weight_sum, mask=row < tokens)
+            tl.store(raw_ptr + at, raw_log_sum(logits), mask=row < tokens)
 
 
 @triton.jit(do_not_specialize=["tokens"])

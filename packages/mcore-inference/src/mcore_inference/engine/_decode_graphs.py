@@ -51,7 +51,7 @@ class DecodeGraphs:
     The weights, the cache and the tensors of the step stay where they are; new weights are copied into the old ones.
 
     Args:
-        compute: logits [R, V] of the step's rows; it neither waits for the device nor reads from it.
+        compute: logits [R, V] of the step's rows, and the draws of ``StepInputs``; it neither waits for the device nor reads from it.
         builder: of the steps.
         sizes: numbers of rows, rising.
         pool: of the engine's recordings.
@@ -73,20 +73,16 @@ class DecodeGraphs:
         place = bisect.bisect_left(self._sizes, num_rows)
         return None if place == len(self._sizes) else self._sizes[place]
 
-    def run(self, host: HostStep, size: int | None = None) -> Tensor | None:
-        """Logits [R, V] of a step of R rows of one token each, overwritten by the next replay; None for more rows than any recording has.
+    def run(self, host: HostStep, size: int) -> Tensor:
+        """Logits [R, V] of a step of R rows of one token each, overwritten by the next replay.
 
         Args:
             host: the step.
-            size: rows of the recording, at least R; None for the smallest that holds them.
+            size: rows of the recording, at least R, as of ``padded``.
         """
-        real = len(host.lengths_R)
-        size = self.padded(real) if size is None else size
-        if size is None:
-            return None
         logits_RV = self._replay(host, size)
         self.request_counts[size] += 1
-        return logits_RV[:real]
+        return logits_RV[: len(host.lengths_R)]
 
     def run_padding(self, size: int) -> None:
         """Replay the recording of so many rows with nothing but padding, for ranks that exchange tokens with this one."""

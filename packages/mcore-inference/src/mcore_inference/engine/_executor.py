@@ -13,11 +13,12 @@ from torch import Tensor
 from mcore_inference._capability import graph_obstacle, shares_experts
 from mcore_inference._fields import as_flag, as_integer
 from mcore_inference._stability import experimental_api
-from mcore_inference.attention import DecodeContexts, TableRows
+from mcore_inference.attention import TableRows
 from mcore_inference.context import DynamicInferenceContext, HostStep, StepInputs
 from mcore_inference.decoder import FusedDecoder, TorchDecoder
 from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._adjusted_requests import AdjustedRequests
+from mcore_inference.engine._decode_batch import DecodeBatch
 from mcore_inference.engine._decode_graphs import DecodeGraphs, graph_sizes
 from mcore_inference.engine._draft_graphs import DraftGraphs
 from mcore_inference.engine._expert_balance import ExpertBalancing
@@ -28,7 +29,7 @@ from mcore_inference.engine._prompt_scores import PromptScores
 from mcore_inference.engine._recording_pool import RecordingPool
 from mcore_inference.engine._routing import RoutingRecorder, StepRouting
 from mcore_inference.engine._warm_up import warm_up_draws
-from mcore_inference.sampling import AdjustRows, DrawRows, Draws, Sampler, keep_allowed
+from mcore_inference.sampling import AdjustRows, DrawRows, Draws, PackedDraws, PlainSums, Sampler, keep_allowed
 from mcore_inference.scheduling import Work
 from mcore_inference.speculation import EagleSpeculation, MtpSpeculation, NgramSpeculation
 from mcore_parallel.backends import TorchBackend
@@ -103,7 +104,7 @@ class InFlight:
     entries: Sequence[ActiveRequest]
     """Of the step."""
     sampled: list[ActiveRequest]
-    draws: Draws | None
+    draws: Draws | PackedDraws | None
     prompt_scores: list[PromptScores]
     computed: list[ActiveRequest]
     """Requests without a budget whose prompt is computed now."""
@@ -137,49 +138,6 @@ class Launched:
     computed: list[ActiveRequest]
     """As of ``InFlight``."""
     routing: StepRouting | None
-
-
-class DecodeBatch:
-    """Requests that draw one token a step, as arrays: what a step of them costs the host hardly grows with their number.
-
-    It holds while the same requests decode; a request that joins or ends makes a new one.
-
-    Args:
-        entries: with a slot in the context.
-        context: of the engine.
-        vocab_size: ids that exist.
-        adjusted: whose scores are adjusted, which may be some of these.
-        contexts: of the requests; None where steps gather them.
-    """
-
-    def __init__(
-        self,
-        entries: list[ActiveRequest],
-        context: DynamicInferenceContext,
-        vocab_size: int,
-        adjusted: AdjustedRequests,
-        contexts: DecodeContexts | None,
-    ) -> None:
-        self.entries, self.contexts = entries, contexts
-        lines = [context.line(entry.record.request_id) for entry in entries]
-        self.lines_R = np.array(lines)
-        # Scores of a request that may end now, and asks for nothing else, are adjusted no more.
-        bans = [entry.num_without_end for entry in entries if entry.adjusts and not entry.always_adjusts]
-        self.steps_left = min(*(entry.num_left for entry in entries), *bans, 2**63)
-        """Until a request of it has drawn all its tokens, or may end."""
-        positions = [entry.position for entry in entries]
-        params, seeds = [entry.params for entry in entries], [entry.seed for entry in entries]
-        self.rows = DrawRows.of(params, seeds, positions, lines, vocab_size, context.device)
-        self.adjust_rows = adjusted.rows([(entry, 0) for entry in entries])
-
-    def advance(self) -> None:
-        """One token was drawn for each."""
-        self.steps_left -= 1
-        self.rows = dataclasses.replace(
-            self.rows, settings=dataclasses.replace(self.rows.settings, position=self.rows.settings.position + 1)
-        )
-        for entry in self.entries:
-            entry.num_pending += 1
 
 
 class Executor:
@@ -354,9 +312,14 @@ class Executor:
     def decode(self, batch: DecodeBatch) -> InFlight:
         """One token for each request of the batch; ``extend_lines`` made room for it."""
         host = dataclasses.replace(self._context.decode_step(batch.lines_R), contexts=batch.contexts)
+        if self._sampler.draws_plainly and self._recorded_rows(host) is not None:
+            host = dataclasses.replace(host, draws=batch.plain)
         logits_RV = self._forward(host, range(len(batch.entries))).wait()
         routing = None if self._recorder is None else self._recorder.take(batch.entries, host)
-        draws = self._sample(logits_RV, batch.rows, batch.adjust_rows)
+        if host.draws is not None:
+            draws = self._sampler.take(len(batch.entries), wants_log_probs=host.draws.wants_log_probs)
+        else:
+            draws = self._sample(logits_RV, batch.rows, batch.adjust_rows)
         self._context.advance_lines(batch.lines_R)
         batch.advance()
         return InFlight(entries=batch.entries, sampled=batch.entries, draws=draws, prompt_scores=[], computed=[], routing=routing)
@@ -372,10 +335,9 @@ class Executor:
         """Logits [N, V] of these tokens of the step, over the whole vocabulary on every tp rank."""
         num_tokens, builder = len(host.tokens_T), self._context.builder
         self.num_computed += num_tokens
-        if self.graphs is not None and num_tokens == len(host.lengths_R) and (self.agreed_rows is not None or not self._shares_experts):
-            logits_RV = self.graphs.run(host, self.agreed_rows)
-            if logits_RV is not None:
-                return Arrival(logits_RV if len(rows) == num_tokens else logits_RV[builder.send(rows)], ())
+        if self.graphs is not None and (size := self._recorded_rows(host)) is not None:
+            logits_RV = self.graphs.run(host, size)
+            return Arrival(logits_RV if len(rows) == num_tokens else logits_RV[builder.send(rows)], ())
         # Without proposals few logits are read; recordings for proposals compute all.
         wide = (self.proposal_graphs, self.mixed_graphs)
         for graphs in wide if len(rows) > len(host.lengths_R) else wide[::-1]:
@@ -384,6 +346,12 @@ class Executor:
                 if logits_NV is not None:
                     return Arrival(logits_NV, ())
         return self._launched_logits(host, rows)
+
+    def _recorded_rows(self, host: HostStep) -> int | None:
+        """Rows of the recording that computes a step of one token a row; None for another step, and where none does."""
+        if self.graphs is None or len(host.tokens_T) != len(host.lengths_R) or (self._shares_experts and self.agreed_rows is None):
+            return None
+        return self.graphs.padded(len(host.lengths_R)) if self.agreed_rows is None else self.agreed_rows
 
     def _launched_logits(self, host: HostStep, rows: Sequence[int]) -> Arrival:
         """Logits [N, V] of a step that is launched kernel by kernel."""
@@ -412,10 +380,16 @@ class Executor:
         return graph_obstacle(self._model)
 
     def _decode_logits(self, inputs: StepInputs) -> Tensor:
-        """Logits [R, V] of a step of one token a row."""
+        """Logits [R, V] of a step of one token a row, behind which plain draws are made."""
         if self._shares_experts:
             inputs = dataclasses.replace(inputs, step=_of_equal_lengths(inputs.step))
-        return self._model_logits(inputs, None)
+        sums, draws, decoder = None, inputs.draws if self._sampler.draws_plainly else None, self._decoder
+        if draws is not None and isinstance(decoder, FusedDecoder) and decoder.sums_parts(len(inputs.tokens_T)):
+            sums = self._sampler.plain_sums(draws, self._model.config.vocab_size)
+        logits_RV = self._model_logits(inputs, None, sums)
+        if draws is not None:
+            self._sampler.draw_plain(logits_RV, draws, sums)
+        return logits_RV
 
     def _mixed_obstacle(self) -> str | None:
         """Why steps with rows of several tokens are not recorded though others are, and the remedy; None where they can be."""
@@ -428,11 +402,19 @@ class Executor:
             return f'PagedAttention(backend="{cache.attention_backend}") takes no rows of padding between prompts; leave backend at None'
         return None
 
-    def _model_logits(self, inputs: StepInputs, rows_N: Tensor | None) -> Tensor:
-        """Logits [N, V] of these tokens of a step, or [T, V] of all; heads have their states then."""
+    def _model_logits(self, inputs: StepInputs, rows_N: Tensor | None, sums: PlainSums | None = None) -> Tensor:
+        """Logits [N, V] of these tokens of a step, or [T, V] of all; heads have their states then.
+
+        Args:
+            inputs, rows_N: of the step.
+            sums: that the decoder fills in for its draws; only where it ``sums_parts``.
+        """
         step = inputs.step if self._recorder is None else dataclasses.replace(inputs.step, routing_recorder=self._recorder)
         decoder = self._decoder
-        if decoder is not None and (not isinstance(decoder, TorchDecoder) or decoder.as_made):
+        if sums is not None:
+            assert isinstance(decoder, FusedDecoder), "nobody else fills them in"
+            logits_NV, states = decoder.logits(inputs.tokens_T, step, rows_N, sums), decoder.take_states()
+        elif decoder is not None and (not isinstance(decoder, TorchDecoder) or decoder.as_made):
             logits_NV, states = decoder.logits(inputs.tokens_T, step, rows_N), decoder.take_states()
         else:
             with self._capture:

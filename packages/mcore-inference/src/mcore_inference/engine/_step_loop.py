@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.engine._admission import Admission
-from mcore_inference.engine._executor import DecodeBatch, Executor, InFlight, Launched
+from mcore_inference.engine._decode_batch import DecodeBatch
+from mcore_inference.engine._executor import Executor, InFlight, Launched
 from mcore_inference.engine._live_requests import LiveRequests
 from mcore_inference.engine._step_log import StepLog
 from mcore_inference.engine._verification import Verification

@@ -7,6 +7,7 @@ from mcore_inference.sampling._adjuster import ScoreAdjuster
 from mcore_inference.sampling._bitmask import keep_allowed
 from mcore_inference.sampling._draw import SamplingRows, log_probs, processed_log_probs, sample, token_log_probs
 from mcore_inference.sampling._params import SamplingParams
+from mcore_inference.sampling._plain import PackedDraws, PartSums, PlainInputs, PlainRows, PlainSums
 from mcore_inference.sampling._random import request_seed, uniform
 from mcore_inference.sampling._sampler import DrawRows, Draws, Sampler
 from mcore_inference.sampling._structured import StructuredOutput
@@ -15,6 +16,11 @@ __all__ = [
     "AdjustRows",
     "DrawRows",
     "Draws",
+    "PackedDraws",
+    "PartSums",
+    "PlainInputs",
+    "PlainRows",
+    "PlainSums",
     "Sampler",
     "SamplingParams",
     "SamplingRows",

@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from mcore_inference.sampling._draw import SamplingRows
-from mcore_inference.sampling._triton import tile_sums, uniform
+from mcore_inference.sampling._triton import part_sums, uniform
 
-# R rows (requests), V vocabulary, N tiles of it.
+# R rows (requests), V vocabulary, N parts of it.
 
 _TILE = 4096
 
@@ -40,11 +40,12 @@ def draw_ranked(
     tokens_R = torch.empty(count, dtype=torch.int64, device=device)
     log_probs_R = torch.empty(count, dtype=torch.float32, device=device)
     if count:
-        best_RN, _, raw_RN = tile_sums(logits_RV, rows.temperature, vocab_size, wants_log_probs=wants_log_probs)
+        sums = part_sums(logits_RV, rows.temperature, vocab_size, wants_log_probs=wants_log_probs)
+        parts = sums.best_RN.shape[1]
         _ranked_kernel[(count,)](
-            logits_RV, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.position, processed_R, best_RN, raw_RN,
-            tokens_R, log_probs_R, logits_RV.stride(0), vocab_size, best_RN.shape[1],
-            RAW=wants_log_probs, TILE=_TILE, TILES=triton.next_power_of_2(best_RN.shape[1]), num_warps=16,
+            logits_RV, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.position, processed_R, sums.best_RN,
+            sums.raw_RN, tokens_R, log_probs_R, logits_RV.stride(0), vocab_size, parts,
+            RAW=wants_log_probs, TILE=_TILE, PARTS=triton.next_power_of_2(parts), num_warps=16,
         )  # fmt: skip
     return tokens_R, log_probs_R
 
@@ -56,11 +57,11 @@ _SETTINGS = ["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seed_ptr
 @triton.jit(do_not_specialize_on_alignment=_SETTINGS)
 def _ranked_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, processed_ptr, best_ptr, raw_ptr, tokens_ptr,
-    log_probs_ptr, stride, vocab_size, tiles, RAW: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    log_probs_ptr, stride, vocab_size, parts, RAW: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    tile = tl.arange(0, TILES)
-    best_N = tl.load(best_ptr + row * tiles + tile, mask=tile < tiles, other=-float("inf"))
+    part, tiles = tl.arange(0, PARTS), tl.cdiv(vocab_size, TILE)
+    best_N = tl.load(best_ptr + row * parts + part, mask=part < parts, other=-float("inf"))
     broken = tl.sum((best_N != best_N).to(tl.int32), 0) > 0
     best = tl.max(tl.where(best_N == best_N, best_N, -float("inf")), 0)
     broken = broken | (best == float("inf")) | (best == -float("inf"))
@@ -135,7 +136,7 @@ def _ranked_kernel(
     token = tl.where(broken, -1, token).to(tl.int64)
     tl.store(tokens_ptr + row, token)
     if RAW:
-        raw_N = tl.load(raw_ptr + row * tiles + tile, mask=tile < tiles, other=-float("inf"))
+        raw_N = tl.load(raw_ptr + row * parts + part, mask=part < parts, other=-float("inf"))
         highest = tl.max(raw_N, 0)
         logit = tl.load(logits + tl.maximum(token, 0)).to(tl.float32)
         log_prob = logit - highest - tl.log(tl.sum(tl.exp(raw_N - highest), 0))

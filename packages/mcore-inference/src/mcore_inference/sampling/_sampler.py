@@ -14,6 +14,7 @@ from mcore_inference._kernels import has_kernels
 from mcore_inference._stability import experimental_api
 from mcore_inference.sampling._draw import SamplingRows, draw_alone, log_probs, processed_log_probs, sample, token_log_probs
 from mcore_inference.sampling._params import SamplingParams
+from mcore_inference.sampling._plain import PackedDraws, PartSums, PlainInputs, PlainSums
 from mcore_parallel.groups import Group
 from mcore_parallel.tensor_parallel import aligned_rows, batch_invariant_log_norms, batch_invariant_losses
 
@@ -101,6 +102,13 @@ class Sampler:
 
     def __init__(self, last_tokens: Tensor, vocab_size: int, *, batch_invariant: bool = False) -> None:
         self.last_tokens, self.vocab_size, self._batch_invariant = last_tokens, vocab_size, batch_invariant
+        # Tokens and log-probabilities of plain draws, at one address for recordings.
+        self._results_M2 = torch.zeros((len(last_tokens), 2), dtype=torch.int64, device=last_tokens.device)
+
+    @property
+    def draws_plainly(self) -> bool:
+        """Whether ``draw_plain`` gives what ``draw`` does."""
+        return not self._batch_invariant
 
     def draw(self, logits_RV: Tensor, rows: DrawRows, adjusted_RV: Tensor | None = None) -> Draws:
         """Tokens of R rows.
@@ -125,6 +133,45 @@ class Sampler:
         tokens_R = self._drawn(logits_RV, rows, None)[0].clamp(min=0)
         self.last_tokens[rows.lines_R] = tokens_R
         return tokens_R
+
+    def plain_sums(self, inputs: PlainInputs, num_columns: int) -> PlainSums:
+        """For the kernel that computes logits [R, V] of so many columns in front of ``draw_plain``."""
+        sums = PartSums.empty(len(inputs.lines_R), num_columns, self.last_tokens.device)
+        parts = {"best_RN": sums.best_RN, "weight_RN": sums.weight_RN, "raw_RN": sums.raw_RN}
+        return PlainSums(**parts, words=inputs.words, vocab_size=self.vocab_size)
+
+    def draw_plain(self, logits_RV: Tensor, inputs: PlainInputs, sums: PartSums | None = None) -> None:
+        """Draw as ``draw`` does by settings that are read where they lie, so that a recording may hold it; ``take`` brings the tokens.
+
+        Args:
+            logits_RV: [R, at least vocab_size], of the model.
+            inputs: of as many rows, which may ask for no draws.
+            sums: of the logits, where a kernel that computed them filled them in.
+        """
+        if has_kernels(logits_RV.device, logits_RV.dtype):
+            from mcore_inference.sampling._triton import draw_plain
+
+            draw_plain(logits_RV, inputs, sums, self._results_M2, self.last_tokens, self.vocab_size)
+            return
+        real_R = (inputs.lines_R >= 0) & (inputs.words[0] > 0)
+        temperature_R, seed_R, position_R, processed_R = (field[real_R] for field in inputs.fields())
+        if len(seed_R):
+            none_R = torch.zeros_like(temperature_R)
+            settings = SamplingRows(
+                temperature=temperature_R.double(), top_k=seed_R, top_p=none_R, min_p=none_R, seed=seed_R, position=position_R,
+                all_greedy=False, has_ranks=False, has_min_p=False,
+            )  # fmt: skip
+            lines_R = inputs.lines_R[real_R].long()
+            rows = DrawRows(settings=settings, lines_R=lines_R, processed_R=processed_R, top_n=(), wants_log_probs=True)
+            tokens_R, log_probs_R = self._drawn(logits_RV[real_R], rows, None)
+            assert log_probs_R is not None, "they are wanted"
+            places_R = real_R.nonzero()[:, 0]
+            self._results_M2[places_R] = torch.stack([tokens_R, log_probs_R.double().view(torch.int64)], dim=1)
+            self.last_tokens[lines_R] = tokens_R.clamp(min=0)
+
+    def take(self, num_rows: int, *, wants_log_probs: bool) -> PackedDraws:
+        """What ``draw_plain`` drew last, on its way to the host."""
+        return PackedDraws(self._results_M2[:num_rows], wants_log_probs=wants_log_probs)
 
     def _drawn(self, logits_RV: Tensor, rows: DrawRows, adjusted_RV: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Tokens [R], -1 without a finite score, and log-probabilities [R], which mean something where they are wanted."""

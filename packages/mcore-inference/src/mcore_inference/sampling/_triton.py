@@ -10,10 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from mcore_inference._stability import experimental_api
+from mcore_inference._triton_parts import best_and_weight, plain_temperature, raw_log_sum
+from mcore_inference.sampling._plain import PartSums, PlainInputs
 
-# R rows (requests), V vocabulary, N tiles of it.
+# R rows (requests), V vocabulary, N parts of it.
 
-_TILE = 4096
+_TILE_PARTS = 64
+"""Parts of a program that reads logits."""
 
 
 def draw(
@@ -47,110 +50,188 @@ def draw(
     tokens_R = torch.empty(rows, dtype=torch.int64, device=device)
     log_probs_R = torch.empty(rows, dtype=torch.float32, device=device)
     if rows:
-        best_RN, weight_RN, raw_RN = tile_sums(logits_RV, temperature_R, vocab_size, wants_log_probs=wants_log_probs)
-        tiles = best_RN.shape[1]
-        _pick_kernel[(rows,)](
-            logits_RV, temperature_R, seed_R, position_R, processed_R, best_RN, weight_RN, raw_RN, tokens_R, log_probs_R,
-            logits_RV.stride(0), vocab_size, tiles, RAW=wants_log_probs, TILE=_TILE, TILES=triton.next_power_of_2(tiles), num_warps=8,
-        )  # fmt: skip
+        sums = part_sums(logits_RV, temperature_R, vocab_size, wants_log_probs=wants_log_probs)
+        settings = temperature_R, seed_R, position_R, processed_R
+        _pick(logits_RV, settings, None, sums, (tokens_R, log_probs_R, None), vocab_size, wants_log_probs=wants_log_probs)
     return tokens_R, log_probs_R
 
 
-def tile_sums(logits_RV: Tensor, temperature_R: Tensor, vocab_size: int, *, wants_log_probs: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each tile of a row: the best logit, the sum of weights beside it, and the log-sum of the raw logits (where it is wanted)."""
+def draw_plain(
+    logits_RV: Tensor, inputs: PlainInputs, sums: PartSums | None, results_R2: Tensor, last_tokens: Tensor, vocab_size: int
+) -> None:
+    """The draws of ``draw`` for rows whose settings are read where they lie, so that a recording may hold them.
+
+    Args:
+        logits_RV: as of ``draw``.
+        inputs: of as many rows; without draws nothing is written.
+        sums: of the logits, by the kernel that computed them; None reads them.
+        results_R2: int64, where token and bits of the log-probability in float64, if it is wanted, are left.
+        last_tokens: int64, where the token of each line is left; a row without a finite score leaves 0.
+        vocab_size: ids that exist.
+    """
+    if sums is None:
+        sums = part_sums(logits_RV, None, vocab_size, wants_log_probs=True, words=inputs.words)
+    _pick(logits_RV, (None,) * 4, inputs, sums, (results_R2, None, last_tokens), vocab_size, wants_log_probs=True)
+
+
+def part_sums(
+    logits_RV: Tensor, temperature_R: Tensor | None, vocab_size: int, *, wants_log_probs: bool, words: Tensor | None = None
+) -> PartSums:
+    """Of each part of a row: the best logit, the sum of weights beside it, and the log-sum of the raw logits (where it is wanted).
+
+    Args:
+        logits_RV, temperature_R, vocab_size: as of ``draw``.
+        wants_log_probs: whether log-sums may be wanted.
+        words: of ``PlainInputs``, in place of temperatures.
+    """
     rows, columns = logits_RV.shape
-    tiles = triton.cdiv(columns, _TILE)
-    best_RN = torch.empty((rows, tiles), dtype=torch.float32, device=logits_RV.device)
-    weight_RN, raw_RN = torch.empty_like(best_RN), torch.empty_like(best_RN)
-    _tile_kernel[(rows, tiles)](
-        logits_RV, temperature_R, best_RN, weight_RN, raw_RN, logits_RV.stride(0), vocab_size, columns, tiles,
-        RAW=wants_log_probs, TILE=_TILE, num_warps=8,
+    sums = PartSums.empty(rows, columns, logits_RV.device)
+    parts = sums.best_RN.shape[1]
+    _tile_kernel[(rows, triton.cdiv(parts, _TILE_PARTS))](
+        logits_RV, temperature_R, words, sums.best_RN, sums.weight_RN, sums.raw_RN, logits_RV.stride(0), vocab_size, columns, parts,
+        RAW=wants_log_probs, PARTS=_TILE_PARTS, PART=PartSums.part, num_warps=8,
     )  # fmt: skip
-    return best_RN, weight_RN, raw_RN
+    return sums
+
+
+def _pick(
+    logits_RV: Tensor,
+    settings: tuple[Tensor | None, ...],
+    inputs: PlainInputs | None,
+    sums: PartSums,
+    results: tuple[Tensor, Tensor | None, Tensor | None],
+    vocab_size: int,
+    *,
+    wants_log_probs: bool,
+) -> None:
+    rows, parts = sums.best_RN.shape
+    words, lines = (None, None) if inputs is None else (inputs.words, inputs.lines_R)
+    width = triton.next_power_of_2(parts)
+    _pick_kernel[(rows,)](
+        logits_RV, *settings, words, lines, sums.best_RN, sums.weight_RN, sums.raw_RN, *results, rows, logits_RV.stride(0), vocab_size,
+        parts, RAW=wants_log_probs, PART=PartSums.part, PARTS=width, num_warps=8 if width <= 2048 else 16,
+    )  # fmt: skip
 
 
 # Settings of rows are rows of one tensor: where these begin depends on their number.
-_SETTINGS = ["temperature_ptr", "seed_ptr", "position_ptr", "processed_ptr"]
+_SETTINGS = ["temperature_ptr", "seed_ptr", "position_ptr", "processed_ptr", "words_ptr", "lines_ptr"]
 
 
-@triton.jit(do_not_specialize_on_alignment=_SETTINGS[:1])
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "words_ptr"])
 def _tile_kernel(
-    logits_ptr, temperature_ptr, best_ptr, weight_ptr, raw_ptr, stride, vocab_size, columns, tiles, RAW: tl.constexpr, TILE: tl.constexpr
+    logits_ptr, temperature_ptr, words_ptr, best_ptr, weight_ptr, raw_ptr, stride, vocab_size, columns, parts,
+    RAW: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Of one tile of a row: the best logit, the sum of weights, and that of the raw probabilities, both beside the tile's best.
-
-    A tile with NaN says NaN."""
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ids = tile * TILE + tl.arange(0, TILE)
-    logits = tl.load(logits_ptr + row * stride + ids, mask=ids < columns, other=-float("inf")).to(tl.float32)
-    # Padding of the vocabulary counts in no draw, but in the model's own probabilities.
-    scores = tl.where(ids < vocab_size, logits, -float("inf"))
-    best = tl.max(scores, 0)
-    broken = tl.sum((logits != logits).to(tl.int32), 0) > 0
-    temperature = tl.load(temperature_ptr + row).to(tl.float32)
-    scale = 1.0 / tl.where(temperature > 0, temperature, 1.0)
-    safe = tl.where(best > -float("inf"), best, 0.0)
-    weight = tl.sum(tl.exp((scores - safe) * scale), 0)
-    at = row * tiles + tile
-    tl.store(best_ptr + at, tl.where(broken, float("nan"), best))
-    tl.store(weight_ptr + at, weight)
-    if RAW:
-        # As a log-sum: tiles are of different heights.
-        highest = tl.max(logits, 0)
-        raw = tl.sum(tl.exp(logits - tl.where(highest > -float("inf"), highest, 0.0)), 0)
-        tl.store(raw_ptr + at, tl.where(highest > -float("inf"), highest + tl.log(raw), -float("inf")))
+    """Of some parts of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
+    wanted = 2
+    if words_ptr is not None:
+        wanted = tl.load(words_ptr)
+    if wanted > 0:
+        ids = part[:, None] * PART + tl.arange(0, PART)[None, :]
+        logits = tl.load(logits_ptr + row * stride + ids, mask=ids < columns, other=-float("inf")).to(tl.float32)
+        if words_ptr is not None:
+            temperature = plain_temperature(words_ptr, row)
+        else:
+            temperature = tl.load(temperature_ptr + row).to(tl.float32)
+        best, weight = best_and_weight(logits, ids, vocab_size, 1.0 / tl.where(temperature > 0, temperature, 1.0))
+        at = row * parts + part
+        tl.store(best_ptr + at, best, mask=part < parts)
+        tl.store(weight_ptr + at, weight, mask=part < parts)
+        if RAW:  # noqa: SIM102, a constant of the kernel and a number of the device
+            if wanted > 1:
+                tl.store(raw_ptr + at, raw_log_sum(logits), mask=part < parts)
 
 
-@triton.jit(do_not_specialize_on_alignment=_SETTINGS)
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=_SETTINGS)
 def _pick_kernel(
-    logits_ptr, temperature_ptr, seed_ptr, position_ptr, processed_ptr, best_ptr, weight_ptr, raw_ptr, tokens_ptr, log_probs_ptr,
-    stride, vocab_size, tiles, RAW: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    logits_ptr, temperature_ptr, seed_ptr, position_ptr, processed_ptr, words_ptr, lines_ptr, best_ptr, weight_ptr, raw_ptr, tokens_ptr,
+    log_probs_ptr, last_tokens_ptr, rows, stride, vocab_size, parts, RAW: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    tile = tl.arange(0, TILES)
-    inside = tile < tiles
-    best_N = tl.load(best_ptr + row * tiles + tile, mask=inside, other=-float("inf"))
-    weight_N = tl.load(weight_ptr + row * tiles + tile, mask=inside, other=0.0)
+    if words_ptr is not None:
+        wanted = tl.load(words_ptr)
+        if wanted > 0:
+            temperature, seed, position, processed = plain_settings(words_ptr, row, rows)
+            token, log_prob = _picked(
+                logits_ptr + row * stride, temperature, seed, position, processed, best_ptr + row * parts, weight_ptr + row * parts,
+                raw_ptr + row * parts, vocab_size, parts, RAW, PART, PARTS,
+            )  # fmt: skip
+            tl.store(tokens_ptr + 2 * row, token)
+            if wanted > 1:
+                tl.store(tokens_ptr + 2 * row + 1, log_prob.to(tl.float64).to(tl.int64, bitcast=True))
+            line = tl.load(lines_ptr + row)
+            # Rows of padding have none.
+            tl.store(last_tokens_ptr + line, tl.maximum(token, 0), mask=line >= 0)
+    else:
+        temperature, seed = tl.load(temperature_ptr + row).to(tl.float32), tl.load(seed_ptr + row)
+        token, log_prob = _picked(
+            logits_ptr + row * stride, temperature, seed, tl.load(position_ptr + row), tl.load(processed_ptr + row),
+            best_ptr + row * parts, weight_ptr + row * parts, raw_ptr + row * parts, vocab_size, parts, RAW, PART, PARTS,
+        )  # fmt: skip
+        tl.store(tokens_ptr + row, token)
+        if RAW:
+            tl.store(log_probs_ptr + row, log_prob)
+
+
+@triton.jit
+def _picked(
+    logits_ptr, temperature, seed, position, processed, best_ptr, weight_ptr, raw_ptr, vocab_size, parts,
+    RAW: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The token of a row, and its log-probability, which means something if log-sums were written."""
+    part = tl.arange(0, PARTS)
+    inside = part < parts
+    best_N = tl.load(best_ptr + part, mask=inside, other=-float("inf"))
+    weight_N = tl.load(weight_ptr + part, mask=inside, other=0.0)
     broken = tl.sum((best_N != best_N).to(tl.int32), 0) > 0
     best = tl.max(tl.where(best_N == best_N, best_N, -float("inf")), 0)
     broken = broken | (best == float("inf")) | (best == -float("inf"))
-    temperature = tl.load(temperature_ptr + row).to(tl.float32)
     greedy = temperature <= 0
     scale = 1.0 / tl.where(greedy, 1.0, temperature)
 
-    # Which tile: sums of weights beside the row's best.
+    # Which part: sums of weights beside the row's best.
     base = tl.where(broken, 0.0, best)
     weight_N = tl.where(weight_N > 0, weight_N * tl.exp((best_N - base) * scale), 0.0).to(tl.float64)
     ends_N = tl.cumsum(weight_N, 0)
     total = tl.sum(weight_N, 0)
-    threshold = uniform(tl.load(seed_ptr + row), tl.load(position_ptr + row)) * total
+    threshold = uniform(seed, position) * total
     chosen = tl.sum((inside & (ends_N <= threshold)).to(tl.int32), 0)
-    # Rounding may carry the threshold to the very end; the last tile with weight is meant then.
-    chosen = tl.minimum(chosen, tl.max(tl.where(weight_N > 0, tile, 0), 0))
-    before = tl.sum(tl.where(tile < chosen, weight_N, 0.0), 0)
+    # Rounding may carry the threshold to the very end; the last part with weight is meant then.
+    chosen = tl.minimum(chosen, tl.max(tl.where(weight_N > 0, part, 0), 0))
+    before = tl.sum(tl.where(part < chosen, weight_N, 0.0), 0)
 
-    # A greedy row looks in the first tile that holds its best.
-    if greedy:
-        chosen = tl.min(tl.where(inside & (best_N == best), tile, TILES), 0)
-        chosen = tl.minimum(chosen, tiles - 1)
+    # A greedy row looks in the first part that holds its best.
+    first = tl.min(tl.where(inside & (best_N == best), part, PARTS), 0)
+    chosen = tl.where(greedy, tl.minimum(first, parts - 1), chosen)
 
     # Which id in it.
-    ids = chosen * TILE + tl.arange(0, TILE)
-    logits = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+    ids = chosen * PART + tl.arange(0, PART)
+    logits = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
     weights = tl.exp((logits - base) * scale).to(tl.float64)
     passed = tl.sum(((before + tl.cumsum(weights, 0) <= threshold) & (ids < vocab_size)).to(tl.int32), 0)
-    drawn = tl.minimum(chosen * TILE + passed, tl.max(tl.where(weights > 0, ids, 0), 0))
+    drawn = tl.minimum(chosen * PART + passed, tl.max(tl.where(weights > 0, ids, 0), 0))
     taken = tl.min(tl.where(logits == best, ids, 2147483647), 0)
     token = tl.where(broken, -1, tl.where(greedy, taken, drawn)).to(tl.int64)
-    tl.store(tokens_ptr + row, token)
+    log_prob = 0.0
     if RAW:
-        raw_N = tl.load(raw_ptr + row * tiles + tile, mask=inside, other=-float("inf"))
+        raw_N = tl.load(raw_ptr + part, mask=inside, other=-float("inf"))
         highest = tl.max(raw_N, 0)
-        logit = tl.load(logits_ptr + row * stride + tl.maximum(token, 0)).to(tl.float32)
-        log_prob = logit - highest - tl.log(tl.sum(tl.exp(raw_N - highest), 0))
-        if tl.load(processed_ptr + row) != 0:
-            log_prob = tl.where(greedy, 0.0, (logit - base) * scale - tl.log(total.to(tl.float32)))
-        tl.store(log_probs_ptr + row, log_prob)
+        logit = tl.load(logits_ptr + tl.maximum(token, 0)).to(tl.float32)
+        raw = logit - highest - tl.log(tl.sum(tl.exp(raw_N - highest), 0))
+        own = tl.where(greedy, 0.0, (logit - base) * scale - tl.log(total.to(tl.float32)))
+        log_prob = tl.where(processed != 0, own, raw)
+    return token, log_prob
+
+
+@triton.jit
+def plain_settings(words_ptr, row, rows):
+    """Temperature, seed, position and kind of log-probability of a row, from the words of ``PlainRows``."""
+    own = words_ptr + 4 + row
+    low, high = tl.load(own + rows), tl.load(own + 2 * rows)
+    seed = (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
+    return tl.load(own).to(tl.float32, bitcast=True), seed, tl.load(own + 3 * rows).to(tl.int64), tl.load(own + 4 * rows)
 
 
 @experimental_api
