@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mcore_inference._kernels import has_kernels
 from mcore_inference._stability import experimental_api
 from mcore_inference.attention import (
     ContinuedRows,
@@ -105,6 +106,7 @@ class StepBuilder:
         # Decode steps that a graph replays read from here.
         most = self._draws_begin(max_requests) + PlainRows.num_words(max_requests)
         self._decode_words = torch.zeros(most, dtype=torch.int32, device=self.device)
+        self._starts = torch.arange(max_requests + 1, dtype=torch.int32, device=self.device)
         self._finished = None
         # Counters that launches leave zero, at one address for recordings: of attention, and of recurrent layers.
         self._finished_heads = None
@@ -172,7 +174,7 @@ class StepBuilder:
         contexts, lines, tables = words[3 * num_rows :].split([num_rows, num_rows, num_rows * self.max_blocks])
         rows = TableRows(
             tables_RB=tables.view(num_rows, self.max_blocks),
-            starts_R=torch.arange(num_rows + 1, dtype=torch.int32, device=self.device),
+            starts_R=self._starts[: num_rows + 1],
             contexts_R=contexts,
             num_decode=num_rows,
             tiles=None,
@@ -302,8 +304,13 @@ class StepBuilder:
 
     def _inputs(self, words: Tensor, rows: TableRows | GatheredRows, recurrent: RecurrentRows | None = None) -> StepInputs:
         """Of [3 T] tokens, positions and slots on the device."""
-        tokens_T, positions_T, slots_T = words.view(3, -1).long()
-        tokens_T = torch.where(tokens_T < 0, self.last_tokens[(-1 - tokens_T).clamp(min=0)], tokens_T)
+        if has_kernels(self.device, torch.float32):
+            from mcore_inference.context._step_triton import enter_step
+
+            tokens_T, positions_T, slots_T = enter_step(words, self.last_tokens)
+        else:
+            tokens_T, positions_T, slots_T = words.view(3, -1).long()
+            tokens_T = torch.where(tokens_T < 0, self.last_tokens[(-1 - tokens_T).clamp(min=0)], tokens_T)
         paged = PagedStep(cache=self.cache, slots_T=slots_T, rows=rows, rotation=self._rotation, finished=self._finished_heads)
         step = Step(batch_size=1, seq_len=len(positions_T), positions=positions_T, attention=paged, states=recurrent)
         return StepInputs(tokens_T=tokens_T, step=step)

@@ -14,6 +14,7 @@ from mcore_inference._stability import experimental_api
 from mcore_inference.attention import PagedAttention, fits_packed
 from mcore_inference.decoder._fp8 import FEW_ROWS, Fp8Weight, has_stream_kernel
 from mcore_inference.decoder._partial_sums import PartialSums
+from mcore_inference.decoder._rotary import RotaryTables
 from mcore_inference.sampling import PlainSums
 from mcore_parallel.backends import Scaled, quantize_rows
 from mcore_parallel.comm import all_gather
@@ -45,14 +46,23 @@ class FusedDecoder:
     Args:
         model: one that ``fits``.
         max_requests: rows of a decode step.
+        num_positions: below which all tokens of steps stand, so that their rotary tables are computed once; 0 for a bound that is unknown.
         records_routing: routers report their choice to the step (``Step.routing_recorder``), which kernels of a feed-forward do not, so
             none of these are used.
         modules: of the model, whose outputs ``take_states`` gives behind each step.
     """
 
-    def __init__(self, model: GPTModel, max_requests: int, *, records_routing: bool = False, modules: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: GPTModel,
+        max_requests: int,
+        *,
+        num_positions: int = 0,
+        records_routing: bool = False,
+        modules: Sequence[str] = (),
+    ) -> None:
         self._model, self._modules = model, frozenset(modules)
-        self._names = layer_names(model)
+        self._names, self._rotary = layer_names(model), RotaryTables(model, num_positions)
         self._states: dict[str, Tensor] = {}
         self._layers = [cast(TransformerLayer, layer) for layer in model.layers.values()]
         self._norms = [*(_norm(layer.input_norm) for layer in self._layers), _norm(model.final_norm)]
@@ -104,7 +114,8 @@ class FusedDecoder:
             sums: of the logits, which the output layer fills in; only where it ``sums_parts``.
         """
         model = self._model
-        step = dataclasses.replace(step, rotary=model.rotary(step.positions), rotary_window=model.rotary(step.positions, window=True))
+        rotary, window = self._rotary.at(step.positions), self._rotary.at(step.positions, window=True)
+        step = dataclasses.replace(step, rotary=rotary, rotary_window=window)
         if rows_R is None and self._enters_plainly and len(tokens_T) <= self._max_streamed:
             return self._streamed(tokens_T, step, sums)
         assert sums is None, "this step fills in none"

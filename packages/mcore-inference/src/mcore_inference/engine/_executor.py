@@ -209,7 +209,13 @@ class Executor:
         self._pipeline = Pipeline(model) if model.groups.pp.size > 1 else None
         self._decoder: FusedDecoder | TorchDecoder | None = None
         if fits:
-            self._decoder = FusedDecoder(model, context.max_requests, records_routing=execution.record_routing, modules=modules)
+            self._decoder = FusedDecoder(
+                model,
+                context.max_requests,
+                num_positions=context.max_blocks_per_request * context.block_size,
+                records_routing=execution.record_routing,
+                modules=modules,
+            )
         elif not self._batch_invariant and TorchDecoder.fits(model, modules):
             self._decoder = TorchDecoder(model, modules=modules)
         if records:
