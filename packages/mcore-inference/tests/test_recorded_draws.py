@@ -52,7 +52,7 @@ def engine_of(execution: ExecutionConfig, device: str = "cpu", dtype: torch.dtyp
 def asked(extra: dict[str, Any] | None = None) -> list[SamplingParams]:
     """Of requests that end one after the other; more than run at a time."""
     kinds = [*PLAIN, *PLAIN[1:4], *([] if extra is None else [extra])]
-    return [SamplingParams(**{"num_tokens_to_generate": 6 + 2 * number, **kind}) for number, kind in enumerate(kinds)]
+    return [SamplingParams(**{"num_tokens_to_generate": 5 + number, **kind}) for number, kind in enumerate(kinds)]
 
 
 def results(engine: DynamicInferenceEngine, settings: list[SamplingParams]) -> list[Any]:
@@ -74,10 +74,10 @@ def count_draws(patch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def same(ours: list[Any], wanted: list[Any]) -> None:
+def same(ours: list[Any], wanted: list[Any], tolerance: float) -> None:
     assert [tokens for tokens, *_ in ours] == [tokens for tokens, *_ in wanted]
     for (_, values, best), (_, other, ranked) in zip(ours, wanted, strict=True):
-        assert values == pytest.approx(other, abs=1e-4)
+        assert values == pytest.approx(other, abs=tolerance)
         assert [list(one) for one in best] == [list(one) for one in ranked]
 
 
@@ -85,16 +85,16 @@ def check_recorded() -> None:
     serve_as_on_a_gpu()
     with pytest.MonkeyPatch.context() as patch:
         counts = count_draws(patch)
-        for extra in (None, OTHERS["top-k"], OTHERS["penalties"], OTHERS["best tokens"]):
+        for extra in (None, OTHERS["top-k"], OTHERS["penalties"] | OTHERS["best tokens"]):
             wanted = results(engine_of(ExecutionConfig(use_graphs=False)), asked(extra))
             assert not counts["take"]
             for ahead in (False, True):
                 counts.clear()
-                engine = engine_of(ExecutionConfig(run_ahead=ahead))
-                same(results(engine, asked(extra)), wanted)
+                engine = engine_of(ExecutionConfig(run_ahead=ahead, use_cuda_graphs_for_non_decode_steps=False))
+                same(results(engine, asked(extra)), wanted, 1e-6)
                 # The last of them runs on alone; steps with prompts draw outside, and so do those with one that asks for more.
                 assert counts["draw"] + counts["take"] == engine.step_count and counts["draw"] > 1
-                assert (counts["take"] > 10) == (extra is None) and (counts["take"] > 0)
+                assert (counts["take"] > 5) == (extra is None)
                 counts.clear()
 
 
@@ -110,8 +110,9 @@ def check_invariant() -> None:
         backend = TorchBackend(batch_invariant=True)
         model = GPTModel(CONFIG, ProcessGroups.single(), attention_core=PagedAttention(), dtype=torch.float64, backend=backend).eval()
         sizes = InferenceConfig(max_sequence_length=64, num_blocks=64, block_size_tokens=16, max_requests=7, max_tokens=32)
-        engine = DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes))
-        results(engine, asked())
+        execution = ExecutionConfig(use_cuda_graphs_for_non_decode_steps=False)
+        engine = DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes), execution=execution)
+        results(engine, asked()[:2])
         assert engine.cuda_graph_request_count_map and counts["draw"] and not counts["take"]
 
 
@@ -131,4 +132,4 @@ def test_draws_inside_are_those_outside_on_a_gpu(extra: str | None, ahead: bool,
     # Recordings without draws.
     monkeypatch.setattr(Sampler, "draws_plainly", False)
     wanted = results(engine_of(execution, "cuda", torch.bfloat16, **fields), settings)
-    assert [(tokens, values) for tokens, values, _ in ours] == [(tokens, values) for tokens, values, _ in wanted]
+    same(ours, wanted, 1e-6)

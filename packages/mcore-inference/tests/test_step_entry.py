@@ -28,7 +28,7 @@ def check_step(device: str) -> None:
     from mcore_inference.context._step_triton import enter_step
 
     last = torch.arange(100, 140, device=device)
-    for count in (1, 3, 300):
+    for count in (0, 1, 3, 300):
         words = torch.arange(3 * count, dtype=torch.int32, device=device)
         words[:count:2] = -1 - words[:count:2] % 40
         wanted = words.view(3, count).long()

@@ -23,7 +23,8 @@ def enter_step(words: Tensor, last_tokens: Tensor) -> Tensor:
     """
     count = len(words) // 3
     inputs_3T = torch.empty((3, count), dtype=torch.int64, device=words.device)
-    _enter_kernel[(triton.cdiv(count, _TOKENS),)](words, last_tokens, inputs_3T, count, TOKENS=_TOKENS, num_warps=4)
+    if count:
+        _enter_kernel[(triton.cdiv(count, _TOKENS),)](words, last_tokens, inputs_3T, count, TOKENS=_TOKENS, num_warps=4)
     return inputs_3T
 
 
