@@ -161,7 +161,7 @@ def test_an_answer_that_no_row_holds_is_lost_alone(
     packing: PackingConfig | None, num_tokens: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     # A row of 8 places holds 9 tokens.
-    config = GRPOConfig(num_groups=2, group_size=4, seq_len=8 if packing is None else 4, packing=packing)
+    config = GRPOConfig(num_groups=2, group_size=4, seq_len=8, packing=packing)
     assert answers(Refuses(2, num_tokens=num_tokens), config) == [4 if num_tokens == 8 else 3, 4]
     assert ("is dropped, it has 10 tokens with its prompt" in caplog.text) == (num_tokens == 9)
 

@@ -21,7 +21,8 @@ class GRPOConfig:
     """One iteration: what is generated, how it is judged, and how often it is trained on.
 
     Raises:
-        ValueError: a group of one, from which nothing can be learnt, a number out of its range, mini-batches that do not divide.
+        ValueError: a group of one, from which nothing can be learnt, a number out of its range, mini-batches that do not divide, bins that
+            are shorter than a trajectory.
     """
 
     num_groups: int
@@ -29,7 +30,7 @@ class GRPOConfig:
     group_size: int
     """Answers a problem."""
     seq_len: int
-    """Positions of a training row; prompt and answer must fit."""
+    """Positions of a training row; prompt and answer must fit. ``packing`` has bins of at least so many."""
     micro_batch_size: int = 4
     generation_args: GenericGenerationArgs = field(default_factory=lambda: GenericGenerationArgs(temperature=1.0, max_tokens=32))
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
@@ -78,6 +79,11 @@ class GRPOConfig:
             raise ValueError(f"group_size={self.group_size} must be at least 2: an answer is judged against its group; or set gae")
         if (count := self.num_groups * self.group_size) % self.num_mini_batches:
             raise ValueError(f"num_groups * group_size = {count} must be divisible by num_mini_batches={self.num_mini_batches}")
+        if self.packing is not None and self.packing.bin_size < self.seq_len:
+            raise ValueError(
+                f"packing.bin_size={self.packing.bin_size} must be at least seq_len={self.seq_len}, as long as a trajectory may "
+                "be; raise packing.bin_size, or lower seq_len"
+            )
         if not self.rollout_timeout_s > 0:
             raise ValueError(f"rollout_timeout_s={self.rollout_timeout_s} must be positive")
         if self.temperature == 0:
