@@ -327,6 +327,7 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
         ("rl.group_size=1", "group_size=1 must be at least 2"),
         ("train.global_batch_size=6", "= 8 answers must be a multiple of train.global_batch_size=6"),
         ("rl.generation_args.max_tokens=24", "max_tokens=24 must lie below train.seq_len=24"),
+        ("rl.packing.bin_size=8", "packing.bin_size=8 must be at least seq_len=24, as long as a trajectory may be; raise packing.bin_size"),
         ("rl.policy.kind=clipped", "kind='clipped' must be one of clip, cispo"),
         ("cuda_graphs=[layers.*]", "cuda_graphs is for `mcore train` only"),
         ("rl.overlong.max_length=3", "set rl.overlong.buffer too, without a default"),
@@ -343,6 +344,22 @@ def test_what_cannot_run_is_one_line_before_anything_is_written(
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1 and words in message
     assert not (tmp_path / "run").exists()
+
+
+def test_evaluations_change_nothing_that_is_trained(tmp_path: Path) -> None:
+    shared = ("train.steps=3", "rl.countdown.num_numbers=2")
+    often = ("train.eval_interval=1", "rl.eval_samples=2", "rl.eval_on_start=true")
+    with_evaluations, without = tmp_path / "with", tmp_path / "without"
+    assert run(with_evaluations, *shared, *often) == 0
+    assert run(without, *shared, "train.eval_interval=0") == 0
+    assert (with_evaluations / "examples.jsonl").read_text() == (without / "examples.jsonl").read_text()
+    one, other = ([row for row in rows(output) if row["step"]] for output in (with_evaluations, without))
+    assert len(one) == len(other) == 3 and all("eval/pass@2" in row for row in one)
+
+    def trained_on(row: dict[str, float]) -> dict[str, float]:
+        return {name: value for name, value in row.items() if not name.startswith("eval/") and not name.endswith("_s")}
+
+    assert [trained_on(row) for row in one] == [trained_on(row) for row in other]
 
 
 def test_ppo_trains_its_critic_first_and_goes_on_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,9 +41,14 @@ def open_policy_tokenizer(config: RunConfig, environment: NumberedAgent | None) 
     return TemplateTokenizer(name)
 
 
-def local_interface(engine: DynamicInferenceEngine, environment: NumberedAgent) -> InferenceInterface:
-    """What answers an environment by an engine of this process."""
-    return MegatronChatLocal(engine, tools=environment.tools) if environment.holds_conversations else MegatronLocal(engine)
+def local_interfaces(
+    engine: DynamicInferenceEngine, environment: NumberedAgent, seed: int
+) -> tuple[InferenceInterface, InferenceInterface]:
+    """What answers an environment by an engine of this process, and what answers evaluations, which change no draw of the training."""
+    is_chat = environment.holds_conversations
+    interface = MegatronChatLocal(engine, tools=environment.tools, seed=seed) if is_chat else MegatronLocal(engine, seed=seed)
+    # Those of ranks, steps and attempts are not negative.
+    return interface, interface.with_seed(-1 - seed)
 
 
 def recited(

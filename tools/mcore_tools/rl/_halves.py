@@ -16,7 +16,7 @@ from mcore_parallel.guard import Watchdog
 from mcore_rl import BestAndWorst, DisjointLoop, GRPOConfig, Learner, Placement, RolloutServer, StreamPosition
 from mcore_tools.recipes import RunConfig
 from mcore_tools.rl._attempts import attempt_seed
-from mcore_tools.rl._conversations import local_interface, open_policy_tokenizer
+from mcore_tools.rl._conversations import local_interfaces, open_policy_tokenizer
 from mcore_tools.rl._environment import close_environment, open_environment
 from mcore_tools.rl._evaluation import evaluation_means, evaluation_sums, num_problems
 from mcore_tools.serving import build_engine
@@ -102,13 +102,13 @@ def serve_half(
     # What was drawn before the run was interrupted is not drawn again.
     seed = attempt_seed(train.seed, rank=rank, num_ranks=num_ranks, step=first, attempt=attempt)
     engine = build_run_engine(config, tokenizer, device, seed)
-    interface = local_interface(engine, environment)
+    interface, evaluator = local_interfaces(engine, environment, seed)
     agent = environment if rl.dpo is None else BestAndWorst(environment, group_size=rl.group_size)
     server = RolloutServer(agent=agent, interface=interface, engine=engine)
     numbers, reward = range(first + 1, train.steps + 1), float("nan")
 
     def evaluated() -> float:
-        sums = evaluation_sums(config, environment, interface, num_problems(config, rank, num_ranks))
+        sums = evaluation_sums(config, environment, evaluator, num_problems(config, rank, num_ranks))
         return halves.evaluated(environment.env_ids, sums)["eval/reward"]
 
     with contextlib.ExitStack() as stack, halves.loop(run_grpo(config, tokenizer.pad), server=server) as loop:

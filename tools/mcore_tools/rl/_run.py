@@ -36,7 +36,7 @@ from mcore_tools.exit_code import under_way
 from mcore_tools.recipes import RunConfig
 from mcore_tools.reports import EXAMPLES, History
 from mcore_tools.rl._attempts import attempt_seed, begin_attempt
-from mcore_tools.rl._conversations import local_interface, open_policy_tokenizer, prompt_length, served_interface
+from mcore_tools.rl._conversations import local_interfaces, open_policy_tokenizer, prompt_length, served_interface
 from mcore_tools.rl._critic import RunCritic
 from mcore_tools.rl._environment import build_environment, close_environment, open_environment
 from mcore_tools.rl._evaluation import evaluation_means, evaluation_sums, num_problems
@@ -244,7 +244,7 @@ class _Run:
         refit(parts.model, parts.groups, self.engine)
         self.rl.memory.check(optimizer=parts.optimizer, sync=parts.sync, engine=self.engine)
         self.rl.memory.training(self.engine)
-        self.interface = self.evaluator = local_interface(self.engine, self.environment)
+        self.interface, self.evaluator = local_interfaces(self.engine, self.environment, seed)
 
     def _iteration(self, grpo: GRPOConfig, step: int, lr: float) -> IterationReport:
         trains = self.rl.trains_policy(step)

@@ -2,8 +2,9 @@
 # Copyright (c) 2026 the mcore authors
 """Conversations as token ids, turn after turn."""
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from torch import Tensor
 
@@ -89,21 +90,28 @@ class MegatronChatLocal(ChatInferenceInterface):
     Args:
         engine: with a tokenizer; one without a template writes each message as a line ``role: content``.
         tools: that the policy may call, in OpenAI's form.
+        seed: as of `MegatronLocal`.
 
     Raises:
         ValueError: the engine has no tokenizer, or one whose template writes no tools; or as of `ChatInferenceInterface`.
     """
 
-    def __init__(self, engine: "DynamicInferenceEngine", *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, engine: "DynamicInferenceEngine", *, tools: Sequence[Mapping[str, Any]] = (), seed: int | None = None) -> None:
         from mcore_inference import chat_tokens
 
-        local = MegatronLocal(engine)
+        local = MegatronLocal(engine, seed=seed)
         self.engine, self.tokenizer, self.tools, self._local = engine, local.tokenizer, tuple(tools), local
         super().__init__(
             local,
             lambda messages, is_open: chat_tokens(local.tokenizer, messages, is_open, self.tools),
             max_tokens=engine.context.max_sequence_length,
         )
+
+    def with_seed(self, seed: int) -> Self:
+        """As of `MegatronLocal`."""
+        other = copy.copy(self)
+        other.interface = other._local = self._local.with_seed(seed)
+        return other
 
     async def load_weights(
         self,

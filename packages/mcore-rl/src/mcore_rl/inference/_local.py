@@ -4,11 +4,13 @@
 
 import asyncio
 import contextlib
+import copy
+import dataclasses
 import functools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from torch import Tensor
 
@@ -35,12 +37,14 @@ class MegatronLocal(InferenceInterface):
         engine: with a tokenizer.
         max_lag: versions between the weights that an answer began with and the newest ones, at most: at a load that exceeds it the answer
             is given up and drawn again from the newest weights. None for no limit.
+        seed: request n that comes here is drawn with a seed of ``seed`` and n alone, whatever else the engine is asked; None for one of the
+            engine's own seed and the number of the request among all.
 
     Raises:
         ValueError: the engine has no tokenizer, or shares experts with other ranks; a limit below 0.
     """
 
-    def __init__(self, engine: "DynamicInferenceEngine", *, max_lag: int | None = None) -> None:
+    def __init__(self, engine: "DynamicInferenceEngine", *, max_lag: int | None = None, seed: int | None = None) -> None:
         if engine.tokenizer is None:
             raise ValueError("engine.tokenizer is None; build the engine with one, prompts and answers are texts here")
         if engine.peers is not None:
@@ -58,9 +62,15 @@ class MegatronLocal(InferenceInterface):
         """Of each request in flight, what ends it for its age, and the version that it began with."""
         self.engine = engine
         self.tokenizer = engine.tokenizer
-        self._lock = threading.Lock()
-        self._runner: EngineRunner | None = None
-        self._num_waiting = 0
+        self._thread = _EngineThread(engine)
+        self._seed, self._num_asked = seed, 0
+
+    def with_seed(self, seed: int) -> Self:
+        """Another one on the same engine, which may be asked at the same time: its requests have seeds of their own and count for
+        themselves, as those of an evaluation beside a training."""
+        other = copy.copy(self)
+        other._seed, other._num_asked, other.num_redrawn = seed, 0, 0
+        return other
 
     def encode(self, text: str) -> Sequence[int]:
         return self.tokenizer.tokenize(text)
@@ -73,7 +83,7 @@ class MegatronLocal(InferenceInterface):
             mcore_inference.EngineDeadError: the engine's steps failed one after the other.
         """
         params = _sampling_params(request.generation_args)
-        with self._running() as runner:
+        with self._thread.running() as runner:
             return await answer_all(request, lambda prompt: self._answer(runner, prompt, params))
 
     async def load_weights(
@@ -93,7 +103,7 @@ class MegatronLocal(InferenceInterface):
         Raises:
             mcore_inference.WeightLoadError, ValueError, RuntimeError: as of ``EngineRunner.load_weights``.
         """
-        with self._running() as runner:
+        with self._thread.running() as runner:
             await runner.load_weights(weights, version, in_flight=in_flight)
         if self.max_lag is not None:
             oldest = self.engine.weight_version - self.max_lag
@@ -109,7 +119,7 @@ class MegatronLocal(InferenceInterface):
             self._open[stale] = self.engine.weight_version
             try:
                 try:
-                    stream = await runner.submit(prompt, params, stream=False)
+                    stream = await runner.submit(prompt, self._seeded(params), stream=False)
                 except RequestError as error:
                     raise LostError(str(error), is_transient=error.is_transient) from error
                 try:
@@ -132,14 +142,33 @@ class MegatronLocal(InferenceInterface):
         finally:
             record.cancel()
 
+    def _seeded(self, params: "SamplingParams") -> "SamplingParams":
+        """With the seed of the next request."""
+        if self._seed is None:
+            return params
+        from mcore_inference.sampling import request_seed
+
+        self._num_asked += 1
+        return dataclasses.replace(params, seed=request_seed(self._seed, self._num_asked - 1))
+
+
+class _EngineThread:
+    """An engine that steps in a thread of its own while anybody waits."""
+
+    def __init__(self, engine: "DynamicInferenceEngine") -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._runner: EngineRunner | None = None
+        self._num_waiting = 0
+
     @contextlib.contextmanager
-    def _running(self) -> "Iterator[EngineRunner]":
+    def running(self) -> "Iterator[EngineRunner]":
         """The engine in its thread, which the last one who waits ends."""
         from mcore_inference import EngineRunner
 
         with self._lock:
             if self._runner is None:
-                self._runner = EngineRunner(self.engine)
+                self._runner = EngineRunner(self._engine)
             runner = self._runner
             self._num_waiting += 1
         try:
