@@ -5,17 +5,21 @@
 import dataclasses
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from mcore_parallel.guard import ProcessMark
-from mcore_rl import RankTimeoutError
+from mcore_rl import RankTimeoutError, RefitTimeoutError
 from mcore_rl import _rendezvous as rendezvous_module
+from mcore_rl import _transfer as transfer_module
 from mcore_rl._ended import absence, announce, ended
 from mcore_rl._rendezvous import rendezvous
+from mcore_rl._transfer import _finish
 
 
 class CountingStore:
@@ -70,6 +74,30 @@ def test_whoever_waits_looks_at_few_of_many_ranks(gone: ProcessMark, monkeypatch
     with pytest.raises(RankTimeoutError, match=r"^rank 3 died, no process is left \(weights\); look at the log of that rank$"):
         rendezvous(group_of(store, 0, size), 1000.0, "weights")
     assert store.num_calls < 100
+
+
+class NeverDone:
+    """A transfer of a device whose peer is gone."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_a_device_that_waits_for_a_rank_that_is_gone_names_it(gone: ProcessMark, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_module, "_LOOK_S", 0.01)
+    group = group_of(dist.HashStore(), 0, 4)
+    for rank in (1, 2):
+        announce_as(gone if rank == 2 else ProcessMark.own(), group_of(group.pg.get_group_store(), rank, 4), monkeypatch)
+    work: Any = NeverDone()
+    buffer = torch.empty(4, device="meta")
+    transfers = [(1, buffer, False), (2, buffer, True), (3, buffer, True)]
+    begin = time.monotonic()
+    with pytest.raises(RefitTimeoutError, match=r"^rank 2 died, no process is left \(bucket 2 of 5\); look at the log of that rank$"):
+        _finish([work], transfers, group, 1000.0, "bucket 2 of 5")
+    assert time.monotonic() - begin < 10
+    # Those that live are late at the limit alone.
+    with pytest.raises(RefitTimeoutError, match=r"^rank 1 did not take weights within timeout_s=0.2 \(bucket 2 of 5: the transfer is"):
+        _finish([work], transfers[:1], group, 0.2, "bucket 2 of 5")
 
 
 def test_a_rank_that_has_come_and_not_counted_itself_yet_is_not_late() -> None:

@@ -4,6 +4,7 @@
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Iterable, Iterator
 
@@ -19,7 +20,7 @@ from mcore_rl import GRPOConfig, RankTimeoutError, RefitPlanError, RefitTimeoutE
 from mcore_rl import _transfer as transfer_module
 from mcore_rl._collect import Drawn, exchange
 from mcore_rl._rendezvous import rendezvous
-from tests.support.world import leave_together
+from tests.support.world import leave_together, run
 
 SIZES = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=24, vocab_size=32)
 MIXTURE = MoEConfig(num_moe_experts=4, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
@@ -236,6 +237,28 @@ def die_between(beside: bool) -> str:
 def test_a_rank_that_dies_between_two_buckets_is_named(world, beside: bool) -> None:
     error = world(die_between, doomed=(1,), beside=beside)[0]
     assert error.startswith("rank 1 died, no process is left (bucket ") and error.endswith("look at the log of that rank")
+
+
+def die_inside_a_bucket() -> tuple[str, float]:
+    model = build(ParallelPlan(tp=2), 1).to(torch.device("cuda", dist.get_rank()))
+    transfer = WeightTransfer(bucket_bytes=12000, timeout_s=600.0)
+    refit(model, model.groups, Whole(), transfer)
+    stream = transfer.weights(model, model.groups, Whole())
+    next(stream)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(RefitTimeoutError) as caught:
+        list(stream)
+    return str(caught.value), time.monotonic() - begin
+
+
+@pytest.mark.gpu
+def test_a_rank_that_is_killed_inside_a_bucket_between_gpus_is_named_within_seconds() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    message, seconds = run(die_inside_a_bucket, 2, backend="nccl", timeout_s=120.0, doomed=(1,))[0]
+    assert message.startswith("rank 1 died, no process is left (bucket ") and seconds < 10
 
 
 def stay_away() -> str:

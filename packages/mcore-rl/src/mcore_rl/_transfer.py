@@ -21,7 +21,7 @@ from mcore_parallel import Group, ProcessGroups, named_buffer_shards, named_shar
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.groups import uses_nccl
 from mcore_parallel.training import model_state
-from mcore_rl._ended import absence
+from mcore_rl._ended import absence, ended
 from mcore_rl._exchange import all_gather_json, device_of
 from mcore_rl._ipc import NeighbourError, Neighbours, listening
 from mcore_rl._message import WeightMessage
@@ -33,6 +33,8 @@ from mcore_rl._shared_memory import place_of
 from mcore_rl._stability import experimental_api
 
 _POLL_S = 2e-4
+_LOOK_S = 1.0
+"""Between two looks whether those who are waited for live."""
 
 
 @experimental_api
@@ -458,22 +460,34 @@ def _finish(works: Sequence[dist.Work], transfers: Sequence[tuple[int, Tensor, b
     for number, work in enumerate(works):
         # One handle a transfer, or one for the whole batch.
         waited = transfers[number : number + 1] if len(works) == len(transfers) else transfers
+        peers = sorted({peer for peer, _, _ in waited})
+        what = f"did not {'send' if waited[0][2] else 'take'} weights"
         try:
-            _wait(work, begin + timeout_s, waited[0][1].device)
+            gone = _wait(work, begin + timeout_s, waited[0][1].device, world, peers)
         except (RuntimeError, TimeoutError) as error:
-            peers = sorted({peer for peer, _, _ in waited})
-            what = f"did not {'send' if waited[0][2] else 'take'} weights"
             waited_s = time.monotonic() - begin
             raise RefitTimeoutError(absence(world, peers, what, f"{where}: {error}", waited_s=waited_s, timeout_s=timeout_s)) from error
+        if gone:
+            waited_s = time.monotonic() - begin
+            raise RefitTimeoutError(absence(world, gone, what, where, waited_s=waited_s, timeout_s=timeout_s))
 
 
-def _wait(work: dist.Work, end: float, device: torch.device) -> None:
+def _wait(work: dist.Work, end: float, device: torch.device, world: Group, peers: Sequence[int]) -> Sequence[int]:
+    """Until the work is done, or ``peers`` that it is of died: those that did."""
     if device.type == "cpu":
-        # A host transfer tells that it is over only to who waits.
+        # A host transfer tells that it is over only to who waits, and fails when a connection is closed.
         work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
-        return
+        return ()
+    look = time.monotonic() + _LOOK_S
     while not work.is_completed():
-        if time.monotonic() > end:
+        now = time.monotonic()
+        if now > end:
             raise TimeoutError("the transfer is still under way")
+        if now > look:
+            # A device goes on waiting for a process that is gone.
+            if gone := ended(world, peers):
+                return gone
+            look = now + _LOOK_S
         time.sleep(_POLL_S)
     work.wait()
+    return ()
