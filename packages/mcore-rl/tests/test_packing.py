@@ -158,6 +158,7 @@ def test_a_bin_that_is_shorter_than_a_trajectory_is_refused() -> None:
     ("fields", "message"),
     [
         ({"bin_size": 0}, "bin_size=0 must be at least 1"),
+        ({"bin_size": 8.0}, "bin_size=8.0 must be a whole number, at least 1"),
         ({"bin_size": 8, "max_sequences_per_bin": 0}, "max_sequences_per_bin=0 must be at least 1"),
         ({"bin_size": 10, "alignment": 4}, "bin_size=10 must be a multiple of alignment=4"),
         (

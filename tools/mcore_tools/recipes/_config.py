@@ -412,6 +412,10 @@ class RunConfig:
         if rl.router_replay and (self.moe is None or self.moe.moe_router_load_balancing_type == "sinkhorn"):
             reason = "the model has no experts" if self.moe is None else "sinkhorn routes a whole batch at once"
             raise ValueError(f"rl.router_replay=True, and {reason}; set it to false")
+        if rl.eval_samples and not train.eval_interval and not rl.eval_on_start:
+            raise ValueError(
+                f"rl.eval_samples={rl.eval_samples} has no effect without evaluations; set train.eval_interval, or rl.eval_samples=0"
+            )
         if train.warmup_steps >= train.steps:
             raise ValueError(f"train.warmup_steps={train.warmup_steps} must be below train.steps={train.steps}, the iterations")
         if rl.packing is not None and rl.packing.share_prompts and self.plan.cp > 1:

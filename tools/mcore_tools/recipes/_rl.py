@@ -3,6 +3,7 @@
 """Reinforcement learning: the environment, how many answers are judged, and what is learnt from them."""
 
 import dataclasses
+import math
 import re
 from dataclasses import MISSING, dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from mcore_rl import (
 from mcore_rl.envs import ArithmeticConfig, CodeConfig, CountdownConfig, MathsConfig
 
 ENVIRONMENTS = ("countdown", "arithmetic", "calculator", "maths", "code", "character_share")
+_SINGLE_TURN = frozenset(ENVIRONMENTS) - {"calculator"}
 _IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -62,9 +64,10 @@ class CriticConfig:
     """First iterations that train the critic alone."""
 
     def __post_init__(self) -> None:
-        for name in ("lr", "clip"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"critic.{name}={getattr(self, name)} must be above 0")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"critic.lr={self.lr} must be a finite number above 0")
+        if not self.clip > 0:
+            raise ValueError(f"critic.clip={self.clip} must be above 0")
         if self.warmup_steps < 0:
             raise ValueError(f"critic.warmup_steps={self.warmup_steps} must not be negative")
 
@@ -329,6 +332,14 @@ class RLConfig:
         for name, held in (("maths", "question and answer"), ("code", "question and tests")):
             if name in self.environments and not getattr(self, name).path:
                 raise ValueError(f"{name}.path is empty; name a file of JSON lines with {held}: rl.{name}.path=FILE")
+        for name, unset in (("maths", MathsConfig()), ("code", CodeConfig())):
+            own = getattr(self, name)
+            if name not in self.environments and own != unset:
+                field = next(item.name for item in dataclasses.fields(own) if getattr(own, item.name) != getattr(unset, item.name))
+                raise ValueError(
+                    f"{name}.{field}={getattr(own, field)!r} has no effect on {', '.join(self.environments)}; set rl.environment={name}, or "
+                    "leave it out"
+                )
         if "maths" in self.environments and self.maths.judge == "math-verify" and self.judges is None:
             raise ValueError(
                 "maths.judge='math-verify' simplifies what a model writes, which may take any time: set rl.judges.num_workers=2, or "
@@ -428,8 +439,18 @@ class RLConfig:
                 f"train.global_batch_size={global_batch_size} and train.micro_batch_size={micro_batch_size} must be even: a pair has two "
                 "answers"
             )
-        if self.needs_engine and (most := self.generation_args.max_tokens or 0) >= seq_len:
+        most = self.generation_args.max_tokens or 0
+        if self.needs_engine and most >= seq_len:
             raise ValueError(f"rl.generation_args.max_tokens={most} must lie below train.seq_len={seq_len}, which has the prompt, too")
+        if self.overlong is not None:
+            # Answers of several turns have more tokens than one.
+            limits = {"rl.generation_args.max_tokens": most} if _SINGLE_TURN.issuperset(self.environments) else {"train.seq_len": seq_len}
+            [(name, limit)] = limits.items()
+            if (free := self.overlong.max_length - self.overlong.buffer) >= limit:
+                raise ValueError(
+                    f"rl.overlong.max_length={self.overlong.max_length} has no effect: up to max_length - buffer = {free} tokens nothing is "
+                    f"taken, and {name}={limit} ends an answer; lower rl.overlong.max_length"
+                )
         names = {item.name for item in dataclasses.fields(self)}
         shared: dict[str, Any] = {item.name: getattr(self, item.name) for item in dataclasses.fields(GRPOConfig) if item.name in names}
         shared |= {"seq_len": seq_len, "micro_batch_size": micro_batch_size, "pad_id": pad_id}

@@ -71,6 +71,11 @@ class GRPOConfig:
         check_integers(self, 0, "pad_id")
         check_finite(self, 1, "max_filter_ratio")
         check_finite(self, 0, "kl_in_reward")
+        if not self.filter_equal_groups and self.max_filter_ratio != GRPOConfig.max_filter_ratio:
+            raise ValueError(
+                f"max_filter_ratio={self.max_filter_ratio} has no effect without filter_equal_groups; set it to True, or leave this at "
+                f"{GRPOConfig.max_filter_ratio}"
+            )
         if self.old_logprobs not in ("trainer", "inference"):
             raise ValueError(f"old_logprobs={self.old_logprobs!r} must be trainer or inference")
         if self.gae is not None and self.advantage != AdvantageConfig():

@@ -7,6 +7,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mcore_rl._fields import check_integers
 from mcore_rl._stability import experimental_api
 
 _ALGORITHMS = ("first_fit_decreasing", "best_fit_decreasing", "next_fit")
@@ -44,9 +45,7 @@ class PackingConfig:
     further tokens, or attention cores that read bounds on the host."""
 
     def __post_init__(self) -> None:
-        for name in ("bin_size", "max_sequences_per_bin", "alignment"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        check_integers(self, 1, "bin_size", "max_sequences_per_bin", "alignment")
         if self.bin_size % self.alignment:
             raise ValueError(f"bin_size={self.bin_size} must be a multiple of alignment={self.alignment}")
         if self.share_prompts and self.alignment > 1:
