@@ -248,6 +248,14 @@ def test_maths_of_a_file_are_evaluated_with_pass_at_k(tmp_path: Path) -> None:
     assert "pass@3" in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.parametrize("name", ["maths", "code"])
+def test_problems_of_the_wheel_need_no_file(name: str, tmp_path: Path) -> None:
+    changes = [f"rl.environment={name}", "rl.imitation_steps=0", "train.seq_len=640", "train.steps=1", "train.eval_interval=1"]
+    assert run(tmp_path / "run", *changes) == 0
+    [row] = rows(tmp_path / "run")
+    assert row["num_rollouts"] == 8 and row["num_dropped"] == row["eval/num_dropped"] == 0
+
+
 def test_trainer_and_engine_of_a_batch_invariant_run_agree_to_the_last_bit(tmp_path: Path) -> None:
     assert run(tmp_path / "run", "batch_invariant=true", "train.steps=1") == 0
     assert [(row["logprob_mismatch"], row["grad_norm"] > 0) for row in rows(tmp_path / "run")] == [(0.0, True)]
@@ -296,13 +304,10 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
     ("change", "words"),
     [
         ("rl.environment=countdwon", "environment='countdwon' must be one of countdown, arithmetic, calculator, maths, code, "),
-        ("rl.environment=maths", "maths.path is empty; name a file"),
-        ("rl.environment=code", "code.path is empty; name a file"),
         (
             "rl.environment=maths rl.maths.path=file.jsonl rl.maths.judge=math-verify",
             "maths.judge='math-verify' simplifies what a model writes, which may take any time: set rl.judges.num_workers=2",
         ),
-        ("rl.mixture=[countdown,code]", "code.path is empty; name a file"),
         (
             "rl.mixture=[countdown,arithmetic] rl.mixture_weights=[1]",
             "mixture_weights=[1.0] must be as many as the environments of mixture",
@@ -314,10 +319,13 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
         ("rl.gae.lam=1 rl.critic.lr=inf", "critic.lr=inf must be a finite number above 0"),
         ("rl.max_filter_ratio=2", "max_filter_ratio=2.0 has no effect without filter_equal_groups"),
         ("rl.maths.path=file.jsonl", "maths.path='file.jsonl' has no effect on countdown; set rl.environment=maths"),
-        ("rl.mixture=[countdown,arithmetic] rl.code.time_s=1", "code.time_s=1.0 has no effect on countdown, arithmetic; set rl.environment=co"),
+        (
+            "rl.mixture=[countdown,arithmetic] rl.code.time_s=1",
+            "code.time_s=1.0 has no effect on countdown, arithmetic; set rl.environment=co",
+        ),
         (
             "rl.overlong.max_length=10 rl.overlong.buffer=4",
-            "rl.overlong.max_length=10 has no effect: up to max_length - buffer = 6 tokens nothing is taken, and rl.generation_args.max_tokens=6",
+            "rl.overlong.max_length=10 has no effect: up to max_length - buffer = 6 tokens nothing is taken, and rl.generation",
         ),
         ("rl.eval_samples=2 train.eval_interval=0", "rl.eval_samples=2 has no effect without evaluations; set train.eval_interval"),
         ("rl.kl_beta=0 rl.ref_model_sync_steps=5", "ref_model_sync_steps=5 has no effect without a reference; set kl_beta"),

@@ -203,9 +203,9 @@ class RLConfig:
     arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
     """Of arithmetic, and the sums of calculator."""
     maths: MathsConfig = field(default_factory=MathsConfig)
-    """Of maths, which needs ``maths.path``."""
+    """Of maths."""
     code: CodeConfig = field(default_factory=CodeConfig)
-    """Of code, which needs ``code.path``."""
+    """Of code."""
     character_share: CharacterShareConfig = field(default_factory=CharacterShareConfig)
     """Of character_share."""
     imitation_steps: int = 0
@@ -329,16 +329,13 @@ class RLConfig:
             raise ValueError(
                 f"mixture_weights={list(self.mixture_weights)} must be as many as the environments of mixture={list(self.mixture)}, or none"
             )
-        for name, held in (("maths", "question and answer"), ("code", "question and tests")):
-            if name in self.environments and not getattr(self, name).path:
-                raise ValueError(f"{name}.path is empty; name a file of JSON lines with {held}: rl.{name}.path=FILE")
         for name, unset in (("maths", MathsConfig()), ("code", CodeConfig())):
             own = getattr(self, name)
             if name not in self.environments and own != unset:
                 field = next(item.name for item in dataclasses.fields(own) if getattr(own, item.name) != getattr(unset, item.name))
                 raise ValueError(
-                    f"{name}.{field}={getattr(own, field)!r} has no effect on {', '.join(self.environments)}; set rl.environment={name}, or "
-                    "leave it out"
+                    f"{name}.{field}={getattr(own, field)!r} has no effect on {', '.join(self.environments)}; set "
+                    f"rl.environment={name}, or leave it out"
                 )
         if "maths" in self.environments and self.maths.judge == "math-verify" and self.judges is None:
             raise ValueError(
@@ -448,8 +445,8 @@ class RLConfig:
             [(name, limit)] = limits.items()
             if (free := self.overlong.max_length - self.overlong.buffer) >= limit:
                 raise ValueError(
-                    f"rl.overlong.max_length={self.overlong.max_length} has no effect: up to max_length - buffer = {free} tokens nothing is "
-                    f"taken, and {name}={limit} ends an answer; lower rl.overlong.max_length"
+                    f"rl.overlong.max_length={self.overlong.max_length} has no effect: up to max_length - buffer = {free} tokens nothing "
+                    f"is taken, and {name}={limit} ends an answer; lower rl.overlong.max_length"
                 )
         names = {item.name for item in dataclasses.fields(self)}
         shared: dict[str, Any] = {item.name: getattr(self, item.name) for item in dataclasses.fields(GRPOConfig) if item.name in names}

@@ -4,11 +4,9 @@
 
 import asyncio
 import contextlib
-import functools
 import json
 import math
 import os
-import random
 import re
 import signal
 import subprocess
@@ -23,7 +21,9 @@ from typing import Any
 from mcore_rl import _confine
 from mcore_rl._stability import experimental_api
 from mcore_rl.agent import NumberedProblems, Problem
+from mcore_rl.envs._file_order import FileOrder
 
+_OWN = Path(__file__).with_name("code.jsonl")
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 _MOST_OUTPUT_BYTES = 1 << 20
 _END_S = 5.0
@@ -39,7 +39,7 @@ class CodeConfig:
     """
 
     path: str = ""
-    """JSON lines with ``question`` and ``tests``, a list of {"input": TEXT, "output": TEXT}."""
+    """JSON lines with ``question`` and ``tests``, a list of {"input": TEXT, "output": TEXT}; empty for the 36 of this package."""
     prompt: str = "{question}\nWrite a Python program that reads standard input, in a block of ```python.\n"
     """With {question}."""
     format_reward: float = 0.0
@@ -50,8 +50,8 @@ class CodeConfig:
     """GiB of memory that a program may take, and each process that it starts."""
     max_programs: int = 4
     """Programs that run at a time."""
-    num_evaluation: int = 128
-    """Problems at the beginning of the file that are not trained on."""
+    num_evaluation: int | None = None
+    """Problems at the beginning of the file that are not trained on; None for a fifth of it, 128 at most."""
     seed: int = 0
     """Of the order, another one each time that the file is seen."""
 
@@ -64,14 +64,14 @@ class CodeConfig:
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise ValueError(f"{name}={getattr(self, name)} must be a finite number above 0")
         for name in ("max_programs", "num_evaluation"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+            if (number := getattr(self, name)) is not None and number < 1:
+                raise ValueError(f"{name}={number} must be at least 1")
 
     def build(self) -> "Code":
         """The environment.
 
         Raises:
-            ValueError: no path, or a line that is no problem; names file and line.
+            ValueError: no file, or a line that is no problem; names file and line.
             OSError: the file cannot be read.
         """
         return Code(self)
@@ -95,31 +95,21 @@ class Code(NumberedProblems):
 
     def __init__(self, config: CodeConfig) -> None:
         super().__init__("code")
-        if not config.path:
-            raise ValueError("code.path is empty; name a file of JSON lines with question and tests")
         self.config = config
-        self._rows = _read(Path(config.path))
-        self._num_trained = len(self._rows) - config.num_evaluation
-        if self._num_trained < 1:
-            raise ValueError(
-                f"{config.path} has {len(self._rows)} problems, num_evaluation={config.num_evaluation} of which are kept back; lower it"
-            )
-        self._order = functools.lru_cache(maxsize=2)(self._shuffled)
+        self._rows = _read(Path(config.path or _OWN))
+        self._order = FileOrder("code", config.path or "code.jsonl", len(self._rows), config.num_evaluation, config.seed)
         self._room: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     def problem(self, number: int) -> Problem:
         """Problem ``number``: each of the file once, then again in another order."""
         config = self.config
-        if number >= self.FIRST_EVALUATION:
-            row = (number - self.FIRST_EVALUATION) % config.num_evaluation
-        else:
-            epoch, place = divmod(number, self._num_trained)
-            row = config.num_evaluation + self._order(epoch)[place]
+        order, first = self._order, self.FIRST_EVALUATION
+        row = order.trained(number) if number < first else order.evaluated(number - first)
         question, tests = self._rows[row]
         return Problem(problem_id=f"code/{row}", prompt=config.prompt.replace("{question}", question), golden=json.dumps(tests))
 
     def num_problems(self, *, validation: bool = False) -> int:
-        return self.config.num_evaluation if validation else self._num_trained
+        return self._order.num_evaluation if validation else self._order.num_trained
 
     async def get_reward(self, response: str, problem: Problem) -> float:
         program = find_program(response)
@@ -139,11 +129,6 @@ class Code(NumberedProblems):
         if self._room is None or self._room[0] is not loop:
             self._room = (loop, asyncio.Semaphore(self.config.max_programs))
         return self._room[1]
-
-    def _shuffled(self, epoch: int) -> list[int]:
-        order = list(range(self._num_trained))
-        random.Random(f"code {self.config.seed} {epoch}").shuffle(order)
-        return order
 
 
 def find_program(response: str) -> str | None:

@@ -2,7 +2,6 @@
 # Copyright (c) 2026 the mcore authors
 """Maths problems of a file, whose final answers are compared."""
 
-import functools
 import math
 import random
 from dataclasses import dataclass
@@ -10,9 +9,12 @@ from pathlib import Path
 
 from mcore_rl._stability import experimental_api
 from mcore_rl.agent import NumberedProblems, Problem
+from mcore_rl.envs._file_order import FileOrder
 from mcore_rl.envs._math_verify import MathVerify
-from mcore_rl.envs._maths_answer import find_answer, same_answer
+from mcore_rl.envs._maths_answer import same_answer, split_answer
 from mcore_rl.envs._maths_file import read_problems
+
+_OWN = Path(__file__).with_name("maths.jsonl")
 
 
 @experimental_api
@@ -26,7 +28,8 @@ class MathsConfig:
 
     path: str = ""
     """JSON lines with a question and an answer, in the columns of GSM8K, MATH, DAPO, AIME, Big-Math, OpenMathInstruct and their like; of
-    an answer with ``\\boxed`` what the last one holds, of one with ``####`` what stands behind it. A question counts once."""
+    an answer with ``\\boxed`` what the last one holds, of one with ``####`` what stands behind it. A question counts once. Empty for the 54
+    of this package."""
     question_field: str = ""
     """Of a line, a.b for field b of field a; empty for the first of question, problem, prompt."""
     answer_field: str = ""
@@ -38,8 +41,12 @@ class MathsConfig:
     """With {question}."""
     format_reward: float = 0.0
     """Of a wrong answer in tags or in a box."""
-    num_evaluation: int = 128
-    """Problems at the beginning of the file that are not trained on."""
+    negative_reward: float = 0.0
+    """Of a response without an answer, at most ``format_reward``; it may lie below 0."""
+    partial_end_reward: float | None = None
+    """Of the right answer with text behind it, from ``format_reward`` to 1; None for 1."""
+    num_evaluation: int | None = None
+    """Problems at the beginning of the file that are not trained on; None for a fifth of it, 128 at most."""
     seed: int = 0
     """Of the order, another one each time that the file is seen."""
 
@@ -50,14 +57,18 @@ class MathsConfig:
             raise ValueError(f"judge={self.judge!r} must be own or math-verify")
         if not (math.isfinite(self.format_reward) and 0 <= self.format_reward < 1):
             raise ValueError(f"format_reward={self.format_reward} must lie from 0 to below 1")
-        if self.num_evaluation < 1:
+        if not (math.isfinite(self.negative_reward) and self.negative_reward <= self.format_reward):
+            raise ValueError(f"negative_reward={self.negative_reward} must be finite and at most format_reward={self.format_reward}")
+        if self.partial_end_reward is not None and not self.format_reward <= self.partial_end_reward <= 1:
+            raise ValueError(f"partial_end_reward={self.partial_end_reward} must lie from format_reward={self.format_reward} to 1")
+        if self.num_evaluation is not None and self.num_evaluation < 1:
             raise ValueError(f"num_evaluation={self.num_evaluation} must be at least 1")
 
     def build(self) -> "Maths":
         """The environment.
 
         Raises:
-            ValueError: no path, or a line that is no problem; names file and line.
+            ValueError: no file, or a line that is no problem; names file and line.
             OSError: the file cannot be read.
             ModuleNotFoundError: ``judge`` needs a library that is not installed; names the extra.
         """
@@ -66,7 +77,7 @@ class MathsConfig:
 
 @experimental_api
 class Maths(NumberedProblems):
-    """1 for the right final answer, ``format_reward`` for another one, 0 for none.
+    """1 for the right final answer, ``format_reward`` for another one, ``negative_reward`` for none.
 
     The last answer in <answer> tags counts, else the last in \\\\boxed, else what a last line has behind Answer:. With ``judge="own"`` the
     time is linear in the response: nothing that a model writes is evaluated. With "math-verify" it is, without limits: judge in a
@@ -81,44 +92,32 @@ class Maths(NumberedProblems):
 
     def __init__(self, config: MathsConfig) -> None:
         super().__init__("maths")
-        if not config.path:
-            raise ValueError("maths.path is empty; name a file of JSON lines with question and answer")
         self.config = config
         self._same = MathVerify().same if config.judge == "math-verify" else same_answer
-        self._rows = read_problems(Path(config.path), config.question_field, config.answer_field)
-        self._num_trained = len(self._rows) - config.num_evaluation
-        if self._num_trained < 1:
-            raise ValueError(
-                f"{config.path} has {len(self._rows)} problems, num_evaluation={config.num_evaluation} of which are kept back; lower it"
-            )
-        self._order = functools.lru_cache(maxsize=2)(self._shuffled)
+        self._rows = read_problems(Path(config.path or _OWN), config.question_field, config.answer_field)
+        self._order = FileOrder("maths", config.path or "maths.jsonl", len(self._rows), config.num_evaluation, config.seed)
 
     def problem(self, number: int) -> Problem:
         """Problem ``number``: each of the file once, then again in another order."""
         config = self.config
-        if number >= self.FIRST_EVALUATION:
-            row = (number - self.FIRST_EVALUATION) % config.num_evaluation
-        else:
-            epoch, place = divmod(number, self._num_trained)
-            row = config.num_evaluation + self._order(epoch)[place]
+        order, first = self._order, self.FIRST_EVALUATION
+        row = order.trained(number) if number < first else order.evaluated(number - first)
         question, answer = self._rows[row]
         return Problem(problem_id=f"maths/{row}", prompt=config.prompt.replace("{question}", question), golden=answer)
 
     def attempt(self, problem: Problem, generator: random.Random) -> str:
         """The answer to some problem of the file."""
-        _, answer = self._rows[self.config.num_evaluation + generator.randrange(self._num_trained)]
+        _, answer = self._rows[self._order.num_evaluation + generator.randrange(self._order.num_trained)]
         return f"\\boxed{{{answer}}}"
 
     def num_problems(self, *, validation: bool = False) -> int:
-        return self.config.num_evaluation if validation else self._num_trained
+        return self._order.num_evaluation if validation else self._order.num_trained
 
     async def get_reward(self, response: str, problem: Problem) -> float:
-        answer = find_answer(response)
-        if answer is None:
-            return 0.0
-        return 1.0 if self._same(answer, problem.golden) else self.config.format_reward
-
-    def _shuffled(self, epoch: int) -> list[int]:
-        order = list(range(self._num_trained))
-        random.Random(f"maths {self.config.seed} {epoch}").shuffle(order)
-        return order
+        config, split = self.config, split_answer(response)
+        if split is None:
+            return config.negative_reward
+        answer, rest = split
+        if not self._same(answer, problem.golden):
+            return config.format_reward
+        return 1.0 if not rest or config.partial_end_reward is None else config.partial_end_reward

@@ -6,6 +6,8 @@ import re
 from fractions import Fraction
 
 _OPEN, _CLOSE, _BOXED, _WORD = "<answer>", "</answer>", "\\boxed{", "\nAnswer:"
+_ENDS = " \t\r\n.$*\\)]}"
+"""Behind an answer these close a sentence or a formula."""
 _MAX_CHARACTERS, _MAX_DEPTH = 256, 16
 _DROPPED = re.compile(r"\\left|\\right|\\[!,;: ]|\\?\$|\\?%|\^\{?\\circ\}?|\\degrees?|\\displaystyle|[\s~]")
 _WORDS = re.compile(r"\\(?:text|mathrm|mbox|textbf)\{([^{}]*)\}")
@@ -21,15 +23,16 @@ _NAMED = re.compile(r"[a-z]=(.+)")
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 
-def find_answer(text: str) -> str | None:
+def split_answer(text: str) -> tuple[str, str] | None:
     """What the last pair of <answer> tags holds, else what the last \\boxed does, else what stands behind Answer: at the beginning of a
-    line, the last one; None where there is none of them."""
+    line, the last one; and what follows it, without marks of typesetting. None where there is none of them."""
     end = text.rfind(_CLOSE)
     begin = text.rfind(_OPEN, 0, max(end, 0))
     if begin >= 0:
-        return text[begin + len(_OPEN) : end]
+        return text[begin + len(_OPEN) : end], text[end + len(_CLOSE) :].strip(_ENDS)
+    begin = text.rfind(_BOXED) + len(_BOXED)
     inside = boxed(text)
-    return _after_word(text) if inside is None else inside
+    return _after_word(text) if inside is None else (inside, text[begin + len(inside) + 1 :].strip(_ENDS))
 
 
 def boxed(text: str) -> str | None:
@@ -38,9 +41,11 @@ def boxed(text: str) -> str | None:
     return None if begin < 0 else _inside(text, begin + len(_BOXED))
 
 
-def _after_word(text: str) -> str | None:
+def _after_word(text: str) -> tuple[str, str] | None:
     _, found, rest = ("\n" + text).rpartition(_WORD)
-    return rest.partition("\n")[0].strip(" \t\r$*") or None if found else None
+    answer, _, behind = rest.partition("\n")
+    answer = answer.strip(" \t\r$*")
+    return (answer, behind.strip(_ENDS)) if found and answer else None
 
 
 def _inside(text: str, begin: int) -> str | None:
