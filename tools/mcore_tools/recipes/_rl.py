@@ -418,8 +418,8 @@ class RLConfig:
         """Whether answers are drawn."""
         return self.dpo is None or not self.dpo.path
 
-    def grpo(self, *, seq_len: int, micro_batch_size: int, global_batch_size: int, pad_id: int = 0) -> GRPOConfig:
-        """An iteration.
+    def grpo(self, *, seq_len: int, micro_batch_size: int, global_batch_size: int, **ids: int | None) -> GRPOConfig:
+        """An iteration; ``ids`` are those of special tokens, as of `GRPOConfig`.
 
         Raises:
             ValueError: sizes that do not go together.
@@ -450,7 +450,7 @@ class RLConfig:
                 )
         names = {item.name for item in dataclasses.fields(self)}
         shared: dict[str, Any] = {item.name: getattr(self, item.name) for item in dataclasses.fields(GRPOConfig) if item.name in names}
-        shared |= {"seq_len": seq_len, "micro_batch_size": micro_batch_size, "pad_id": pad_id}
+        shared |= {"seq_len": seq_len, "micro_batch_size": micro_batch_size, **ids}
         return GRPOConfig(**shared, num_mini_batches=count // global_batch_size)
 
     def objective(self) -> GRPOObjective | DPOObjective:

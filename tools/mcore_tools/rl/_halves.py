@@ -65,13 +65,12 @@ class Halves:
         return self.placement.gather(value, self.settings.timeout_s, purpose)
 
 
-def run_grpo(config: RunConfig, pad_id: int | None) -> GRPOConfig:
+def run_grpo(config: RunConfig, tokenizer: Tokenizer) -> GRPOConfig:
     """An iteration of a run."""
     assert config.rl is not None
     train = config.train
-    return config.rl.grpo(
-        seq_len=train.seq_len, micro_batch_size=train.micro_batch_size, global_batch_size=train.global_batch_size, pad_id=pad_id or 0
-    )
+    sizes = {"seq_len": train.seq_len, "micro_batch_size": train.micro_batch_size, "global_batch_size": train.global_batch_size}
+    return config.rl.grpo(**sizes, pad_id=tokenizer.pad or 0, bos_id=tokenizer.bos, eod_id=tokenizer.eod)
 
 
 def build_run_engine(config: RunConfig, tokenizer: Tokenizer, device: torch.device, seed: int) -> DynamicInferenceEngine:
@@ -111,7 +110,7 @@ def serve_half(
         sums = evaluation_sums(config, environment, evaluator, num_problems(config, rank, num_ranks))
         return halves.evaluated(environment.env_ids, sums)["eval/reward"]
 
-    with contextlib.ExitStack() as stack, halves.loop(run_grpo(config, tokenizer.pad), server=server) as loop:
+    with contextlib.ExitStack() as stack, halves.loop(run_grpo(config, tokenizer), server=server) as loop:
         stack.callback(close_environment, environment)
         if rl.eval_on_start and not first:
             evaluated()

@@ -207,7 +207,7 @@ class _Run:
             teacher=teacher,
         )
         if self.halves is not None:
-            self.loop = self.halves.loop(run_grpo(config, self.tokenizer.pad), learner=self.learner)
+            self.loop = self.halves.loop(run_grpo(config, self.tokenizer), learner=self.learner)
         if self.critic is not None and fresh:
             self.critic.begin()
         elif self.critic is not None:
@@ -261,7 +261,7 @@ class _Run:
     def iterate(self, writers: Iterable[Writer], watchdog: Watchdog | None, stop: Callable[[], bool]) -> float:
         """The iterations that are left, and their numbers; the last reward."""
         train = self.config.train
-        grpo = run_grpo(self.config, self.tokenizer.pad)
+        grpo = run_grpo(self.config, self.tokenizer)
         numbers = range(self.state.step + 1, train.steps + 1)
         reward, saved = float("nan"), self.state.step
         if self.rl.eval_on_start and not self.state.step:

@@ -27,6 +27,7 @@ from mcore_rl._refit_plan import RefitPlan, RefitPlanError, WeightCopy, WeightFi
 from mcore_rl._rollout_statistics import EnvironmentReport
 from mcore_rl._served_weights import ServedWeights, ServedWeightsError
 from mcore_rl._shaping import OverlongPenalty
+from mcore_rl._special_tokens import TrajectoryError
 from mcore_rl._stability import deprecated, experimental_api, internal_api
 from mcore_rl._trajectories import BatchStyle, TrajectoryBatches, rollout_batches
 from mcore_rl._transfer import RefitTimeoutError, WeightTransfer, refit
@@ -156,6 +157,7 @@ __all__ = [
     "TokenRollout",
     "TokenizedRolloutGenerator",
     "TrajectoryBatches",
+    "TrajectoryError",
     "UnreadableVerdictError",
     "ValueObjective",
     "WeightCopy",

@@ -25,6 +25,7 @@ from mcore_rl._placement import RankTimeoutError
 from mcore_rl._rendezvous import rendezvous
 from mcore_rl._rollout_statistics import example_numbers, pair_counts, token_versions
 from mcore_rl._shaping import same_reward
+from mcore_rl._special_tokens import check_special_tokens
 from mcore_rl._text_rollouts import in_tokens
 from mcore_rl._types import Rollout, TokenRollout
 from mcore_rl._update_plan import UpdatePlan, plan_updates
@@ -299,10 +300,12 @@ def fitting(config: GRPOConfig, made: Sequence[TokenRollout | Rollout], interfac
 
     Raises:
         TypeError: as of ``in_tokens``.
+        TrajectoryError: tokens that begin or end a text where they must not.
     """
     most = config.longest_trajectory
     group = [in_tokens(rollout, interface) for rollout in made]
     for rollout in group:
+        check_special_tokens(rollout, config.bos_id, config.eod_id)
         if (length := len(rollout.trajectory)) > most:
             name = f"seq_len={config.seq_len}" if config.packing is None else f"packing.bin_size={config.packing.bin_size}"
             where = f"environment {rollout.env_id!r}: an answer to problem {rollout.problem_id!r}"

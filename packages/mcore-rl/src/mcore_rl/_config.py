@@ -63,12 +63,16 @@ class GRPOConfig:
     rollout_timeout_s: float = 7200.0
     """Limit of all rollouts of an iteration; groups go on with the answers that are there by then."""
     pad_id: int = 0
+    bos_id: int | None = None
+    """Token that begins a text, of the tokenizer; a prompt that has it further in is refused. None for no check."""
+    eod_id: int | None = None
+    """Token that ends a text; a turn of the policy that goes on behind it is refused. None for no check."""
     memory: MemorySwitch = field(default_factory=MemorySwitch)
     """What trainer and engine give up of one device while the other one works."""
 
     def __post_init__(self) -> None:
         check_integers(self, 1, "num_groups", "group_size", "seq_len", "micro_batch_size", "num_epochs", "num_mini_batches")
-        check_integers(self, 0, "pad_id")
+        check_integers(self, 0, "pad_id", *(name for name in ("bos_id", "eod_id") if getattr(self, name) is not None))
         check_finite(self, 1, "max_filter_ratio")
         check_finite(self, 0, "kl_in_reward")
         if not self.filter_equal_groups and self.max_filter_ratio != GRPOConfig.max_filter_ratio:
