@@ -258,7 +258,12 @@ def test_problems_of_the_wheel_need_no_file(name: str, tmp_path: Path) -> None:
 
 def test_trainer_and_engine_of_a_batch_invariant_run_agree_to_the_last_bit(tmp_path: Path) -> None:
     assert run(tmp_path / "run", "batch_invariant=true", "train.steps=1") == 0
-    assert [(row["logprob_mismatch"], row["grad_norm"] > 0) for row in rows(tmp_path / "run")] == [(0.0, True)]
+    [row] = rows(tmp_path / "run")
+    assert row["logprob_mismatch"] == 0.0 and row["grad_norm"] > 0
+    assert row["inference_ratio_min"] == row["inference_ratio"] == row["inference_ratio_max"] == 1.0
+    assert row["probability_gap_min"] == row["probability_gap_max"] == 0.0
+    assert 0 < row["inference_probability_min"] < row["inference_probability"] < row["inference_probability_max"] <= 1
+    assert row["group_reward_min"] <= row["reward"] <= row["group_reward_max"] and 0 <= row["group_reward_std"] <= row["reward_std"]
 
 
 @pytest.mark.parametrize("steps", [4, pytest.param(200, marks=pytest.mark.slow)])

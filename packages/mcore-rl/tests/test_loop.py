@@ -31,6 +31,7 @@ from mcore_rl import (
     PackingConfig,
     Problem,
     RewardOnlyAgent,
+    TokenRollout,
     _update,
     gather_weights,
     grpo_iteration,
@@ -38,7 +39,9 @@ from mcore_rl import (
     with_ref_logprobs,
 )
 from mcore_rl import _loop as loop_module
+from mcore_rl._header import RolloutHeader
 from mcore_rl._loop import check_iteration
+from mcore_rl._update import _shaped
 from mcore_rl.envs import CharacterShare
 
 TOKENIZER = ByteTokenizer()
@@ -491,6 +494,16 @@ def test_long_answers_lose_reward_in_the_advantage_only() -> None:
     config = dataclasses.replace(CONFIG, overlong=OverlongPenalty(max_length=8, buffer=4), advantage=AdvantageConfig(scale="none"))
     [report] = iterate(ParallelPlan(), 1, config=config, agent=Constant(["a"], "a"))
     assert report.mean_reward == 1.0 and (report.std_reward, report.train.skipped) == (0.0, False)
+
+
+def test_rewards_beyond_their_limits_count_as_these_and_are_reported_as_they_are() -> None:
+    drawn = TokenRollout(trajectory=(1, 2), reward=7.0, generation_mask=(False, True), logprobs=None, env_id="e", problem_id="p")
+    header = RolloutHeader.of(drawn)
+    longest = OverlongPenalty(max_length=1, buffer=1)
+    clipped = dataclasses.replace(CONFIG, reward_clip=(-1.0, 2.0), overlong=longest)
+    assert [_shaped(clipped, dataclasses.replace(header, reward=reward)) for reward in (7.0, 0.5, -3.0)] == [1.0, -0.5, -2.0]
+    [report] = iterate(ParallelPlan(), 1, config=dataclasses.replace(CONFIG, reward_clip=(0.0, 0.5)), agent=Constant(["a"], "a"))
+    assert report.mean_reward == 1.0 and report.group_rewards == ((1.0, 0.0),) * 2
 
 
 def test_a_reference_that_is_missing_is_named() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from mcore_rl import TokenRollout
 from mcore_rl._header import RolloutHeader
-from mcore_rl._rollout_statistics import example_numbers, pair_counts, token_versions, truncated_share
+from mcore_rl._rollout_statistics import example_numbers, group_rewards, pair_counts, token_versions, truncated_share
 
 
 def rollout(*answer: int, prompt: tuple[int, ...] = (1, 2), reward: float = 0.0, **fields: Any) -> TokenRollout:
@@ -84,3 +84,8 @@ def test_examples_are_the_best_and_the_worst_of_the_first_group_that_has_two() -
 
 def test_the_share_of_truncated_answers() -> None:
     assert truncated_share(headers([[rollout(3, finish_reason="length"), rollout(4)], [rollout(5), rollout(6)]])) == 0.25
+
+
+def test_each_group_has_mean_and_deviation_of_its_rewards() -> None:
+    groups = [[rollout(1, reward=1.0), rollout(1, reward=0.0)], [], [rollout(1, reward=0.25)]]
+    assert group_rewards(headers(groups)) == ((0.5, 0.5), (0.25, 0.0))

@@ -30,7 +30,7 @@ from mcore_rl import (
     kl_estimate,
     rollout_batches,
 )
-from mcore_rl._correction import mismatch
+from mcore_rl._correction import MismatchTotals, mismatch
 from mcore_rl._trajectories import TrajectoryBatches, place_rows, write_batches
 
 SIZES = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, ffn_hidden_size=16, vocab_size=16, init_method_std=0.6)
@@ -127,7 +127,7 @@ def expected(objective: GRPOObjective, aggregation: Aggregation) -> tuple[torch.
                 weight = weight * ((weight >= limit.low) & (weight <= limit.high))
             gain = gain * weight * float(not bool((logs.exp() < limit.veto).any()))
         gap = ref - current
-        kl = {"k1": -gap, "k2": gap**2 / 2, "k3": gap.exp() - gap - 1}[objective.kl_estimator]
+        kl = {"k1": -gap, "k2": gap**2 / 2, "k3": gap.exp() - gap - 1, "abs": gap.abs()}[objective.kl_estimator]
         losses.append(objective.kl_beta * kl - gain - objective.entropy_weight * entropy)
     loss = {
         "token_mean": lambda: torch.cat(losses).mean(),
@@ -147,6 +147,7 @@ OBJECTIVES = {
     "k1": GRPOObjective(kl_beta=0.3, kl_estimator="k1"),
     "k2": GRPOObjective(kl_beta=0.3, kl_estimator="k2"),
     "k3": GRPOObjective(kl_beta=0.3),
+    "abs": GRPOObjective(kl_beta=0.3, kl_estimator="abs"),
     "token-mask": GRPOObjective(correction=ImportanceCorrection(mode="mask", low=0.5, high=1.8)),
     "sequence-truncated": GRPOObjective(correction=ImportanceCorrection(level="sequence", high=0.8)),
     "sequence-mask": GRPOObjective(correction=ImportanceCorrection(level="sequence", mode="mask", low=0.2, high=0.86)),
@@ -281,6 +282,21 @@ def test_a_reward_that_is_alone_has_no_advantage_with_either_correction() -> Non
             assert AdvantageConfig(scale=scale, std_correction=correction).advantages([[3.0], []]) == [[0.0], []]
 
 
+def test_the_mismatch_of_micro_batches_is_that_of_their_tokens_that_count() -> None:
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    totals = MismatchTotals(torch.device("cpu"))
+    assert totals.report() is None
+    for batch in batches("2", Aggregation()):
+        known, keep = batch.extras["inference_logprobs"].clone(), batch.loss_mask != 0
+        # What the engine said nothing of, and what does not count, may be anything.
+        known[~keep] = math.nan
+        output, _ = GPTModel(SIZES, ProcessGroups.single(), dtype=torch.float64)(batch.tokens.flatten(), batch.step())
+        GRPOObjective(observe=totals.add)(output, dataclasses.replace(batch, extras={**batch.extras, "inference_logprobs": known}))
+        parts.append((batch.extras["old_logprobs"][keep], known[keep]))
+    whole = MismatchReport.of(torch.cat([old for old, _ in parts]), torch.cat([known for _, known in parts]))
+    assert dataclasses.asdict(totals.report() or whole) == pytest.approx(dataclasses.asdict(whole)) and totals.report() is not None
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_the_mean_of_an_estimate_is_the_divergence(estimator: str) -> None:
     p, q = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64), torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
@@ -312,7 +328,11 @@ def test_the_mismatch_is_reported() -> None:
     assert report.probability_gap == pytest.approx((abs(math.exp(-1) - math.exp(-1.5)) + abs(math.exp(-2) - math.exp(-1))) / 3)
     assert MismatchReport.of(old, old).effective_sample_size == pytest.approx(1.0)
     means = {name: values.mean().item() for name, values in mismatch(old.double(), inference.double()).items()}
-    assert means == {"probability_gap": report.probability_gap, "mismatch_k1": report.k1, "mismatch_k3": report.k3}
+    assert means == pytest.approx({"probability_gap": report.probability_gap, "mismatch_k1": report.k1, "mismatch_k3": report.k3})
+    assert (report.probability_gap_min, report.probability_gap_max) == pytest.approx((0.0, math.exp(-1) - math.exp(-2)))
+    probabilities = [math.exp(value) for value in (-1.5, -1.0, -0.5)]
+    drawn = (report.inference_probability_min, report.inference_probability, report.inference_probability_max)
+    assert drawn == pytest.approx((probabilities[0], sum(probabilities) / 3, probabilities[2]))
     with pytest.raises(ValueError, match="must be of one shape and not empty"):
         MismatchReport.of(old[:0], inference[:0])
 
@@ -361,6 +381,12 @@ def test_the_mismatch_is_reported() -> None:
             {"num_groups": 3, "group_size": 3, "seq_len": 8, "kl_in_reward": math.inf},
             "kl_in_reward=inf must be a finite number",
         ),
+        (
+            GRPOConfig,
+            {"num_groups": 3, "group_size": 3, "seq_len": 8, "reward_clip": (1.0, 1.0)},
+            "must be two finite numbers in ascending",
+        ),
+        (GRPOConfig, {"num_groups": 3, "group_size": 3, "seq_len": 8, "reward_clip": (0.0, math.inf)}, "must be two finite numbers in asc"),
         (GRPOConfig, {"num_groups": 2.5, "group_size": 3, "seq_len": 8}, "num_groups=2.5 must be a whole number, at least 1"),
         (
             GRPOConfig,

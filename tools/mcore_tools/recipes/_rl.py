@@ -175,7 +175,7 @@ class ServedConfig:
 # What is for rewards alone.
 _FOR_REWARDS = (
     *("policy", "advantage", "gae", "aggregation", "correction", "kl_beta", "kl_in_reward", "entropy_weight", "overlong"),
-    *("filter_equal_groups", "old_logprobs"),
+    *("reward_clip", "filter_equal_groups", "old_logprobs"),
 )
 
 
@@ -247,7 +247,7 @@ class RLConfig:
     kl_beta: float = 0.0
     """Of the divergence from the first weights, in the loss."""
     kl_estimator: str = "k3"
-    """k1, k2 or k3."""
+    """k1, k2, k3 or abs."""
     kl_in_reward: float = 0.0
     """Of the divergence from the first weights, in the reward."""
     ref_model_sync_steps: int = 0
@@ -258,6 +258,8 @@ class RLConfig:
     """Of the entropy of the policy, which is raised; 0 for none."""
     packing: PackingConfig | None = None
     """Bins instead of rows of ``train.seq_len``."""
+    reward_clip: tuple[float, float] | None = None
+    """Limits between which rewards are learnt from; None for none."""
     overlong: OverlongPenalty | None = None
     """Taken from the reward of long answers."""
     mask_truncated: bool = False

@@ -60,7 +60,19 @@ from mcore_tools.training import (
 )
 
 _DRAWN = (
-    *("reward", "reward_std", "num_dropped", "num_filtered", "group_similarity", "truncated", "rollout_s", "refit_s"),
+    *(
+        "reward",
+        "reward_std",
+        "group_reward_min",
+        "group_reward_max",
+        "group_reward_std",
+        "num_dropped",
+        "num_filtered",
+        "group_similarity",
+        "truncated",
+        "rollout_s",
+        "refit_s",
+    ),
     *("to_generation_s", "generate_s", "to_training_s", "exchange_s", "pack_s", "score_s", "num_turns"),
 )
 _NUM_LENGTHS = 32
@@ -461,6 +473,20 @@ def _values(report: IterationReport) -> dict[str, float]:
         "score_s": report.score_s,
         "tokens_per_s": num_tokens / (report.rollout_s + report.train_s + report.refit_s),
     }
+    if report.group_rewards:
+        means, spreads = zip(*report.group_rewards, strict=True)
+        values |= {"group_reward_min": min(means), "group_reward_max": max(means), "group_reward_std": sum(spreads) / len(spreads)}
+    if (apart := report.mismatch) is not None:
+        values |= {
+            "inference_ratio": apart.weight_mean,
+            "inference_ratio_min": apart.weight_min,
+            "inference_ratio_max": apart.weight_max,
+            "probability_gap_min": apart.probability_gap_min,
+            "probability_gap_max": apart.probability_gap_max,
+            "inference_probability": apart.inference_probability,
+            "inference_probability_min": apart.inference_probability_min,
+            "inference_probability_max": apart.inference_probability_max,
+        }
     if report.without_logprobs:
         values["without_logprobs"] = report.without_logprobs
     if report.group_similarity is not None:

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """What an iteration is told."""
 
+import math
 from dataclasses import dataclass, field
 
 from mcore_rl._advantage import AdvantageConfig
@@ -52,6 +53,8 @@ class GRPOConfig:
     kl_in_reward: float = 0.0
     """Times the sum over an answer of old - ref log-probabilities, taken from its reward, with ``gae`` token by token; needs a
     reference."""
+    reward_clip: tuple[float, float] | None = None
+    """Rewards below the first number count as it, and above the second as that; they are reported as they were. None for no limits."""
     overlong: OverlongPenalty | None = None
     """Taken from the reward of long answers, which is reported without it."""
     mask_truncated: bool = False
@@ -80,6 +83,8 @@ class GRPOConfig:
                 f"max_filter_ratio={self.max_filter_ratio} has no effect without filter_equal_groups; set it to True, or leave this at "
                 f"{GRPOConfig.max_filter_ratio}"
             )
+        if self.reward_clip is not None and not (all(map(math.isfinite, self.reward_clip)) and self.reward_clip[0] < self.reward_clip[1]):
+            raise ValueError(f"reward_clip={self.reward_clip} must be two finite numbers in ascending order; None for no limits")
         if self.old_logprobs not in ("trainer", "inference"):
             raise ValueError(f"old_logprobs={self.old_logprobs!r} must be trainer or inference")
         if self.gae is not None and self.advantage != AdvantageConfig():

@@ -2,11 +2,14 @@
 # Copyright (c) 2026 the mcore authors
 """Importance weights for an engine whose numerics differ from the trainer's."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from mcore_parallel import Group
+from mcore_parallel.comm import all_reduce
 from mcore_rl._kl import MAX_LOG_RATIO
 from mcore_rl._sequences import Sequences
 from mcore_rl._stability import experimental_api
@@ -100,8 +103,7 @@ def mismatch(old: Tensor, inference: Tensor) -> dict[str, Tensor]:
 class MismatchReport:
     """How far the engine's and the trainer's log-probabilities of the same tokens lie apart.
 
-    `GRPOObjective` reports of all tokens that it learns from what sums can say: ``probability_gap``, ``mismatch_k1``, ``mismatch_k3``, and
-    the mean and the mean square of the weights.
+    ``IterationReport.mismatch`` is that of an iteration.
     """
 
     weight_min: float
@@ -112,6 +114,12 @@ class MismatchReport:
     """(sum w)^2 / sum w^2, divided by the number of tokens: 1 without a mismatch."""
     probability_gap: float
     """Mean of |p_old - p_inference|."""
+    probability_gap_min: float
+    probability_gap_max: float
+    inference_probability: float
+    """Mean of p_inference."""
+    inference_probability_min: float
+    inference_probability_max: float
     k1: float
     """Mean of inference - old, an estimate of KL(inference || old)."""
     k3: float
@@ -126,15 +134,60 @@ class MismatchReport:
         """
         if old.shape != inference.shape or not old.numel():
             raise ValueError(f"old {tuple(old.shape)} and inference {tuple(inference.shape)} must be of one shape and not empty")
-        old, inference = old.double().flatten(), inference.double().flatten()
+        totals = MismatchTotals(old.device)
+        totals.add(old.flatten(), inference.flatten(), torch.ones_like(old, dtype=torch.bool).flatten())
+        report = totals.report()
+        assert report is not None
+        return report
+
+
+class MismatchTotals:
+    """Adds up a `MismatchReport` over micro-batches and ranks, on their device.
+
+    Args:
+        device: of the log-probabilities.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(7, dtype=torch.float64, device=device)
+        """Of weights, gaps, the engine's probabilities, squared weights, k1 and k3; the number of tokens."""
+        self._most = torch.full((6,), -math.inf, dtype=torch.float64, device=device)
+        """Largest of the first three, and of their negatives."""
+
+    @torch.no_grad()
+    def add(self, old: Tensor, inference: Tensor, keep: Tensor) -> None:
+        """Log-probabilities [T] of trainer and engine; those that ``keep`` [T] marks count."""
+        old, inference = (torch.where(keep, values.double(), 0) for values in (old, inference))
         weight = (old - inference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        means = {name: values.mean().item() for name, values in mismatch(old, inference).items()}
-        return cls(
-            weight_min=weight.min().item(),
-            weight_mean=weight.mean().item(),
-            weight_max=weight.max().item(),
-            effective_sample_size=(weight.sum().square() / weight.square().sum() / weight.numel()).item(),
-            probability_gap=means["probability_gap"],
-            k1=means["mismatch_k1"],
-            k3=means["mismatch_k3"],
+        parts = mismatch(old, inference)
+        first = torch.stack([weight, parts["probability_gap"], inference.exp()])
+        rows = torch.cat([first, torch.stack([weight.square(), parts["mismatch_k1"], parts["mismatch_k3"], torch.ones_like(weight)])])
+        self._sums += torch.where(keep, rows, 0).sum(1)
+        self._most = torch.maximum(self._most, torch.where(keep, torch.cat([first, -first]), -math.inf).amax(1))
+
+    def report(self, group: Group | None = None) -> MismatchReport | None:
+        """Of all tokens of a group's ranks, each of which calls it; None where none counts.
+
+        Ranks that saw the same tokens may be among them, as those of one tensor-parallel group, where all tokens were seen as often.
+        """
+        sums, most = self._sums, self._most
+        if group is not None:
+            sums, most = all_reduce(sums, group), all_reduce(most, group, op="max")
+        weights, gaps, probabilities, squares, k1, k3, count = sums.tolist()
+        highs, lows = most[:3].tolist(), (-most[3:]).tolist()
+        if not count:
+            return None
+        return MismatchReport(
+            weight_min=lows[0],
+            weight_mean=weights / count,
+            weight_max=highs[0],
+            effective_sample_size=weights**2 / squares / count,
+            probability_gap=gaps / count,
+            probability_gap_min=lows[1],
+            probability_gap_max=highs[1],
+            inference_probability=probabilities / count,
+            inference_probability_min=lows[2],
+            inference_probability_max=highs[2],
+            k1=k1 / count,
+            k3=k3 / count,
         )

@@ -277,7 +277,13 @@ class DisjointLoop:
             raise RuntimeError(
                 f"no token of the rollouts counts: mask_truncated={self.config.mask_truncated}, and all are truncated or empty"
             )
-        return {"updates": done.policy, "critic_updates": done.critic, "pack_s": done.pack_s, "score_s": done.score_s}
+        return {
+            "updates": done.policy,
+            "critic_updates": done.critic,
+            "pack_s": done.pack_s,
+            "score_s": done.score_s,
+            "mismatch": done.mismatch,
+        }
 
     def _refit(self) -> None:
         learner, server, placement = self._learner, self._server, self.placement

@@ -16,10 +16,11 @@ from mcore_parallel.training.distill import DistillationObjective
 from mcore_rl._aggregation import Aggregation
 from mcore_rl._collect import Collection, Drawn, draw, exchange
 from mcore_rl._config import GRPOConfig
+from mcore_rl._correction import MismatchReport
 from mcore_rl._objective import GRPOObjective
 from mcore_rl._preference import DPOObjective
 from mcore_rl._refit import WeightSink
-from mcore_rl._rollout_statistics import EnvironmentReport, environment_reports, truncated_share
+from mcore_rl._rollout_statistics import EnvironmentReport, environment_reports, group_rewards, truncated_share
 from mcore_rl._stability import experimental_api
 from mcore_rl._transfer import refit
 from mcore_rl._types import TokenRollout
@@ -63,6 +64,8 @@ class IterationReport:
     """Of ``train_s``, until rollouts are in micro-batches on the device."""
     score_s: float = 0.0
     """Of ``train_s``, until the log-probabilities and values that the updates need are queued."""
+    mismatch: MismatchReport | None = None
+    """Of the log-probabilities of engine and trainer, over all tokens that are learnt from; None where nothing is compared."""
     critic_updates: tuple[TrainReport, ...] = ()
     """Of the critic of PPO."""
     lag: int = 0
@@ -88,6 +91,8 @@ class IterationReport:
     """Times that the policy wrote in a trajectory."""
     packing_efficiency: float | None = None
     """Places of the bins of all ranks that labels fill, mean over the updates of an epoch; None for rows."""
+    group_rewards: tuple[tuple[float, float], ...] = ()
+    """Mean and standard deviation of the rewards of each group."""
     environments: Mapping[str, EnvironmentReport] = field(default_factory=dict)
     """By ``env_id``."""
     examples: tuple[TokenRollout, ...] = ()
@@ -167,6 +172,7 @@ def grpo_iteration(
         exchange_s=rolled_out - handed_over,
         pack_s=done.pack_s,
         score_s=done.score_s,
+        mismatch=done.mismatch,
     )
 
 
@@ -205,6 +211,7 @@ def rollout_means(config: GRPOConfig, collected: Collection, num_asked: int | No
         "without_logprobs": sum(header.num_generated for header in flat if not header.has_logprobs) / max(1, sum(lengths)),
         "truncated": truncated_share(collected.groups),
         "group_similarity": shared / most if most else None,
+        "group_rewards": group_rewards(collected.groups),
         "environments": environment_reports(collected.groups),
         "examples": collected.examples,
         "num_rollouts": len(flat),

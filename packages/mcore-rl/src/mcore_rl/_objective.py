@@ -3,6 +3,7 @@
 """The losses of policy optimisation as one objective."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -83,13 +84,15 @@ class GRPOObjective:
     kl_beta: float = 0.0
     """Of the divergence in the loss; 0 needs no reference log-probabilities."""
     kl_estimator: str = "k3"
-    """k1, k2 or k3 (`kl_estimate`)."""
+    """k1, k2, k3 or abs (`kl_estimate`)."""
     entropy_weight: float = 0.0
     """Of the entropy of each token's whole distribution."""
     temperature: float = 1.0
     """At which the answers were drawn; logits are divided by it."""
     correction: ImportanceCorrection | None = field(default_factory=ImportanceCorrection)
     """Weights for an engine whose numerics differ; None for none."""
+    observe: Callable[[Tensor, Tensor, Tensor], None] | None = field(default=None, repr=False, compare=False)
+    """Called with the old log-probabilities [T] of each micro-batch, the engine's, and which of them count; an iteration has its own."""
 
     def __post_init__(self) -> None:
         check_estimator(self.kl_estimator)
@@ -114,6 +117,8 @@ class GRPOObjective:
         # Of what the engine said nothing, nothing is corrected.
         is_known = ~inference.isnan()
         inference = torch.where(is_known, inference, old)
+        if self.observe is not None:
+            self.observe(old, inference, keep & is_known)
         sequences = Sequences.of(batch, output.layer.groups.cp) if self._needs_sequences() else None
         ratio = self.policy.ratio(current, old, keep, sequences)
         loss = self.policy.losses(current, values["advantages"], ratio)

@@ -87,6 +87,12 @@ def environment_reports(groups: Headers) -> dict[str, EnvironmentReport]:
     return reports
 
 
+def group_rewards(groups: Headers) -> tuple[tuple[float, float], ...]:
+    """Mean and standard deviation (of a population) of the rewards of each group that has some."""
+    rewards = [torch.tensor([header.reward for header in group], dtype=torch.float64) for group in groups if group]
+    return tuple((group.mean().item(), group.std(correction=0).item()) for group in rewards)
+
+
 def truncated_share(groups: Headers) -> float:
     """Of the answers, those that the limit of tokens ended."""
     flat = [header.finish_reason == "length" for group in groups for header in group]

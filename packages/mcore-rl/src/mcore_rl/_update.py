@@ -17,6 +17,7 @@ from mcore_parallel.training import Batch, GradSync, Objective, Optimizer, Train
 from mcore_parallel.training.distill import DistillationObjective, Teacher
 from mcore_rl._collect import Collection
 from mcore_rl._config import GRPOConfig
+from mcore_rl._correction import MismatchReport, MismatchTotals
 from mcore_rl._critic import Critic, estimate, with_estimates
 from mcore_rl._header import RolloutHeader
 from mcore_rl._objective import GRPOObjective
@@ -68,6 +69,8 @@ class Updates:
     """Until the rollouts were in micro-batches on the device."""
     score_s: float
     """Until the log-probabilities and values that they need were queued."""
+    mismatch: MismatchReport | None = None
+    """Of all tokens, before the first of the updates that learn from them; None where nothing is compared with an engine."""
 
 
 def mini_batches(config: GRPOConfig, collected: Collection, groups: ProcessGroups) -> list[MiniBatch]:
@@ -119,10 +122,16 @@ def update(
     scored = time.perf_counter()
     critic, teacher, reports, critic_reports = learner.critic, learner.teacher, [], []
     learner.model.train()
-    for part in [part for _ in range(config.num_epochs) for part in parts]:
+    objective, totals = learner.objective, MismatchTotals(device)
+    compares = train_policy and isinstance(objective, GRPOObjective)
+    if compares:
+        objective = dataclasses.replace(objective, observe=totals.add)
+    for number, part in enumerate([part for _ in range(config.num_epochs) for part in parts]):
+        if number == len(parts):
+            objective = learner.objective
         batches = part.written.batches if teacher is None else _labelled(teacher, part.written.batches)
         if train_policy:
-            reports.append(train_step(learner.model, batches, learner.objective, learner.sync, learner.optimizer, lr=lr))
+            reports.append(train_step(learner.model, batches, objective, learner.sync, learner.optimizer, lr=lr))
         if critic is not None:
             critic.model.train()
             critic_reports.append(
@@ -137,7 +146,13 @@ def update(
                 )
             )
     finish_parameters(learner)
-    return Updates(policy=tuple(reports), critic=tuple(critic_reports), pack_s=packed - begin, score_s=scored - packed)
+    return Updates(
+        policy=tuple(reports),
+        critic=tuple(critic_reports),
+        pack_s=packed - begin,
+        score_s=scored - packed,
+        mismatch=totals.report(learner.groups.world) if compares else None,
+    )
 
 
 @runtime_checkable
@@ -235,7 +250,11 @@ def _estimated(config: GRPOConfig, headers: Sequence[RolloutHeader], parts: Sequ
 
 
 def _shaped(config: GRPOConfig, header: RolloutHeader) -> float:
-    return header.reward + (0.0 if config.overlong is None else config.overlong(header.num_generated))
+    reward = header.reward
+    if config.reward_clip is not None:
+        low, high = config.reward_clip
+        reward = min(high, max(low, reward))
+    return reward + (0.0 if config.overlong is None else config.overlong(header.num_generated))
 
 
 def _kl_sums(count: int, parts: Sequence[MiniBatch], groups: ProcessGroups) -> list[float]:
