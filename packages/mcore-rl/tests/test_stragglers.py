@@ -105,6 +105,20 @@ def test_a_caller_that_cancels_gets_no_group() -> None:
     assert interface.running == 0
 
 
+def test_answers_come_without_await_in_and_beside_an_event_loop() -> None:
+    interface = MegatronLocal(engine(), seed=3)
+    request = InferenceRequest(prompts=[[97, 98], [99]], n=2, generation_args=GenericGenerationArgs(temperature=0.0, max_tokens=3))
+    beside = interface.generate(request)
+
+    async def inside() -> list[list[InferenceResponse]]:
+        return interface.generate(request)
+
+    assert beside == asyncio.run(inside()) == asyncio.run(interface.agenerate(request))
+    assert [[answer.token_ids[:1] for answer in answers] for answers in beside] == [[[97]] * 2, [[99]] * 2]
+    with pytest.raises(EngineDeadError):
+        Refuses(0, EngineDeadError("the engine was closed")).generate(InferenceRequest(prompts=[[97]]))
+
+
 class Refuses(InferenceInterface):
     """Answers with three tokens, but says of request ``number`` what it is told, so often."""
 

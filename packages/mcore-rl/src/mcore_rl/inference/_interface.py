@@ -5,6 +5,7 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import InferenceRequest, InferenceResponse
@@ -23,6 +24,19 @@ class InferenceInterface(ABC):
             TimeoutError: it was not answered in time; as for ``LostError``.
             Exception: any other error is of the engine, and ends the iteration.
         """
+
+    def generate(self, request: InferenceRequest) -> list[list[InferenceResponse]]:
+        """``agenerate`` for callers that await nothing. Inside a running event loop it holds that up, and works in a loop of another thread.
+
+        Raises:
+            Exception: as of ``agenerate``.
+        """
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(self.agenerate(request))
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="mcore-generate") as pool:
+            return pool.submit(lambda: asyncio.run(self.agenerate(request))).result()
 
     @abstractmethod
     def encode(self, text: str) -> Sequence[int]:
