@@ -266,6 +266,14 @@ def test_trainer_and_engine_of_a_batch_invariant_run_agree_to_the_last_bit(tmp_p
     assert row["group_reward_min"] <= row["reward"] <= row["group_reward_max"] and 0 <= row["group_reward_std"] <= row["reward_std"]
 
 
+@pytest.mark.parametrize("change", ["rl.weight_dtype=fp8_weight_only", "rl.weight_dtype=fp8", "rl.kv_cache_dtype=fp8"])
+def test_an_engine_of_fewer_bits_draws_and_takes_each_refit(change: str, tmp_path: Path) -> None:
+    assert run(tmp_path / "run", change) == 0
+    apart = [(row["logprob_mismatch"], row["inference_ratio_min"], row["inference_ratio_max"]) for row in rows(tmp_path / "run")]
+    # A second iteration whose engine had kept the weights of before would lie far apart.
+    assert len(apart) == 2 and all(1e-4 < gap < 0.2 and 0.5 < low < 1 < high < 2 for gap, low, high in apart)
+
+
 @pytest.mark.parametrize("steps", [4, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_policy_that_does_not_move_does_not_drift_from_its_engine(steps: int, tmp_path: Path) -> None:
     changes = ["optimizer.lr=0", "optimizer.min_lr=0", "train.warmup_steps=0", f"train.steps={steps}", "train.eval_interval=0"]
@@ -332,6 +340,14 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
             "rl.overlong.max_length=10 rl.overlong.buffer=4",
             "rl.overlong.max_length=10 has no effect: up to max_length - buffer = 6 tokens nothing is taken, and rl.generation",
         ),
+        ("rl.weight_dtype=fp4", "rl.weight_dtype='fp4' is not of type Literal['fp8', 'fp8_weight_only'] or None"),
+        ("batch_invariant=true rl.weight_dtype=fp8_weight_only", "rl.weight_dtype='fp8_weight_only' rounds what the engine computes with"),
+        ("batch_invariant=true rl.kv_cache_dtype=fp8", "rl.kv_cache_dtype='fp8' rounds what the engine computes with, and batch_invariant"),
+        (
+            "rl.old_logprobs=inference rl.kv_cache_dtype=fp8",
+            "kv_cache_dtype='fp8' changes the engine's log-probabilities, and old_logprobs",
+        ),
+        ("rl.served.urls=[http://127.0.0.1:1] rl.weight_dtype=fp8", "weight_dtype needs engines of the run itself"),
         ("rl.eval_samples=2 train.eval_interval=0", "rl.eval_samples=2 has no effect without evaluations; set train.eval_interval"),
         ("rl.kl_beta=0 rl.ref_model_sync_steps=5", "ref_model_sync_steps=5 has no effect without a reference; set kl_beta"),
         ("rl.ref_model_sync_steps=-1", "ref_model_sync_steps=-1 must not be negative"),

@@ -412,6 +412,12 @@ class RunConfig:
         if rl.router_replay and (self.moe is None or self.moe.moe_router_load_balancing_type == "sinkhorn"):
             reason = "the model has no experts" if self.moe is None else "sinkhorn routes a whole batch at once"
             raise ValueError(f"rl.router_replay=True, and {reason}; set it to false")
+        for name in ("weight_dtype", "kv_cache_dtype"):
+            if self.batch_invariant and (value := getattr(rl, name)) is not None:
+                raise ValueError(
+                    f"rl.{name}={value!r} rounds what the engine computes with, and batch_invariant=True has it agree with the trainer to the "
+                    f"last bit; set rl.{name}=none, or batch_invariant=false"
+                )
         if rl.eval_samples and not train.eval_interval and not rl.eval_on_start:
             raise ValueError(
                 f"rl.eval_samples={rl.eval_samples} has no effect without evaluations; set train.eval_interval, or rl.eval_samples=0"

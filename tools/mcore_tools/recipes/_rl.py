@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from dataclasses import MISSING, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from mcore_rl import (
     AdvantageConfig,
@@ -280,6 +280,10 @@ class RLConfig:
     """Memory of each engine for keys and values, in GB."""
     max_requests: int = 64
     """Answers that each engine draws at a time, where its memory suffices."""
+    weight_dtype: Literal["fp8", "fp8_weight_only"] | None = None
+    """Of each engine's matmuls, rounded anew with each refit; None for the policy's. ``correction`` weighs what the rounding changes."""
+    kv_cache_dtype: Literal["fp8"] | None = None
+    """Of each engine's keys and values; None for the policy's."""
 
     judges: JudgeLimits | None = None
     """Answers are judged in processes of their own on each rank, with limits of time and memory; None for the run's own process."""
@@ -298,6 +302,7 @@ class RLConfig:
         self._check_reference()
         self._check_placement()
         self._check_served()
+        self._check_rounding()
         if self.group_size < (least := 2 if self.gae is None else 1):
             reason = ": an answer is judged against its group" if least == 2 else ""
             raise ValueError(f"group_size={self.group_size} must be at least {least}{reason}")
@@ -388,11 +393,25 @@ class RLConfig:
                 "wait for rollouts as long; raise placement.timeout_s, or lower rollout_timeout_s"
             )
 
+    def _check_rounding(self) -> None:
+        """Numbers of fewer bits in engines, which have to be there, and differ from the policy's."""
+        rounded = {name: value for name in ("weight_dtype", "kv_cache_dtype") if (value := getattr(self, name)) is not None}
+        for name, value in rounded.items():
+            if not self.needs_engine:
+                raise ValueError(f"{name}={value!r} is for an engine, and dpo.path needs none; leave it out")
+            if self.old_logprobs == "inference":
+                raise ValueError(
+                    f"{name}={value!r} changes the engine's log-probabilities, and old_logprobs='inference' takes them for the policy's; set "
+                    "old_logprobs=trainer"
+                )
+
     def _check_served(self) -> None:
         """What servers cannot do."""
         if self.served is None:
             return
         beside = {
+            "weight_dtype": self.weight_dtype is not None,
+            "kv_cache_dtype": self.kv_cache_dtype is not None,
             "placement": self.placement is not None,
             "memory.suspend_engine": self.memory.suspend_engine,
             "router_replay": self.router_replay,

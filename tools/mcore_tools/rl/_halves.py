@@ -84,6 +84,8 @@ def build_run_engine(config: RunConfig, tokenizer: Tokenizer, device: torch.devi
         max_length=config.train.seq_len,
         max_requests=config.rl.max_requests,
         cache_gb=config.rl.cache_gb,
+        kv_cache_dtype=config.rl.kv_cache_dtype,
+        weight_dtype=config.rl.weight_dtype,
         execution=ExecutionConfig(record_routing=config.rl.router_replay),
     )
 
