@@ -345,7 +345,7 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
         ("batch_invariant=true rl.kv_cache_dtype=fp8", "rl.kv_cache_dtype='fp8' rounds what the engine computes with, and batch_invariant"),
         (
             "rl.old_logprobs=inference rl.kv_cache_dtype=fp8",
-            "kv_cache_dtype='fp8' changes the engine's log-probabilities, and old_logprobs",
+            "kv_cache_dtype='fp8' changes the engine's log-probabilities, and ",
         ),
         ("rl.served.urls=[http://127.0.0.1:1] rl.weight_dtype=fp8", "weight_dtype needs engines of the run itself"),
         ("rl.eval_samples=2 train.eval_interval=0", "rl.eval_samples=2 has no effect without evaluations; set train.eval_interval"),

@@ -415,8 +415,8 @@ class RunConfig:
         for name in ("weight_dtype", "kv_cache_dtype"):
             if self.batch_invariant and (value := getattr(rl, name)) is not None:
                 raise ValueError(
-                    f"rl.{name}={value!r} rounds what the engine computes with, and batch_invariant=True has it agree with the trainer to the "
-                    f"last bit; set rl.{name}=none, or batch_invariant=false"
+                    f"rl.{name}={value!r} rounds what the engine computes with, and batch_invariant=True has it agree with the trainer to "
+                    f"the last bit; set rl.{name}=none, or batch_invariant=false"
                 )
         if rl.eval_samples and not train.eval_interval and not rl.eval_on_start:
             raise ValueError(

@@ -401,8 +401,8 @@ class RLConfig:
                 raise ValueError(f"{name}={value!r} is for an engine, and dpo.path needs none; leave it out")
             if self.old_logprobs == "inference":
                 raise ValueError(
-                    f"{name}={value!r} changes the engine's log-probabilities, and old_logprobs='inference' takes them for the policy's; set "
-                    "old_logprobs=trainer"
+                    f"{name}={value!r} changes the engine's log-probabilities, and old_logprobs='inference' takes them for the policy's; "
+                    "set old_logprobs=trainer"
                 )
 
     def _check_served(self) -> None:

@@ -26,7 +26,7 @@ class InferenceInterface(ABC):
         """
 
     def generate(self, request: InferenceRequest) -> list[list[InferenceResponse]]:
-        """``agenerate`` for callers that await nothing. Inside a running event loop it holds that up, and works in a loop of another thread.
+        """``agenerate`` for callers that await nothing. Inside a running event loop it blocks that, and works in a loop of another thread.
 
         Raises:
             Exception: as of ``agenerate``.
