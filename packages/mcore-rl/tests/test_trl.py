@@ -16,7 +16,18 @@ from torch import Tensor
 from mcore_parallel import ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.training import Batch
-from mcore_rl import Aggregation, BatchStyle, GRPOObjective, ImportanceCorrection, PolicyLossConfig, TokenRollout
+from mcore_rl import (
+    Aggregation,
+    BatchStyle,
+    ContrastiveRollout,
+    DPOObjective,
+    GRPOObjective,
+    ImportanceCorrection,
+    PolicyLossConfig,
+    TokenRollout,
+    pair_batches,
+    with_ref_logprobs,
+)
 from mcore_rl._trajectories import TrajectoryBatches, place_rows, write_batches
 
 pytest.importorskip("trl")
@@ -205,3 +216,98 @@ def test_each_case_is_another_loss() -> None:
     assert losses.pop("bnpo") == pytest.approx(losses["dapo"])
     values = sorted(losses.values())
     assert all(after - before > 1e-6 for before, after in itertools.pairwise(values))
+
+
+def pairs() -> list[ContrastiveRollout]:
+    """Of prompts and answers of several lengths, two of one prompt each."""
+    generator = torch.Generator().manual_seed(2)
+    made = []
+    for number, (prompt, chosen, rejected) in enumerate(((2, 5, 3), (1, 1, 6), (3, 4, 4))):
+        question = torch.randint(16, (prompt,), generator=generator).tolist()
+        answers = [
+            TokenRollout(
+                trajectory=[*question, *torch.randint(16, (written,), generator=generator).tolist()],
+                reward=reward,
+                generation_mask=[False] * prompt + [True] * written,
+                logprobs=None,
+                env_id="env",
+                problem_id=str(number),
+            )
+            for written, reward in ((chosen, 1.0), (rejected, 0.0))
+        ]
+        made.append(ContrastiveRollout(chosen=answers[0], rejected=answers[1]))
+    return made
+
+
+def preferred(objective: DPOObjective) -> tuple[Tensor, list[Tensor]]:
+    model, reference = (GPTModel(SIZES, ProcessGroups.single(), dtype=torch.float64, seed=seed) for seed in (0, 1))
+    groups = ProcessGroups.single()
+    [batch] = with_ref_logprobs(
+        reference, pair_batches(pairs(), seq_len=9, micro_batch_size=6, style=BatchStyle(dtype=torch.float64)), groups
+    )
+    output, _ = model(batch.tokens.flatten(), batch.step())
+    report = objective(output, batch)
+    loss = report.sum / report.count
+    return loss, list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def preferred_by_trl(objective: DPOObjective, loss_type: str, made: list[ContrastiveRollout]) -> tuple[Tensor, list[Tensor]]:
+    from trl.trainer.dpo_trainer import DPOTrainer  # pyright: ignore[reportMissingImports]
+
+    model, reference = (GPTModel(SIZES, ProcessGroups.single(), dtype=torch.float64, seed=seed) for seed in (0, 1))
+    rows = [pair.chosen for pair in made] + [pair.rejected for pair in made]
+    tokens = [torch.tensor(row.trajectory) for row in rows]
+    width = max(map(len, tokens))
+
+    def outputs(scored: GPTModel, labels: Tensor) -> SimpleNamespace:
+        logprobs = padded([forward(scored, row.trajectory, 1.0)[0] for row in rows], width - 1)
+        kept = torch.where(labels[:, 1:] != -100, logprobs, 0)
+        nothing = torch.zeros_like(kept)
+        return SimpleNamespace(log_probs=kept, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
+
+    inputs = {
+        "input_ids": padded(tokens, width),
+        "attention_mask": padded([torch.ones_like(row) for row in tokens], width),
+        "completion_mask": padded([torch.tensor(row.generation_mask, dtype=torch.int64) for row in rows], width),
+    }
+    with torch.no_grad():
+        known = outputs(reference, inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)).log_probs.sum(1)
+    inputs["ref_chosen_logps"], inputs["ref_rejected_logps"] = known.chunk(2)
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(device=torch.device("cpu"), gather=lambda value: value, gather_for_metrics=lambda value: value),
+        aux_loss_enabled=False,
+        ld_alpha=None,
+        precompute_ref_logps=True,
+        f_divergence_type="reverse_kl",
+        loss_types=[loss_type],
+        loss_weights=[1.0],
+        beta=objective.beta,
+        label_smoothing=objective.label_smoothing,
+        use_weighting=False,
+        _total_train_tokens=0,
+        _tp_size=1,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )
+    loss = DPOTrainer._compute_loss(trainer, lambda labels, **_: outputs(model, labels), inputs, return_outputs=False)
+    return loss, list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+@pytest.mark.parametrize("beta", [0.1, 2.0])
+def test_the_loss_of_preferences_is_that_of_trl(beta: float) -> None:
+    objective = DPOObjective(beta=beta)
+    (loss, gradients), (wanted, wanted_gradients) = preferred(objective), preferred_by_trl(objective, "sigmoid", pairs())
+    torch.testing.assert_close(loss, wanted, rtol=1e-10, atol=1e-12)
+    for one, other in zip(gradients, wanted_gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
+    assert max(one.abs().max().item() for one in gradients) > 1e-3
+
+
+def test_label_smoothing_is_that_of_trl() -> None:
+    # TRL smooths the labels of its aot; of one pair, whose ratios need no order, that is DPO.
+    objective = DPOObjective(beta=0.5, label_smoothing=0.2)
+    loss, gradients = preferred(objective)
+    alone = [preferred_by_trl(objective, "aot", [pair]) for pair in pairs()]
+    torch.testing.assert_close(loss, torch.stack([one for one, _ in alone]).mean(), rtol=1e-10, atol=1e-12)
+    for one, *others in zip(gradients, *(parts for _, parts in alone), strict=True):
+        torch.testing.assert_close(one, torch.stack(others).mean(0), rtol=1e-8, atol=1e-10)
