@@ -122,9 +122,9 @@ def update(
     scored = time.perf_counter()
     critic, teacher, reports, critic_reports = learner.critic, learner.teacher, [], []
     learner.model.train()
-    objective, totals = learner.objective, MismatchTotals(device)
-    compares = train_policy and isinstance(objective, GRPOObjective)
-    if compares:
+    objective, totals = learner.objective, None
+    if train_policy and isinstance(objective, GRPOObjective):
+        totals = MismatchTotals(device)
         objective = dataclasses.replace(objective, observe=totals.add)
     for number, part in enumerate([part for _ in range(config.num_epochs) for part in parts]):
         if number == len(parts):
@@ -151,7 +151,7 @@ def update(
         critic=tuple(critic_reports),
         pack_s=packed - begin,
         score_s=scored - packed,
-        mismatch=totals.report(learner.groups.world) if compares else None,
+        mismatch=None if totals is None else totals.report(learner.groups.world),
     )
 
 
