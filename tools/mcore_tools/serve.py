@@ -8,11 +8,12 @@ mcore serve runs/moe_tiny/checkpoints/step_00001000 --port 8000 --token-file sec
 
 The folder of a run, of its steps (the newest is taken), one checkpoint that keeps ``run.yaml`` and a tokenizer, or a Hugging Face folder.
 On SIGTERM or SIGINT (Ctrl-C) the server refuses new requests, ends the open ones within --drain-seconds and exits; a second signal cuts
-them off. With --data-parallel N engines of N processes, one a GPU, stand behind one address; one that ends or hangs is started again, and
-its requests go to the others. On GPUs one engine is a process of its own as well (USE_COORDINATOR=0 in the environment keeps it in this
-one, 1 does so on CPUs too), and --api-server-count processes answer HTTP at the one port. With --expert-parallel engines share the
-experts of a mixture, and end and start together. With --tp N and --pp M each engine is split over N x M processes, one a GPU, which are
-started here or by torchrun; when one is lost, all of them end.
+them off. An engine of --join does the same: it leaves its coordinator when its requests are over. With --data-parallel N engines of N
+processes, one a GPU, stand behind one address; one that ends or hangs is started again, and its requests go to the others. On GPUs one
+engine is a process of its own as well (USE_COORDINATOR=0 in the environment keeps it in this one, 1 does so on CPUs too), and
+--api-server-count processes answer HTTP at the one port. With --expert-parallel engines share the experts of a mixture, and end and start
+together. With --tp N and --pp M each engine is split over N x M processes, one a GPU, which are started here or by torchrun; when one is
+lost, all of them end.
 Exit code: 0 done; 1 failed, 2 an input cannot be used, and why; 75 the engine failed several times in a row, or hangs: start it again.
 """
 
@@ -89,7 +90,7 @@ _USES = {
     "stall_seconds": ["--join", _SERVER],
     "host": [_SERVER],
     "port": [_SERVER],
-    "drain_seconds": [_SERVER],
+    "drain_seconds": ["--join", _SERVER],
     "tool_call_parser": [_SERVER],
     "token_file": [_SERVER],
     "api_server_count": [_SERVER],
@@ -195,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     code = ranks.follow(engine)
             elif options.join:
                 with frozen_heap():
-                    code = work_for(engine, options.join, options.name, _limits(options))
+                    code = work_for(engine, options.join, options.name, _limits(options), drain_s=options.drain_seconds)
             else:
                 code = _serve(engine, options, token, weights)
             if ranks is not None:
@@ -320,7 +321,7 @@ def _serve_replicas(options: argparse.Namespace, token: str | None, weights: Wei
     check_length(options)
     layout = EngineLayout(tp=options.tp, pp=options.pp, num_sharing=options.data_parallel if options.expert_parallel else 1)
     layout.check(*served_model(options.checkpoint), balancing_of(options))
-    words = engine_words(options, "--max-waiting", str(options.max_waiting))
+    words = engine_words(options, "--max-waiting", str(options.max_waiting), "--drain-seconds", str(options.drain_seconds))
     words += [] if options.stall_seconds is None else ["--stall-seconds", str(options.stall_seconds)]
     words += ["--data-parallel", str(options.data_parallel), "--expert-parallel"] if options.expert_parallel else []
     # Refused before a process starts.

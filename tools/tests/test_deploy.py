@@ -76,7 +76,8 @@ def test_the_kubernetes_file_says_what_the_command_takes(capsys: pytest.CaptureF
     # Out of the service at once, started again later than a step may hang, and ended later than requests may drain.
     ready, alive = (probes[kind]["periodSeconds"] * probes[kind]["failureThreshold"] for kind in ("readiness", "liveness"))
     assert ready <= 5 < alive and "stall-seconds" not in options
-    assert pod["terminationGracePeriodSeconds"] > float(options["drain-seconds"])
+    hook = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert hook[0] == "sleep" and pod["terminationGracePeriodSeconds"] > float(options["drain-seconds"]) + float(hook[1])
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     assert set(mounts.values()) == {volume["name"] for volume in pod["volumes"]} and "/dev/shm" in mounts
     assert str(Path(options["token-file"]).parent) in mounts and str(Path(container["command"][2]).parent) in mounts

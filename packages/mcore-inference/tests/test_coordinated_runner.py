@@ -97,7 +97,8 @@ def test_figures_are_those_of_all_engines_and_counters_outlive_them(runners: lis
         asyncio.run(ten(runner, 6))
         until(lambda: runner.stats()["finished_length"] == 6, "the figures of the requests came")
         stats, each = runner.stats(), [engine.stats() for engine in runners]
-        assert set(stats) == {*each[0], "engines", "open_requests", "open_tokens", "lost_engines", "refused_peers", "refused_messages"}
+        own = {"engines", "draining_engines", "open_requests", "open_tokens", "lost_engines", "drained_engines", "refused_peers"}
+        assert set(stats) == {*each[0], *own, "refused_messages"}
         for name in (
             "generated_tokens",
             "computed_tokens",

@@ -21,6 +21,7 @@ from mcore_inference.coordinator._messages import (
     Failure,
     Heartbeat,
     Incoming,
+    Leave,
     LoadWeights,
     Message,
     Partials,
@@ -95,7 +96,7 @@ class _Fuzz:
     def step(self) -> None:
         draw = self.draw
         self.now += draw.choice([0.0, 0.0, 0.01, 1.0])
-        rare = [Stop(call=7), Disconnect()] if draw.random() < 0.02 else []
+        rare = [Stop(call=7), Disconnect(), Leave(call=8)] if draw.random() < 0.02 else []
         message: Any = draw.choice(rare or samples(draw, self.numbers))
         peer = draw.choice(CLIENTS if isinstance(message, _OF_CLIENTS) or draw.random() < 0.1 else ENGINES)
         frame = encode(message)
@@ -141,5 +142,5 @@ def test_nearly_valid_messages_of_known_peers_never_end_the_coordinator(num_mess
         for outbox in (fuzz.core.tick(fuzz.now + 1000.0), fuzz.core.tick(fuzz.now + 2000.0)):
             fuzz.take(outbox)
         assert fuzz.core.num_open_requests == 0 and fuzz.core.num_engines == 0
-    kinds = {kind.__name__ for kind in (*_OF_CLIENTS, EngineReply, Failure, Partials, SignalAck, WeightAck, Heartbeat, Disconnect)}
+    kinds = {kind.__name__ for kind in (*_OF_CLIENTS, EngineReply, Failure, Partials, SignalAck, WeightAck, Heartbeat, Disconnect, Leave)}
     assert kinds | {"Register", "Connect", "Report"} <= set(seen) and 0.1 < seen["refused"] / seen.total() < 0.8, seen

@@ -4,6 +4,7 @@
 
 import logging
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -70,11 +71,16 @@ class _World:
         codes = {rank: code for rank, process in enumerate(self.processes) if (code := process.poll()) is not None}
         return min(codes, key=lambda rank: (codes[rank] == STALLED_EXIT_CODE, codes[rank]), default=None)
 
-    def terminate(self, why: str) -> None:
-        """Let the processes end by themselves for a while; a stopped one cannot."""
-        self.hung, self.kill_at = why, time.monotonic() + _TERMINATE_S
+    def terminate(self) -> None:
+        """Ask the processes to end without draining, as they do at a second signal; two of one kind may come as one."""
         for process in self.processes:
             process.terminate()
+            process.send_signal(signal.SIGINT)
+
+    def end_hung(self, why: str) -> None:
+        """Let the processes end by themselves for a while; a stopped one cannot."""
+        self.hung, self.kill_at = why, time.monotonic() + _TERMINATE_S
+        self.terminate()
 
     def kill(self) -> None:
         for process in self.processes:
@@ -90,7 +96,7 @@ class Replicas:
     coordinator has lost, by silence or because it makes no progress, gets ten seconds to come back; then it is ended, by SIGTERM and
     five seconds later by SIGKILL. They are started again together, unless that happened ``3`` times, each before they took requests for
     a minute, or the first start was refused or failed (exit code 2 or 1). The coordinator hears of it at once, and gives the requests to
-    other engines. When all are given up, and no engine of another host is left, ``on_end`` hears of it.
+    other engines. One that gets SIGTERM by itself drains before it ends. When all are given up, and no engine of another host is left, ``on_end`` hears of it.
 
     Args:
         command: of a process, ``mcore serve CHECKPOINT`` or another that takes ``--join ADDRESS --name NAME``, which are added.
@@ -135,8 +141,8 @@ class Replicas:
         self._closing.set()
         self._thread.join()
         running = [process for world in self._worlds for process in world.processes]
-        for process in running:
-            process.terminate()
+        for world in self._worlds:
+            world.terminate()
         deadline = time.monotonic() + _STOP_S
         for process in running:
             try:
@@ -183,7 +189,7 @@ class Replicas:
             for world in self._worlds:
                 if not world.is_given_up:
                     self._look_after(world, here)
-            if all(world.is_given_up for world in self._worlds) and not self._coordinator.num_engines:
+            if all(world.is_given_up for world in self._worlds) and not self._coordinator.engine_names:
                 self._on_end("all engines are given up; the reasons stand above")
                 return
 
@@ -204,7 +210,7 @@ class Replicas:
         elif world.missing_since is not None and now - world.missing_since > _HUNG_S:
             hung = f"{', '.join(missing)} did not come back within {_HUNG_S:g} s of being lost, though its process lives, and was ended"
             _LOG.error("%s is lost and its process lives: it is ended", ", ".join(missing))
-            world.terminate(hung)
+            world.end_hung(hung)
 
     def _replace(self, world: _World, rank: int) -> None:
         """End what cannot go on without a rank that ended, tell the coordinator, and start it again."""
@@ -231,8 +237,16 @@ class Replicas:
             self._start(world)
 
 
-def work_for(engine: DynamicInferenceEngine, job: Job, name: str, limits: "ServerLimits") -> int:
+def work_for(engine: DynamicInferenceEngine, job: Job, name: str, limits: "ServerLimits", *, drain_s: float = 30.0) -> int:
     """Serve the requests of a coordinator until a signal, a stop of all engines, the end of the engine or of the parent process.
+
+    Args:
+        engine: of the first rank.
+        job: whose coordinator it is.
+        name: of the engine, for the coordinator.
+        limits: on the queue and the engine.
+        drain_s: seconds that open requests get to end at a signal, with those of engines that share the experts; a second signal ends at
+            once.
 
     Returns:
         Exit code: 0, or 75 when the engine was given up: it failed, or a step hangs.
@@ -255,4 +269,9 @@ def work_for(engine: DynamicInferenceEngine, job: Job, name: str, limits: "Serve
         while not signals.count and os.getppid() == parent and not worker.join(_POLL_S):
             if runner.failure is not None:
                 break
+        if signals.count:
+            deadline = time.monotonic() + drain_s
+            worker.close(drain_s, hurry=lambda: signals.count > 1 or runner.failure is not None)
+            while runner.others_have_work and time.monotonic() < deadline and signals.count == 1:
+                time.sleep(_POLL_S)
         return 0 if runner.failure is None else STALLED_EXIT_CODE

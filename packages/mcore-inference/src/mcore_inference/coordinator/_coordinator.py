@@ -49,7 +49,7 @@ class DataParallelInferenceCoordinator:
     It runs in a thread of its own from ``start`` to ``close``; also a context manager. Engines join by ``EngineWorker`` and may come and
     go at any time, each with a name of its own; clients use ``InferenceClient``. A request goes to the engine with the fewest open tokens,
     or to one that had a prompt of the same beginning. When an engine is lost its requests go to others; those whose tokens were sent
-    already fail with ``EngineLostError``.
+    already fail with ``EngineLostError``. One that leaves in order (``EngineWorker.close(drain_s=...)``) ends the requests that it has before.
 
     Args:
         config: address, time-outs, limits, security.
@@ -93,7 +93,7 @@ class DataParallelInferenceCoordinator:
 
     @property
     def engine_names(self) -> frozenset[str]:
-        """Names of the engines that take requests."""
+        """Names of the engines that are here, of those that drain, too."""
         return self._core.engine_names
 
     @property

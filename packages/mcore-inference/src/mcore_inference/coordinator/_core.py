@@ -19,6 +19,8 @@ from mcore_inference.coordinator._messages import (
     Failure,
     Heartbeat,
     Incoming,
+    Leave,
+    LeaveAck,
     Message,
     Partials,
     Refusal,
@@ -34,7 +36,7 @@ from mcore_inference.coordinator._messages import (
 )
 from mcore_inference.coordinator._open_requests import OpenRequests
 from mcore_inference.coordinator._operations import Operations, name_of
-from mcore_inference.coordinator._states import GroupState, signals_between
+from mcore_inference.coordinator._states import GroupState, MemberState, signals_between
 
 _LOG = logging.getLogger("mcore_inference.coordinator")
 
@@ -66,12 +68,12 @@ class CoordinatorCore:
 
     @property
     def engine_names(self) -> frozenset[str]:
-        """Of the engines that take requests; from any thread."""
+        """Of the engines that are here, draining or not; from any thread."""
         return frozenset(engine.name for engine in list(self._group.engines.values()))
 
     @property
     def num_engines(self) -> int:
-        return len(self._group.engines)
+        return len(self._group.serving)
 
     @property
     def num_open_requests(self) -> int:
@@ -204,16 +206,18 @@ class CoordinatorCore:
                 return False
         return True
 
-    def _lose(self, peer: bytes, reason: str, now: float, *, tell: bool = True, has_ended: bool = False) -> None:
+    def _lose(
+        self, peer: bytes, reason: str, now: float, *, tell: bool = True, has_ended: bool = False, is_drained: bool = False
+    ) -> None:
         """An engine is gone, or given up: nobody waits for it."""
-        engine = self._group.remove_engine(peer)
+        engine = self._group.remove_engine(peer, is_drained=is_drained)
         if engine is None:
             # The loss of another one ended a stop, and with it all engines.
             return
         if tell:
             self._send(peer, Refusal(call=-1, message=f"you were given up: {reason}; register again"))
         self._requests.lose(engine, reason, now, tell=tell)
-        self._operations.lose(peer, engine, reason, now, has_ended=has_ended)
+        self._operations.lose(peer, engine, reason, now, has_ended=has_ended, is_drained=is_drained)
 
     def _forget_client(self, peer: bytes, now: float) -> None:
         client = self._group.clients.pop(peer, None)
@@ -265,8 +269,13 @@ class CoordinatorCore:
             self._take_report(peer, engine, message, now)
         elif isinstance(message, Heartbeat):
             self._send(peer, Heartbeat())
+        elif isinstance(message, Leave):
+            engine.state = MemberState.DRAINING
+            self._send(peer, LeaveAck(call=message.call))
         elif isinstance(message, Disconnect):
-            self._lose(peer, "it left", now, tell=False, has_ended=True)
+            is_drained = engine.state is MemberState.DRAINING and not engine.requests
+            reason = "it left" if is_drained or engine.state is MemberState.SERVING else "its time to drain was over"
+            self._lose(peer, reason, now, tell=False, has_ended=True, is_drained=is_drained)
 
     def _take_report(self, peer: bytes, engine: Engine, report: Report, now: float) -> None:
         self._group.past.check_growth(engine.stats, report.stats)
@@ -289,11 +298,12 @@ class CoordinatorCore:
             past={
                 **self._group.past.sums,
                 "lost_engines": self._group.num_lost,
+                "drained_engines": self._group.num_drained,
                 "refused_peers": self._num_refused_peers,
                 "refused_messages": self.num_refused_messages,
             },
         )
 
     def _shortest_context(self) -> int:
-        self._context = min((engine.max_sequence_length for engine in self._group.engines.values()), default=self._context)
+        self._context = min((engine.max_sequence_length for engine in self._group.serving.values()), default=self._context)
         return self._context

@@ -5,7 +5,7 @@
 from dataclasses import dataclass, field
 
 from mcore_inference.coordinator._messages import EngineStatus, Signal, SubmitRequest
-from mcore_inference.coordinator._states import GroupState
+from mcore_inference.coordinator._states import GroupState, MemberState
 
 
 @dataclass(kw_only=True)
@@ -13,6 +13,7 @@ class Engine:
     name: str
     max_sequence_length: int
     heard: float
+    state: MemberState = MemberState.SERVING
     requests: dict[int, int] = field(default_factory=dict)
     """Number of the attempt -> its tokens."""
     open_tokens: int = 0
@@ -33,6 +34,7 @@ class Engine:
             open_tokens=self.open_tokens,
             finished_requests=self.finished,
             silent_s=now - self.heard,
+            state=self.state,
             weight_version=self.weight_version,
             last_step_age_s=self.last_step_age_s,
             stats=self.stats,

@@ -5,7 +5,7 @@
 from mcore_inference.coordinator._entries import Client, Engine, Operation
 from mcore_inference.coordinator._messages import Message
 from mcore_inference.coordinator._past import PastCounters
-from mcore_inference.coordinator._states import GroupState
+from mcore_inference.coordinator._states import GroupState, MemberState
 
 Outbox = list[tuple[bytes, Message]]
 
@@ -25,7 +25,9 @@ class Group:
         """Of the weights of the last load that ended well; None for those that engines start with."""
         self.past = PastCounters()
         self.num_lost = 0
-        """Engines that left or were lost."""
+        """Engines that were lost, or left with requests."""
+        self.num_drained = 0
+        """Engines that left when their requests were over."""
         self._number = 0
         self._outbox: Outbox = []
 
@@ -37,20 +39,27 @@ class Group:
     def is_stopping(self) -> bool:
         return self.operation is not None and self.operation.target is GroupState.STOPPED
 
+    @property
+    def serving(self) -> dict[bytes, Engine]:
+        """Engines that are not about to leave."""
+        return {peer: engine for peer, engine in list(self.engines.items()) if engine.state is MemberState.SERVING}
+
     def eligible(self) -> list[bytes]:
-        """Engines that take requests: those with the weights of the last load, or of the last one that ended well."""
+        """Engines that get requests: of those that serve, which have the weights of the last load, or of the last one that ended well."""
+        serving = self.serving
         for version in (self.version, self.loaded):
-            peers = [peer for peer, engine in self.engines.items() if version is None or engine.weight_version == version]
+            peers = [peer for peer, engine in serving.items() if version is None or engine.weight_version == version]
             if peers:
                 return peers
         return []
 
-    def remove_engine(self, peer: bytes) -> Engine | None:
+    def remove_engine(self, peer: bytes, *, is_drained: bool = False) -> Engine | None:
         """One that is gone; its counters stay. None where it went before."""
         engine = self.engines.pop(peer, None)
         if engine is not None:
             self.past.add(engine.worker, engine.stats)
-            self.num_lost += 1
+            self.num_drained += is_drained
+            self.num_lost += not is_drained
         return engine
 
     def next_number(self) -> int:

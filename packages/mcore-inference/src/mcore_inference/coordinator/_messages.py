@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from mcore_inference._stability import experimental_api
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version that both sides name when they meet."""
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Default of the longest message."""
@@ -163,6 +163,19 @@ class Disconnect(Message, tag=16):
     """A client or an engine leaves; what it waits for is aborted, what it had begun is given to others."""
 
 
+class Leave(Message, tag=26):
+    """Engine to coordinator: send me no more requests; I leave when those that I have are over."""
+
+    call: Number
+    """Number that the acknowledgement repeats."""
+
+
+class LeaveAck(Message, tag=27):
+    """Coordinator to engine: no request comes behind this, and all that was sent before ``Leave`` was read."""
+
+    call: Number
+
+
 class Register(Message, tag=17):
     """Engine to coordinator: send me requests."""
 
@@ -218,6 +231,8 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     finished_requests: Size
     silent_s: float
     """Seconds since it was last heard."""
+    state: str = "serving"
+    """``draining`` of one that ends the requests it has, takes no more, and leaves then."""
     weight_version: Size = 0
     """Of its weights; while an engine has those of the last load, others get no requests."""
     last_step_age_s: float | None = None
@@ -238,7 +253,7 @@ class Status(Message, tag=21):
     """Of the engine with the shortest; 0 while there is none."""
     engines: list[EngineStatus]
     past: dict[str, float] = {}
-    """Sums of the counters of engines that are gone, and ``lost_engines``: how many."""
+    """Sums of the counters of engines that are gone; ``lost_engines`` and ``drained_engines``: how many."""
 
 
 class LoadWeights(Signal, tag=22):
@@ -310,12 +325,13 @@ class Partials(Message, tag=14):
 
 Incoming = (
     Connect | SubmitRequest | EngineReply | Pause | SignalAck | Unpause | Suspend | Resume | Stop | Failure | Abort | Partials | Heartbeat
-    | Disconnect | Register | AskStatus | LoadWeights | WeightBucket | WeightAck | Report
+    | Disconnect | Leave | Register | AskStatus | LoadWeights | WeightBucket | WeightAck | Report
 )  # fmt: skip
 """What a coordinator may get."""
 ToEngine = (
-    SubmitRequest | Pause | Unpause | Suspend | Resume | Stop | Abort | Heartbeat | RegisterAck | Refusal | LoadWeights | WeightBucket
-)
+    SubmitRequest | Pause | Unpause | Suspend | Resume | Stop | Abort | Heartbeat | RegisterAck | LeaveAck | Refusal | LoadWeights
+    | WeightBucket
+)  # fmt: skip
 ToClient = ConnectAck | EngineReply | SignalAck | Failure | Partials | Heartbeat | Refusal | Status | WeightAck
 SIGNALS: tuple[type[Signal], ...] = (Pause, Unpause, Suspend, Resume, Stop)
 

@@ -122,7 +122,7 @@ class OpenRequests:
 
     def route_homeless(self, now: float) -> None:
         group = self._group
-        if not group.eligible() and (not group.engines or group.is_loading):
+        if not group.eligible() and (not group.serving or group.is_loading):
             return
         homeless, self._homeless = self._homeless, deque()
         for request in homeless:
@@ -146,7 +146,7 @@ class OpenRequests:
         engines = group.eligible()
         if not engines:
             request.engine = None
-            if group.engines and not group.is_loading:
+            if group.serving and not group.is_loading:
                 text = f"no engine has the weights of version {group.loaded}, which were loaded last, since one was lost; load them again"
                 self._fail(request, "StaleWeightsError", text)
             else:

@@ -65,16 +65,18 @@ class Operations:
             return []
         return [(peer, f"it did not answer {name_of(operation.signal)} within {timeout_s:g} s") for peer in sorted(operation.waiting)]
 
-    def lose(self, peer: bytes, engine: Engine, reason: str, now: float, *, has_ended: bool) -> None:
-        """An engine is lost, and nobody waits for it; one that has ended is as stopped as one that said so, which may be on its way."""
+    def lose(self, peer: bytes, engine: Engine, reason: str, now: float, *, has_ended: bool, is_drained: bool) -> None:
+        """An engine is gone, and nobody waits for it; one that has ended is as stopped as one that said so, which may be on its way. One
+        that drained is missed by nobody, but by a load that it was the last one for."""
         operation = self._group.operation
         if operation is None:
             return
         engines = {} if operation.load is None else operation.load.engines
         if peer in operation.waiting or peer in engines:
-            if not (has_ended and self._group.is_stopping):
-                operation.lost.append(f"{engine.name}: {reason}")
             engines.pop(peer, None)
+            is_missed = not is_drained or (operation.load is not None and not engines)
+            if is_missed and not (has_ended and self._group.is_stopping):
+                operation.lost.append(f"{engine.name}: {reason}")
             if peer in operation.waiting or not engines:
                 operation.waiting.discard(peer)
                 self._finish(now)
@@ -168,7 +170,7 @@ class Operations:
 
     def _begin_load(self, client: bytes, message: LoadWeights, now: float) -> None:
         group, timeout_s = self._group, self._config.load_timeout_s
-        if group.state is GroupState.STOPPED or not group.engines:
+        if group.state is GroupState.STOPPED or not group.serving:
             text = "the engines are stopped" if group.state is GroupState.STOPPED else "there is no engine to load weights into"
             group.send(client, Refusal(call=message.call, message=text))
             return

@@ -14,7 +14,8 @@ from mcore_inference._figures import counters, together
 from mcore_inference._stability import experimental_api
 from mcore_inference.coordinator._client import InferenceClient, RemoteStream
 from mcore_inference.coordinator._config import CoordinatorSecurity
-from mcore_inference.coordinator._messages import MAX_MESSAGE_BYTES, Status
+from mcore_inference.coordinator._messages import MAX_MESSAGE_BYTES, EngineStatus, Status
+from mcore_inference.coordinator._states import MemberState
 from mcore_inference.engine import EngineHealth, Increment, RequestStream, WeightSlice, deliver
 from mcore_inference.requests import CoordinatorError, EngineDeadError, RequestError
 from mcore_inference.sampling import SamplingParams
@@ -102,7 +103,7 @@ class CoordinatedRunner:
             self._end()
 
     def health(self) -> EngineHealth:
-        """Alive while the coordinator answers and has engines; the age is that of the engine which is slowest, as it reported it last, and
+        """Alive while the coordinator answers and has engines that take requests; the age is that of the engine which is slowest, as it reported it last, and
         the requests are those of all clients, of others as of the last status."""
         status, reason = self._status, None
         if self._failure is not None:
@@ -111,8 +112,8 @@ class CoordinatedRunner:
             reason = "the runner was closed"
         elif status is None:
             reason = "the coordinator does not answer"
-        elif not status.engines:
-            reason = "the coordinator has no engine"
+        elif not _serving(status):
+            reason = "all engines are draining" if status.engines else "the coordinator has no engine"
         elif status.state == "stopped":
             reason = "the engines are stopped"
         engines = [] if status is None else status.engines
@@ -121,20 +122,25 @@ class CoordinatedRunner:
         return EngineHealth(alive=reason is None, last_step_age_s=age, unfinished_requests=unfinished, failure=reason)
 
     def stats(self) -> dict[str, float]:
-        """Figures of all engines together, and how many there are and were lost.
+        """Figures of all engines together, and how many there are, drain, and were lost.
 
         Counters are sums, over engines that are gone, too: they fall only when another coordinator takes the address. They keep their
         values while the coordinator does not answer. Of ``weight_version`` it is the smallest of the engines, of
         ``seconds_to_first_token`` and ``max_tokens`` the largest.
         """
         status = self._status
-        return {"engines": 0.0, "open_requests": 0.0, "open_tokens": 0.0, **self._counters, **({} if status is None else _merged(status))}
+        return {"engines": 0.0, "draining_engines": 0.0, "open_requests": 0.0, "open_tokens": 0.0, **self._counters, **({} if status is None else _merged(status))}
 
     def engine_stats(self) -> dict[str, dict[str, float]]:
-        """``stats`` of each engine, by its name, and its requests and tokens, as the coordinator knows them."""
+        """``stats`` of each engine, by its name, and its requests and tokens and whether it drains, as the coordinator knows them."""
         engines = [] if self._status is None else self._status.engines
         return {
-            engine.name: {**engine.stats, "open_requests": float(engine.open_requests), "open_tokens": float(engine.open_tokens)}
+            engine.name: {
+                **engine.stats,
+                "open_requests": float(engine.open_requests),
+                "open_tokens": float(engine.open_tokens),
+                "draining": float(engine.state == MemberState.DRAINING),
+            }
             for engine in engines
         }
 
@@ -266,11 +272,16 @@ class CoordinatedRunner:
         deliver(news)
 
 
+def _serving(status: Status) -> list[EngineStatus]:
+    return [engine for engine in status.engines if engine.state != MemberState.DRAINING]
+
+
 def _merged(status: Status) -> dict[str, float]:
     engines = status.engines
     merged = together([status.past, *(engine.stats for engine in engines)])
     merged["waiting_requests"] = merged.get("waiting_requests", 0.0) + status.waiting_requests
-    merged["engines"] = float(len(engines))
+    merged["engines"] = float(len(_serving(status)))
+    merged["draining_engines"] = float(len(engines) - len(_serving(status)))
     merged["open_requests"] = float(sum(engine.open_requests for engine in engines))
     merged["open_tokens"] = float(sum(engine.open_tokens for engine in engines))
     return merged

@@ -23,6 +23,17 @@ class GroupState(enum.StrEnum):
     """The end."""
 
 
+class MemberState(enum.StrEnum):
+    """What one engine is to its coordinator: from joining to serving to draining, from each of them out, and from there to joining."""
+
+    JOINING = "joining"
+    """It asks to be taken, or was given up: it gets nothing."""
+    SERVING = "serving"
+    """It takes requests."""
+    DRAINING = "draining"
+    """It ends the requests that it has, takes no more, and leaves then; signals and weights are for it as for all."""
+
+
 _MOVES: Mapping[type[Signal], Mapping[GroupState, GroupState]] = MappingProxyType(
     {
         Pause: {GroupState.RUNNING: GroupState.PAUSED},

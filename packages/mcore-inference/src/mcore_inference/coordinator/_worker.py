@@ -10,6 +10,7 @@ import math
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import zmq.asyncio
@@ -25,6 +26,8 @@ from mcore_inference.coordinator._messages import (
     Disconnect,
     EngineReply,
     Failure,
+    Leave,
+    LeaveAck,
     LoadWeights,
     Message,
     Partial,
@@ -43,7 +46,7 @@ from mcore_inference.coordinator._messages import (
     encode,
 )
 from mcore_inference.coordinator._peer import connect, reconnect
-from mcore_inference.coordinator._states import GroupState, state_after
+from mcore_inference.coordinator._states import GroupState, MemberState, state_after
 from mcore_inference.coordinator._weights import WeightReceiver
 from mcore_inference.engine import EngineHealth, EngineRunner, Increment, RequestStream
 from mcore_inference.requests import EngineDeadError, RequestError
@@ -53,6 +56,8 @@ _LOG = logging.getLogger("mcore_inference.coordinator")
 _SILENT_BEATS = 30
 """Signs of life without an answer, after which the connection is made anew."""
 _GOODBYE_S = 0.2
+_LOOK_S = 0.05
+"""Between two looks at whether a worker that leaves has ended its requests."""
 _TURN_S = 0.005
 """That messages are taken for, before the loop does something else."""
 _UNWRITABLE = (OverflowError, RecursionError)
@@ -96,7 +101,11 @@ class EngineWorker:
         self._max_bytes = as_integer("max_message_bytes", max_message_bytes, 2**13, 2**40)
         self._id = secrets.token_hex(8)
         self._state = GroupState.RUNNING
-        self._registered = False
+        self._member = MemberState.JOINING
+        self._leave_call = 0
+        self._may_leave: asyncio.Future[None] | None = None
+        """Done by the acknowledgement of the last ``Leave``."""
+        self._draining: asyncio.Task[None] | None = None
         self._registration = 0
         """How often it had to register."""
         self._unanswered = 0
@@ -141,12 +150,32 @@ class EngineWorker:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def close(self) -> None:
-        """Leave the coordinator, which gives the open requests to others. The engine's thread goes on. May be called again."""
-        if self._loop is not None and self._ended is not None:
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._ended.set)
+    def close(self, drain_s: float = 0.0, *, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Take no more requests, let open ones end, and leave the coordinator, which gives the rest to others, or fails those whose tokens
+        were sent with ``EngineLostError``. The engine's thread goes on. May be called again.
+
+        Requests of engines that are paused or suspended end when those go on.
+
+        Args:
+            drain_s: seconds that open requests get to end.
+            hurry: asked meanwhile; True gives the rest of the time up.
+        """
+        deadline = time.monotonic() + drain_s
+        if drain_s > 0:
+            self._call_in_loop(self._begin_drain)
+        while self._thread.is_alive() and time.monotonic() < deadline and not hurry():
+            self._thread.join(_LOOK_S)
+        self._call_in_loop(self._end)
         self._thread.join()
+
+    def _call_in_loop(self, function: Callable[[], None]) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(function)
+
+    def _end(self) -> None:
+        assert self._ended is not None, "called in the loop"
+        self._ended.set()
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
@@ -164,12 +193,13 @@ class EngineWorker:
         self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
         with zmq.asyncio.Context() as context, connect(context, self._address, self._security, self._max_bytes) as self._socket:
             self._ready.set()
-            tasks = [asyncio.ensure_future(each) for each in (self._receive(), self._beat(), self._ended.wait())]
+            tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(each) for each in (self._receive(), self._beat(), self._ended.wait())]
             try:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
             finally:
+                tasks += [] if self._draining is None else [self._draining]
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
@@ -189,14 +219,14 @@ class EngineWorker:
             if self._unanswered >= _SILENT_BEATS:
                 reconnect(self._socket, self._address)
                 self._unanswered = 0
-            if self._registered or health.alive:
+            if self._member is not MemberState.JOINING or health.alive:
                 self._unanswered += 1
                 # Queued, as long as there is no connection.
                 self._socket.send(encode(self._sign_of_life(health)))
             await asyncio.sleep(self._heartbeat_s)
 
     def _sign_of_life(self, health: EngineHealth) -> Register | Report:
-        if self._registered:
+        if self._member is not MemberState.JOINING:
             return Report(is_alive=health.alive, last_step_age_s=health.last_step_age_s, stats=self._stats())
         return Register(
             protocol=PROTOCOL,
@@ -240,14 +270,19 @@ class EngineWorker:
         elif isinstance(message, Abort):
             self._abort(message.request_id)
         elif isinstance(message, RegisterAck):
-            self._registered, self._refusal = True, None
+            self._refusal = None
+            if self._member is MemberState.JOINING:
+                self._member = MemberState.SERVING
+        elif isinstance(message, LeaveAck):
+            if self._may_leave is not None and message.call == self._leave_call and not self._may_leave.done():
+                self._may_leave.set_result(None)
         elif isinstance(message, Refusal):
             if message.message != self._refusal:
                 # Not at each heartbeat.
                 _LOG.warning("the coordinator at %s refuses %s: %s", self._address, self.name, message.message)
             self._refusal = message.message
-            if self._registered:
-                self._registered = False
+            if self._member is not MemberState.JOINING:
+                self._member = MemberState.JOINING
                 self._registration += 1
                 await self._abort_all()
         elif isinstance(message, LoadWeights):
@@ -257,6 +292,30 @@ class EngineWorker:
         elif isinstance(message, Signal):
             await self._obey(message)
         return isinstance(message, Stop)
+
+    def _begin_drain(self) -> None:
+        if self._draining is None:
+            self._draining = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        """End when the requests that are here have ended; at once where the coordinator has not taken this engine, or gives it up."""
+        if self._member is MemberState.SERVING:
+            self._member = MemberState.DRAINING
+        await self._ask_to_leave()
+        while self._member is MemberState.DRAINING and (self._submitted or self._open or self._turn.num_parts):
+            await asyncio.sleep(_LOOK_S)
+        # Behind their last tokens.
+        await self._ask_to_leave()
+        self._end()
+
+    async def _ask_to_leave(self) -> None:
+        """Returns when the coordinator has read all that was sent before, and all that it sent before was read here."""
+        self._leave_call += 1
+        acknowledged = self._may_leave = asyncio.get_running_loop().create_future()
+        while self._member is MemberState.DRAINING and not acknowledged.done():
+            # Again, where a connection that was cut had it.
+            await self._send(Leave(call=self._leave_call))
+            await asyncio.wait([acknowledged], timeout=self._heartbeat_s)
 
     async def _obey(self, signal: Signal) -> None:
         state = state_after(type(signal), self._state)
