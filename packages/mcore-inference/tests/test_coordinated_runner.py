@@ -415,6 +415,18 @@ def test_a_frame_is_as_long_as_its_kind_may_be(runners: list[EngineRunner], monk
         assert 2**21 < max(longest) < 2**22 and sum(size > 2**17 for size in longest) == 1
 
 
+def test_a_request_above_eight_mebibytes_is_refused_before_it_is_sent() -> None:
+    async def ask(address: str) -> None:
+        async with InferenceClient(address) as client:
+            for prompt in (2 * [0, 2**20] * 2**20, "\u4e00" * 2**22):
+                with pytest.raises(RequestError, match=r"it has \d{7,8} bytes and a request has at most 8388608; shorten the prompt"):
+                    await client.submit(prompt, TEN)
+            assert (await client.status()).waiting_requests == 0
+
+    with ExitStack() as stack:
+        asyncio.run(ask(start(stack).address))
+
+
 def test_requests_and_answers_that_are_too_long_fail_alone(runners: list[EngineRunner]) -> None:
     best = SamplingParams(num_tokens_to_generate=200, ignore_eos=True, return_log_probs=True, top_n_logprobs=5)
 

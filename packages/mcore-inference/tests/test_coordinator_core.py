@@ -16,6 +16,7 @@ from mcore_inference.coordinator._messages import (
     GREETING_BYTES,
     MAX_FIGURES,
     MAX_NUMBER,
+    MAX_REQUEST_BYTES,
     MAX_TOKENS,
     SHORT_BYTES,
     Abort,
@@ -437,6 +438,10 @@ def test_each_kind_of_message_has_its_longest() -> None:
         connect("x" * 4096),
     ]
     assert not any(is_too_long(encode(message)) for message in allowed) and len(encode(allowed[2])) > SHORT_BYTES
+    # A request has less than what carries records and weights.
+    most = "x" * (MAX_REQUEST_BYTES - len(encode(submit(0, "x" * 2**20))) + 2**20)
+    assert len(encode(submit(0, most))) == MAX_REQUEST_BYTES == 8 * 2**20
+    assert not is_too_long(encode(submit(0, most))) and is_too_long(encode(submit(0, most + "x")))
     assert is_greeting(encode(connect("x" * 4096))) and is_greeting(encode(register()))
     assert not is_greeting(encode(connect("x" * GREETING_BYTES))) and not is_greeting(encode(submit(0)))
 

@@ -20,6 +20,7 @@ from mcore_inference.coordinator._config import CoordinatorSecurity
 from mcore_inference.coordinator._messages import (
     MAX_MESSAGE_BYTES,
     MAX_NUMBER,
+    MAX_REQUEST_BYTES,
     MAX_TEXT,
     MAX_TOKENS,
     PROTOCOL,
@@ -111,7 +112,7 @@ class InferenceClient:
         security: the coordinator's secret and public key, and its control secret for signals and weights, where it has one.
         timeout_s: seconds that the coordinator gets to answer ``start`` and signs of life; after them everything open fails.
         heartbeat_s: as of the coordinator.
-        max_message_bytes: as of the coordinator; longer requests are refused here.
+        max_message_bytes: as of the coordinator; longer requests are refused here, and those above 8 MiB.
 
     Raises:
         ValueError: a limit out of its range.
@@ -205,7 +206,7 @@ class InferenceClient:
 
         Raises:
             CoordinatorError: the client is not started, or lost its coordinator.
-            RequestError: it is longer than ``max_message_bytes``.
+            RequestError: it is longer than 8 MiB or ``max_message_bytes``.
         """
         return self._submit(prompt, sampling_params, priority, stream=stream)
 
@@ -216,7 +217,7 @@ class InferenceClient:
 
         Raises:
             CoordinatorError: the client is not started, or lost its coordinator.
-            RequestError: it is longer than ``max_message_bytes``.
+            RequestError: it is longer than 8 MiB or ``max_message_bytes``.
         """
         stream, begin = self._submit(prompt, sampling_params, priority, stream=False), time.monotonic()
 
@@ -330,9 +331,10 @@ class InferenceClient:
         if len(body) > most:
             raise RequestError(number, f"the prompt has {len(body)} {'characters' if isinstance(body, str) else 'tokens'}, above {most}")
         frame = encode(SubmitRequest(request_id=number, prompt=body, sampling_params=settings, stream=stream, priority=priority))
-        if len(frame) > self._max_bytes:
+        if len(frame) > min(self._max_bytes, MAX_REQUEST_BYTES):
             # The connection would be cut, and with it every other request.
-            raise RequestError(number, f"it has {len(frame)} bytes and max_message_bytes={self._max_bytes}; shorten the prompt")
+            bound = f"a request has at most {MAX_REQUEST_BYTES}" if self._max_bytes > MAX_REQUEST_BYTES else f"max_message_bytes={self._max_bytes}"
+            raise RequestError(number, f"it has {len(frame)} bytes and {bound}; shorten the prompt")
         self._streams[number] = remote
         self._send_frame(frame)
         return remote

@@ -79,9 +79,9 @@ class CoordinatorConfig:
     max_open_requests: int = 65_536
     """Requests of all clients; more are refused."""
     max_message_bytes: int = MAX_MESSAGE_BYTES
-    """Longest message, of requests, records, tokens and weights; the connection of a longer one is cut. Others have 1 MiB."""
+    """Longest message, of records, tokens and weights; the connection of a longer one is cut. Requests have 8 MiB of it, others 1 MiB."""
     prefix_slack_tokens: int = 16_384
-    """Open tokens by which an engine that knows the beginning of a prompt may be busier than the idlest; 0 for no affinity."""
+    """Open tokens by which an engine that had the beginning of a prompt may be busier than the least busy one; 0 for no affinity."""
 
     def __post_init__(self) -> None:
         as_integer("port", self.port, 0, 2**16 - 1)

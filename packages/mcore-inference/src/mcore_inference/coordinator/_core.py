@@ -216,7 +216,7 @@ class CoordinatorCore:
             return
         if tell:
             self._send(peer, Refusal(call=-1, message=f"you were given up: {reason}; register again"))
-        self._requests.lose(engine, reason, now, tell=tell)
+        self._requests.lose(peer, engine, reason, now, tell=tell)
         self._operations.lose(peer, engine, reason, now, has_ended=has_ended, is_drained=is_drained)
 
     def _forget_client(self, peer: bytes, now: float) -> None:

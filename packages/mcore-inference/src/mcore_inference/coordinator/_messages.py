@@ -12,7 +12,9 @@ from mcore_inference._stability import experimental_api
 PROTOCOL = 7
 """Version that both sides name when they meet."""
 MAX_MESSAGE_BYTES = 64 * 2**20
-"""Default of the longest message."""
+"""Default of the longest message: a record with log-probabilities, the tokens of a step, a bucket of weights."""
+MAX_REQUEST_BYTES = 8 * 2**20
+"""Longest request."""
 NUMBER_BYTES = 64
 """By which a message to engines and clients may be longer: the coordinator gives requests numbers of its own, and back."""
 SHORT_BYTES = 2**20
@@ -26,9 +28,8 @@ MAX_NAME = 64
 
 MAX_NUMBER = 2**62
 """Largest integer of a message that something is added to; the wire ends at 2**64 - 1."""
-MAX_TEXT = 2**26
-MAX_TOKENS = 2**24
-"""Characters and tokens of a prompt."""
+MAX_TEXT = MAX_TOKENS = MAX_REQUEST_BYTES
+"""Characters and tokens of a prompt: each has a byte at least."""
 
 Number = Annotated[int, Meta(ge=-1, le=MAX_NUMBER)]
 """-1 where there is none."""
@@ -350,7 +351,10 @@ def is_greeting(frame: bytes) -> bool:
 
 def is_too_long(frame: bytes) -> bool:
     """Whether a frame is longer than its kind may be, by its first two bytes: nothing of it is decoded."""
-    return len(frame) > SHORT_BYTES and _kind(frame) not in _LONG
+    if len(frame) <= SHORT_BYTES:
+        return False
+    kind = _kind(frame)
+    return kind not in _LONG and not (kind == _REQUEST and len(frame) <= MAX_REQUEST_BYTES)
 
 
 def _kind(frame: bytes) -> int:
@@ -358,5 +362,6 @@ def _kind(frame: bytes) -> int:
     return frame[1] if len(frame) > 1 and frame[0] & 0xF0 == 0x90 else -1
 
 
-_LONG = (3, 4, 14, 23)
-"""Requests, records, tokens of a step, weights."""
+_REQUEST = 3
+_LONG = (4, 14, 23)
+"""Records, tokens of a step, weights."""

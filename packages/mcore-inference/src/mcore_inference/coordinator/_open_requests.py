@@ -100,8 +100,9 @@ class OpenRequests:
         if request is not None:
             self._fail(request, "RequestError", text, is_transient=False)
 
-    def lose(self, engine: Engine, reason: str, now: float, *, tell: bool) -> None:
+    def lose(self, peer: bytes, engine: Engine, reason: str, now: float, *, tell: bool) -> None:
         """An engine is gone: its requests go to others where that changes nothing for the client, and endangers no other engine."""
+        self._router.forget(peer)
         for attempt in list(engine.requests):
             request = self._attempts.pop(attempt)
             if self._group.is_stopping:
@@ -117,6 +118,10 @@ class OpenRequests:
             else:
                 request.retries += 1
                 self._route(request, now)
+
+    def forget_prefixes(self) -> None:
+        """Engines get other weights, and with them empty caches."""
+        self._router.forget_all()
 
     # -- of all ------------------------------------------------------------------------------------------------------
 

@@ -182,6 +182,7 @@ class Operations:
             group.send(client, Refusal(call=message.call, message=text))
             return
         group.version = version
+        self._requests.forget_prefixes()
         operation = group.operation = Operation(
             signal=message,
             client=client,

@@ -1,26 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Which engine gets a request: the one with the least work, or one whose cache knows how the prompt begins."""
+"""Which engine gets a request: of those that are not too busy, the one that had the longest beginning of its prompt."""
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-_PREFIX_TOKENS = 64
-_PREFIX_CHARACTERS = 256
+_BLOCK_TOKENS = 16
+_BLOCK_CHARACTERS = 64
+_MAX_BLOCKS = 1024
+"""Of a prompt that are looked at."""
 
 
 class PrefixRouter:
-    """Chooses by open tokens, and sends prompts that begin alike to one engine while that costs little balance.
+    """Chooses by the beginnings of prompts that each engine had, and by open tokens.
+
+    Engines that have at most ``slack_tokens`` open tokens more than the least busy one may be chosen. Of these it is the one that had the
+    longest beginning, in whole blocks, of equal ones the least busy, and of those each in turn. The chosen engine then knows the prompt.
 
     Args:
-        slack_tokens: open tokens that the engine that knows the prefix may have more than the least busy one; 0 for no affinity.
-        max_prefixes: prefixes that are remembered; the longest unused goes first.
+        slack_tokens: open tokens that an engine may have more than the least busy one; 0 for no affinity.
+        max_blocks: that are remembered of each engine; the longest unused go first, of one prompt the last ones.
     """
 
-    def __init__(self, slack_tokens: int, max_prefixes: int = 65_536) -> None:
-        self._slack = slack_tokens
-        self._limit = max_prefixes
-        self._homes: OrderedDict[int, bytes] = OrderedDict()
+    def __init__(self, slack_tokens: int, max_blocks: int = 65_536) -> None:
+        self._slack, self._limit = slack_tokens, max_blocks
+        self._known: dict[bytes, OrderedDict[int, None]] = {}
+        """Of each engine, hashes of beginnings; with one all shorter ones are there, and later in the order."""
         self._turn = 0
 
     def choose(self, prompt: str | Sequence[int], open_tokens: Mapping[bytes, int]) -> bytes:
@@ -30,28 +36,46 @@ class PrefixRouter:
             prompt: text or tokens.
             open_tokens: of every engine that takes requests; at least one.
         """
-        least = min(open_tokens.values())
-        prefix = _prefix(prompt) if self._slack else None
-        if prefix is not None:
-            home = self._homes.get(prefix)
-            if home is not None and open_tokens.get(home, least + self._slack + 1) <= least + self._slack:
-                self._homes.move_to_end(prefix)
-                return home
-        # Equal ones in turn.
-        idle = [name for name, tokens in open_tokens.items() if tokens == least]
+        limit = min(open_tokens.values()) + self._slack
+        blocks = _blocks(prompt) if self._slack else []
+        scores = {name: (-self._num_known(name, blocks), tokens) for name, tokens in open_tokens.items() if tokens <= limit}
+        best = min(scores.values())
+        equal = [name for name, score in scores.items() if score == best]
         self._turn += 1
-        chosen = idle[self._turn % len(idle)]
-        if prefix is not None:
-            self._homes[prefix] = chosen
-            self._homes.move_to_end(prefix)
-            if len(self._homes) > self._limit:
-                self._homes.popitem(last=False)
+        chosen = equal[self._turn % len(equal)]
+        if blocks:
+            self._learn(chosen, blocks)
         return chosen
 
+    def forget(self, engine: bytes) -> None:
+        """One that is gone."""
+        self._known.pop(engine, None)
 
-def _prefix(prompt: str | Sequence[int]) -> int | None:
-    """What prompts that share their beginning have in common; None for a prompt that is too short to matter."""
-    length = _PREFIX_CHARACTERS if isinstance(prompt, str) else _PREFIX_TOKENS
-    if len(prompt) < length:
-        return None
-    return hash(prompt[:length] if isinstance(prompt, str) else tuple(prompt[:length]))
+    def forget_all(self) -> None:
+        """Caches are worth nothing any more."""
+        self._known.clear()
+
+    def _num_known(self, engine: bytes, blocks: Sequence[int]) -> int:
+        known = self._known.get(engine)
+        return 0 if known is None else bisect_left(blocks, True, key=lambda block: block not in known)
+
+    def _learn(self, engine: bytes, blocks: Sequence[int]) -> None:
+        known = self._known.setdefault(engine, OrderedDict())
+        # The beginning last: it goes last.
+        for block in reversed(blocks):
+            known[block] = None
+            known.move_to_end(block)
+        while len(known) > self._limit:
+            known.popitem(last=False)
+
+
+def _blocks(prompt: str | Sequence[int]) -> list[int]:
+    """Hashes of the beginnings of a prompt, of one whole block, two, and so on."""
+    size = _BLOCK_CHARACTERS if isinstance(prompt, str) else _BLOCK_TOKENS
+    hashes: list[int] = []
+    before = 0
+    for end in range(size, min(len(prompt), size * _MAX_BLOCKS) + 1, size):
+        part = prompt[end - size : end]
+        before = hash((before, part if isinstance(part, str) else tuple(part)))
+        hashes.append(before)
+    return hashes

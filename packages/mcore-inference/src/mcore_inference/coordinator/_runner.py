@@ -152,7 +152,7 @@ class CoordinatedRunner:
         Raises:
             CoordinatorError: the coordinator is gone, or this runner was closed.
             EngineDeadError: the engines failed for good (``fail``).
-            RequestError: it is longer than ``max_message_bytes``.
+            RequestError: it is longer than 8 MiB or ``max_message_bytes``.
         """
         increments = RequestStream(self.abort, asyncio.get_running_loop(), whole=not stream)
         loop = self._open_loop()
