@@ -126,7 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--weights-folder",
         metavar="FOLDER",
         type=Path,
-        help="a trainer may have weights of Hugging Face folders below it loaded by POST /update_weights_from_disk; needs --token-file",
+        help="a trainer may have weights of Hugging Face folders below it loaded by POST /update_weights_from_disk; needs --token-file, and "
+        "beyond loopback --weights-token-file",
     )
     parser.add_argument(
         "--weights-token-file",
@@ -260,11 +261,7 @@ def _check_layout(options: argparse.Namespace) -> None:
 
 def _check_address(host: str, port: int, token: str | None) -> None:
     """Refuse, before a model is loaded, what the server would refuse after it."""
-    try:
-        local = host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        local = False
-    if token is None and not local:
+    if token is None and not _is_local(host):
         raise ValueError(f"--host {host} is reachable from other machines; give --token-file, or --host 127.0.0.1")
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
@@ -272,6 +269,14 @@ def _check_address(host: str, port: int, token: str | None) -> None:
         raise ValueError(
             f"--host {host} --port {port} cannot be opened: {error.strerror}; choose others, --port 0 takes a free one"
         ) from error
+
+
+def _is_local(host: str) -> bool:
+    """Whether nobody reaches the address from another machine."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _weights(options: argparse.Namespace) -> WeightFolders | None:
@@ -285,6 +290,13 @@ def _weights(options: argparse.Namespace) -> WeightFolders | None:
             "--weights-folder lets a client of the server replace the model; give --token-file, and leave out --prompt, --join and "
             "--expert-parallel"
         )
+    if options.weights_token_file is None and not _is_local(options.host):
+        raise ValueError(
+            f"--weights-folder on --host {options.host} lets other machines replace the model; give --weights-token-file, a secret other than "
+            "that of --token-file, or --host 127.0.0.1"
+        )
+    if options.weights_token_file == options.token_file:
+        raise ValueError("--weights-token-file has the secret of --token-file, whose clients would replace the model; give it another")
     return WeightFolders(root=options.weights_folder, read=_read_weights, token=options.weights_token_file)
 
 

@@ -30,14 +30,18 @@ def run(output: Path, *changes: str) -> int:
 
 
 def test_a_run_learns_from_a_server_that_takes_its_weights(tmp_path: Path) -> None:
-    root, secret, output = tmp_path / "shared", tmp_path / "secret", tmp_path / "run"
+    root, secret, trainer, output = tmp_path / "shared", tmp_path / "secret", tmp_path / "trainer", tmp_path / "run"
     root.mkdir()
     secret.write_text("key\n")
+    trainer.write_text("trainer-key\n")
     config = override(recipe("countdown_tiny"), list(TINY))
     engine = build_engine(config, open_tokenizer("byte", config.model.vocab_size), "cpu", max_length=config.train.seq_len)
-    weight_folders = WeightFolders(root=root, read=lambda folder: import_hf(folder).tensors)
+    weight_folders = WeightFolders(root=root, read=lambda folder: import_hf(folder).tensors, token="trainer-key")
     with serve(engine, token="key", weights=weight_folders) as server:
         changes = (f"rl.served.urls=[{server.url}]", f"rl.served.folder={root / 'run'}", f"rl.served.api_key_file={secret}")
+        # The key that draws answers gives no weights.
+        assert run(tmp_path / "refused", *changes) == 1
+        changes += (f"rl.served.weights_key_file={trainer}",)
         assert run(output, *changes) == 0
         assert engine.weight_version == 3
         # On with the next numbers, whatever the server had.
@@ -57,6 +61,7 @@ def test_a_run_learns_from_a_server_that_takes_its_weights(tmp_path: Path) -> No
         ("rl.served.urls=[http://127.0.0.1:9] rl.placement.num_engines=1", "placement needs engines of the run itself"),
         ("rl.served.urls=[http://127.0.0.1:9] rl.served.timeout_s=5", "http://127.0.0.1:9 was lost"),
         ("rl.served.urls=[http://127.0.0.1:9] rl.served.api_key_file=nowhere", "rl.served.api_key_file='nowhere' cannot be read"),
+        ("rl.served.urls=[http://127.0.0.1:9] rl.served.weights_key_file=nowhere", "rl.served.weights_key_file='nowhere' cannot be read"),
     ],
 )
 def test_what_servers_cannot_do_is_one_line(change: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,3 +78,8 @@ def test_a_server_takes_weights_only_with_a_token(tmp_path: Path, capsys: pytest
     secret.write_text("s")
     assert serving.main([str(tmp_path), "--weights-token-file", str(secret)]) == 2
     assert "--weights-token-file guards --weights-folder" in capsys.readouterr().err
+    words = [str(tmp_path), "--weights-folder", str(tmp_path), "--token-file", str(secret)]
+    assert serving.main([*words, "--host", "0.0.0.0"]) == 2
+    assert "--weights-folder on --host 0.0.0.0 lets other machines replace the model; give --weights-token-file" in capsys.readouterr().err
+    assert serving.main([*words, "--weights-token-file", str(secret)]) == 2
+    assert "--weights-token-file has the secret of --token-file" in capsys.readouterr().err

@@ -238,3 +238,22 @@ def test_weights_of_a_load_that_failed_are_never_taken_for_those_of_the_next() -
     for number in range(4):
         group.send(b"c0", submit(number))
     assert len(group.got(b"e1", SubmitRequest)) == 4 and not group.got(b"e2", SubmitRequest)
+
+
+def test_a_load_without_a_version_never_gets_one_that_was_given() -> None:
+    group = Group(engines=1, clients=1)
+
+    def loaded(version: int = -1) -> int:
+        group.send(b"c0", load(version=version))
+        acknowledge(group, b"e0")
+        group.send(b"c0", bucket(1, "whole"))
+        acknowledge(group, b"e0")
+        given: int = group.got(b"c0", WeightAck)[-1].version
+        return given
+
+    # Back to the weights of the third one, and on; and behind one that failed.
+    assert [loaded(), loaded(7), loaded(3), loaded(), loaded(3)] == [1, 7, 3, 8, 3]
+    group.send(b"c0", load(version=20))
+    acknowledge(group, b"e0", error="broken")
+    acknowledge(group, b"e0")
+    assert [loaded(3), loaded()] == [3, 21]

@@ -138,9 +138,14 @@ def test_a_token_of_its_own_replaces_weights_and_no_other_does(make_model: Make,
     SHAPES.update({name: parameter.shape for name, parameter in model.named_parameters()})
     with pytest.raises(ValueError, match="token='' is empty"):
         WeightFolders(root=root, read=read, token="")
+    engine = make_engine(model, ByteTokenizer(), max_sequence_length=48)
+    with pytest.raises(ValueError, match=r"host='0.0.0.0' is reachable from other machines, and weights=.* has no token of its own"):
+        serve(engine, host="0.0.0.0", token="secret", weights=WeightFolders(root=root, read=read))
+    with pytest.raises(ValueError, match="the token of weights is that of the server"):
+        serve(engine, token="secret", weights=WeightFolders(root=root, read=read, token="secret"))
     folders = WeightFolders(root=root, read=read, token="trainer")
     assert "trainer" not in repr(folders)
-    with serve(make_engine(model, ByteTokenizer(), max_sequence_length=48), token="secret", weights=folders) as running:
+    with serve(engine, token="secret", weights=folders) as running:
         before = answer(running)
         assert update(running, root / "version-3").status_code == 401 and answer(running) == before
         body = {"model_path": str(root / "version-3"), "weight_version": 3}

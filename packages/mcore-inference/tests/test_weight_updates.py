@@ -341,3 +341,14 @@ def test_a_runner_waits_for_whole_weights_and_refuses_to_drain_without_steps(mak
 
     asyncio.run(main())
     assert engine.finished_counts["error"] == 0
+
+
+def test_a_load_without_a_version_never_gets_one_that_was_given(make_model: Make, make_engine: Make) -> None:
+    engine, first, second = make_engine(make_model(seed=0)), make_model(seed=1), make_model(seed=2)
+    stamps: list[int] = []
+    # The third load goes back to the weights of the first: the next one is no second.
+    for model, version in ((first, None), (second, None), (first, 1), (make_model(seed=3), None)):
+        engine.load_weights(weights(model), version)
+        [record] = engine.generate([PROMPTS[0]], SamplingParams(num_tokens_to_generate=2))
+        stamps += [stamp for stamp, _ in record.weight_versions]
+    assert stamps == [1, 2, 1, 3] and engine.next_weight_version == 4

@@ -202,7 +202,8 @@ def test_where_one_refuses_all_have_the_weights_before(tmp_path: Path, kind: str
         assert all(fake.has(1) and not fake.paused for fake in fakes) and set(sink.versions.values()) == {1}
         assert folders(tmp_path) == ["version-00000001"]
         sink.load_weights(weights(3))
-        assert all(fake.has(3) for fake in fakes) and set(sink.versions.values()) == {2}
+        # The second number is that of weights which some answers may have been drawn by.
+        assert all(fake.has(3) for fake in fakes) and set(sink.versions.values()) == {3}
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])

@@ -146,6 +146,8 @@ class ServedConfig:
     """Name that the servers give the model; SGLang needs none."""
     api_key_file: str = ""
     """File with the bearer token that the servers ask for."""
+    weights_key_file: str = ""
+    """File with the one that they ask for with weights (`mcore serve --weights-token-file`); empty for that of ``api_key_file``."""
     logprobs: str = "processed"
     """What the servers report: processed, of the distribution that is drawn from, or raw, which allow temperature 1 alone."""
     in_flight: str = "recompute"

@@ -33,7 +33,8 @@ def served_engines(
     """
     if not model:
         raise ValueError("rl.served sends weights by their Hugging Face names, and no family expresses this model; set rl.served=none")
-    key = _api_key(served)
+    key = _key(served, "api_key_file")
+    weights_key = _key(served, "weights_key_file") or key
     shared: dict[str, Any] = {"tokenizer": tokenizer, "timeout_s": served.timeout_s, "api_key": key}
     shared |= {"max_concurrency": served.max_concurrency}
 
@@ -44,19 +45,19 @@ def served_engines(
         return BalancedInference([OpenAIInference(url, **own) for url in served.urls])
 
     form: dict[str, Any] = {"family": model["family"], "config": model["config"], "hf_config": model["hf_config"]}
-    servers = [WeightServer(url=url, kind=served.kind, api_key=key, timeout_s=served.timeout_s) for url in served.urls]  # type: ignore[arg-type]
+    servers = [WeightServer(url=url, kind=served.kind, api_key=weights_key, timeout_s=served.timeout_s) for url in served.urls]  # type: ignore[arg-type]
     folder = Path(served.folder or Path(config.output) / SERVED)
     sink = ServedWeights(servers, folder, **form, in_flight=served.in_flight, group=world)  # type: ignore[arg-type]
     # Nobody learns from the answers of an evaluation: their log-probabilities may be of any kind, and the likeliest ones are asked for.
     return interface(served.logprobs), interface("processed"), sink
 
 
-def _api_key(served: ServedConfig) -> str | None:
-    if not served.api_key_file:
+def _key(served: ServedConfig, field: str) -> str | None:
+    """What the file of a field holds; None where the field is empty."""
+    name: str = getattr(served, field)
+    if not name:
         return None
     try:
-        return Path(served.api_key_file).read_text().strip()
+        return Path(name).read_text().strip()
     except OSError as error:
-        raise ValueError(
-            f"rl.served.api_key_file={served.api_key_file!r} cannot be read: {error.strerror}; name a file that holds the key"
-        ) from error
+        raise ValueError(f"rl.served.{field}={name!r} cannot be read: {error.strerror}; name a file that holds the key") from error

@@ -74,6 +74,8 @@ class ServedWeights:
         self._form: dict[str, Any] = {"family": family, "config": config, "hf_config": hf_config, "dtype": dtype}
         self._group = group
         self._newest: int | None = None
+        self._last = 0
+        """Version that was given last, whether servers took it or not: answers may be stamped with it."""
         self.versions: dict[str, int | None] = dict.fromkeys((server.url for server in servers), 0)
         """Of each server's weights, as the first rank knows them: 0 for those that it had at first, None for unknown."""
 
@@ -109,7 +111,7 @@ class ServedWeights:
         from mcore_ckpt.hf import export_hf
 
         stored = self._stored()
-        version = 1 + max(stored, default=0)
+        version = self._last = 1 + max(self._last, *stored, 0)
         export_hf(weights, self._path(version), **self._form)
         failed = asyncio.run(self._tell(version))
         if set(self.versions.values()) == {version}:

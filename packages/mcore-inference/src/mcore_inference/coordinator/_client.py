@@ -273,7 +273,8 @@ class InferenceClient:
 
         Args:
             chunks: read in a thread; together every element once.
-            version: of the new weights; None for the next number.
+            version: of the new weights; None for one above all that were given. One that was given before is for the weights that had it:
+                to repeat a load, or to go back.
             in_flight: what requests in flight do.
 
         Returns:

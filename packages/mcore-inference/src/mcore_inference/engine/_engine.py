@@ -102,6 +102,7 @@ class DynamicInferenceEngine:
         self.vocab_size = vocab_size or limit
         self.weight_version = 0
         """Of the weights; 0 before the first ``load_weights``."""
+        self._newest_version = 0
         self._max_waiting = max_waiting_requests
         execution = ExecutionConfig() if execution is None else execution
         speculates, on_gpu = execution.speculation is not None, context.device.type == "cuda"
@@ -441,7 +442,8 @@ class DynamicInferenceEngine:
         Args:
             chunks: (global name, tensor of the global shape, or ``WeightSlice`` of it) in any order; together every element once.
                 Floating-point tensors are cast.
-            version: of the new weights; None for the next number.
+            version: of the new weights; None for ``next_weight_version``. One that was given before is for the weights that had it: to
+                repeat a load, or to go back.
             in_flight: what requests in flight do: ``recompute`` their keys and values from their tokens, ``keep`` those of the old
                 weights, or end before the load (``drain``), for which steps run here; ``step`` returns their records afterwards.
 
@@ -453,19 +455,24 @@ class DynamicInferenceEngine:
             Exception: whatever ``chunks`` raises, or a step of ``drain``.
         """
         check_policy(in_flight)
-        following = self.weight_version + 1 if version is None else as_integer("version", version, 0, 2**63 - 1)
+        following = self.next_weight_version if version is None else as_integer("version", version, 0, 2**63 - 1)
         if in_flight == "drain":
             self._drain()
         self._loop.read_results()
         self.weights.load(chunks)
         if self._balance is not None:
             self._balance.weights_changed()
-        self.weight_version = following
+        self.weight_version, self._newest_version = following, max(following, self._newest_version)
         self._loop.forget_batch()
         if in_flight == "keep":
             self._admission.keep_cache(following)
         else:
             self._admission.drop_cache()
+
+    @property
+    def next_weight_version(self) -> int:
+        """Above all versions that weights of this engine had."""
+        return self._newest_version + 1
 
     @property
     def can_step(self) -> bool:

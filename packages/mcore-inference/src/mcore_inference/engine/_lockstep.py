@@ -200,7 +200,7 @@ class LockstepLeader:
     def load_weights(self, chunks: Iterable[WeightChunk], version: int | None = None, *, in_flight: WeightPolicy = "recompute") -> None:
         """As of the engine; the chunks are read here and sent by buckets. A load that one rank refuses fails on all."""
         check_policy(in_flight)
-        version = self.engine.weight_version + 1 if version is None else as_integer("version", version, 0, 2**63 - 1)
+        version = self.engine.next_weight_version if version is None else as_integer("version", version, 0, 2**63 - 1)
         sender = WeightSender(ranks_of(self.engine), self.engine.context.device, self._broadcast, self._watch_bucket)
 
         def load() -> None:

@@ -271,7 +271,7 @@ class EngineRunner:
         loop = asyncio.get_running_loop()
         load = SharedLoad(chunks, version, in_flight, loop, loop.create_future())
         drains = in_flight == "drain"
-        await self.call(lambda: (self._change_holds(drains), loads.add(load, self.engine.weight_version + 1)))
+        await self.call(lambda: (self._change_holds(drains), loads.add(load, self.engine.next_weight_version)))
         try:
             while not (await asyncio.wait([load.done], timeout=loads.patience_s))[0]:
                 await self.call(lambda: loads.check_late(load))

@@ -53,7 +53,8 @@ class SharedLoads:
     def add(self, load: SharedLoad, next_version: int) -> None:
         """Queue a load."""
         if load.version is None:
-            load.version = next_version + len(self._loads)
+            waiting = (each.version + 1 for each in self._loads if each.version is not None)
+            load.version = max(next_version, *waiting, 0)
         self._loads.append(load)
         self._announce()
 

@@ -174,14 +174,15 @@ def serve(
         limits: on bodies, the queue, the engine and connections; None for the defaults.
         tool_call_parser: how the model writes calls of tools: ``hermes`` (Hermes, Qwen), ``llama3_json`` or ``mistral``; None to refuse
             ``tools``. The tokenizer's chat template has to write tools.
-        weights: folders whose weights a client may have loaded by ``/update_weights_from_disk``, which needs a token, the server's or
-            one of its own; None for no such route.
+        weights: folders whose weights a client may have loaded by ``/update_weights_from_disk``, which needs a token: one of its own, or
+            on loopback the server's; None for no such route.
 
     Returns:
         The server, accepting requests.
 
     Raises:
-        ValueError: no tokenizer; an address beyond loopback or ``weights`` without token; an empty token; a port or limit out of range; tp
+        ValueError: no tokenizer; an address beyond loopback or ``weights`` without token, or ``weights`` there without one of its own; an empty
+            token; a port or limit out of range; tp
             above 1; an unknown parser, or a chat template that leaves tools out.
         PortInUseError: names the port.
         OSError: the address is not one of this machine; names it.
@@ -249,6 +250,13 @@ def serve_runner(
         raise ValueError(f"host={host!r} is reachable from other machines; give a token, or bind to 127.0.0.1")
     if token is None and weights is not None and weights.token is None:
         raise ValueError(f"weights={weights.root} lets clients replace the model; give a token, to it or to the server")
+    if weights is not None and weights.token is None and not is_loopback(host):
+        raise ValueError(
+            f"host={host!r} is reachable from other machines, and weights={weights.root} has no token of its own; give WeightFolders one, "
+            "other than the server's, or bind to 127.0.0.1"
+        )
+    if weights is not None and weights.token is not None and weights.token == token:
+        raise ValueError("the token of weights is that of the server, whose clients would replace the model; give it one of its own")
     limits = ServerLimits() if limits is None else limits
     form = None if tool_call_parser is None else tool_format(tool_call_parser)
     if form is not None:
