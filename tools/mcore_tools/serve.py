@@ -126,8 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--weights-folder",
         metavar="FOLDER",
         type=Path,
-        help="a trainer may have weights of Hugging Face folders below it loaded by POST /update_weights_from_disk; needs --token-file, and "
-        "beyond loopback --weights-token-file",
+        help="a trainer may have weights of Hugging Face folders below it loaded by POST /update_weights_from_disk; needs --token-file, "
+        "and beyond loopback --weights-token-file",
     )
     parser.add_argument(
         "--weights-token-file",
@@ -292,8 +292,8 @@ def _weights(options: argparse.Namespace) -> WeightFolders | None:
         )
     if options.weights_token_file is None and not _is_local(options.host):
         raise ValueError(
-            f"--weights-folder on --host {options.host} lets other machines replace the model; give --weights-token-file, a secret other than "
-            "that of --token-file, or --host 127.0.0.1"
+            f"--weights-folder on --host {options.host} lets other machines replace the model; give --weights-token-file, a secret other "
+            "than that of --token-file, or --host 127.0.0.1"
         )
     if options.weights_token_file == options.token_file:
         raise ValueError("--weights-token-file has the secret of --token-file, whose clients would replace the model; give it another")

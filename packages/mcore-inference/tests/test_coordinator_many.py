@@ -80,7 +80,8 @@ def test_ten_thousand_requests_are_answered_once_each_by_one_engine_each() -> No
     with ExitStack() as stack:
         settings: dict[str, Any] = {"engine_timeout_s": 60.0, "client_timeout_s": 60.0}
         coordinator = stack.enter_context(DataParallelInferenceCoordinator(CoordinatorConfig(**settings)))
-        engines = [Engine(coordinator.address, f"dp-{number}", NUM_REQUESTS // 10 if number == 0 else NUM_REQUESTS + 1) for number in range(3)]
+        engines = [Engine(coordinator.address, "dp-0", NUM_REQUESTS // 10)]
+        engines += [Engine(coordinator.address, f"dp-{number}") for number in (1, 2)]
         for engine in engines:
             stack.callback(engine.close)
         coordinator.wait_for_engines(3)

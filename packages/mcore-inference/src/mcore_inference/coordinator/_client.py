@@ -334,7 +334,8 @@ class InferenceClient:
         frame = encode(SubmitRequest(request_id=number, prompt=body, sampling_params=settings, stream=stream, priority=priority))
         if len(frame) > min(self._max_bytes, MAX_REQUEST_BYTES):
             # The connection would be cut, and with it every other request.
-            bound = f"a request has at most {MAX_REQUEST_BYTES}" if self._max_bytes > MAX_REQUEST_BYTES else f"max_message_bytes={self._max_bytes}"
+            own = f"max_message_bytes={self._max_bytes}"
+            bound = own if self._max_bytes <= MAX_REQUEST_BYTES else f"a request has at most {MAX_REQUEST_BYTES}"
             raise RequestError(number, f"it has {len(frame)} bytes and {bound}; shorten the prompt")
         self._streams[number] = remote
         self._send_frame(frame)

@@ -47,9 +47,10 @@ class DataParallelInferenceCoordinator:
     """Spreads requests of many clients over many engines, and pauses, suspends and stops all engines together.
 
     It runs in a thread of its own from ``start`` to ``close``; also a context manager. Engines join by ``EngineWorker`` and may come and
-    go at any time, each with a name of its own; clients use ``InferenceClient``. A request goes to the engine that had the
-    longest beginning of its prompt, of those whose open tokens are few enough (``prefix_slack_tokens``), else to the least busy one. When an engine is lost its requests go to others; those whose tokens were sent
-    already fail with ``EngineLostError``. One that leaves in order (``EngineWorker.close(drain_s=...)``) ends the requests that it has before.
+    go at any time, each with a name of its own; clients use ``InferenceClient``. A request goes to the engine that had the longest
+    beginning of its prompt, of those whose open tokens are few enough (``prefix_slack_tokens``), else to the least busy one. When an engine
+    is lost its requests go to others; those whose tokens were sent already fail with ``EngineLostError``. One that leaves in order
+    (``EngineWorker.close(drain_s=...)``) ends the requests that it has before.
 
     Args:
         config: address, time-outs, limits, security.

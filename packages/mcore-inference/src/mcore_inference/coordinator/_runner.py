@@ -103,8 +103,8 @@ class CoordinatedRunner:
             self._end()
 
     def health(self) -> EngineHealth:
-        """Alive while the coordinator answers and has engines that take requests; the age is that of the engine which is slowest, as it reported it last, and
-        the requests are those of all clients, of others as of the last status."""
+        """Alive while the coordinator answers and has engines that take requests; the age is that of the engine which is slowest, as it
+        reported it last, and the requests are those of all clients, of others as of the last status."""
         status, reason = self._status, None
         if self._failure is not None:
             reason = f"{type(self._failure).__name__}: {self._failure}"
@@ -129,7 +129,8 @@ class CoordinatedRunner:
         ``seconds_to_first_token`` and ``max_tokens`` the largest.
         """
         status = self._status
-        return {"engines": 0.0, "draining_engines": 0.0, "open_requests": 0.0, "open_tokens": 0.0, **self._counters, **({} if status is None else _merged(status))}
+        now = dict.fromkeys(("engines", "draining_engines", "open_requests", "open_tokens"), 0.0)
+        return {**now, **self._counters, **({} if status is None else _merged(status))}
 
     def engine_stats(self) -> dict[str, dict[str, float]]:
         """``stats`` of each engine, by its name, and its requests and tokens and whether it drains, as the coordinator knows them."""

@@ -19,7 +19,9 @@ from mcore_inference.server._runner import Runner
 _PREFIX = "mcore_inference_"
 _REASON = "finished_"
 _OF_HISTOGRAMS = frozenset(figure for name, histogram in HISTOGRAMS.items() for figure in histogram.figures(name))
-_OF_EACH_ENGINE = ("open_requests", "open_tokens", "waiting_requests", "utilization", "weight_version", "seconds_to_first_token", "draining")
+_OF_EACH_ENGINE = (
+    "open_requests", "open_tokens", "waiting_requests", "utilization", "weight_version", "seconds_to_first_token", "draining",
+)  # fmt: skip
 _MAX_ENGINES = 256
 """That have entries of their own."""
 

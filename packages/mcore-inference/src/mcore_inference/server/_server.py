@@ -181,8 +181,8 @@ def serve(
         The server, accepting requests.
 
     Raises:
-        ValueError: no tokenizer; an address beyond loopback or ``weights`` without token, or ``weights`` there without one of its own; an empty
-            token; a port or limit out of range; tp
+        ValueError: no tokenizer; an address beyond loopback or ``weights`` without token, or ``weights`` there without one of its own; an
+            empty token; a port or limit out of range; tp
             above 1; an unknown parser, or a chat template that leaves tools out.
         PortInUseError: names the port.
         OSError: the address is not one of this machine; names it.

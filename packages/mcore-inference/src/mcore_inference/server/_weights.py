@@ -37,7 +37,7 @@ class WeightFolders:
     read: Callable[[Path], Iterable[tuple[str, Tensor | WeightSlice]]]
     """The weights of a folder, by their global names."""
     token: str | None = field(default=None, repr=False)
-    """Bearer token of this route alone, so that who may generate cannot replace the model; None for that of the server, on loopback only."""
+    """Bearer token of this route alone, so that who may generate cannot replace the model; None for the server's, on loopback only."""
 
     def __post_init__(self) -> None:
         if self.token is not None and not self.token:
