@@ -35,6 +35,13 @@ GPU_EXTRAS = {"cuda", "flashinfer", "modelopt", "ray", "te", "trackio", "wandb"}
 TORCH_FAMILY = ("cuda-", "nvidia-", "setuptools=", "torch=", "triton=")
 # Tests of a file in one process, in the order of conftest.py.
 BY_FILE = ["--dist", "loadfile", "--no-loadscope-reorder"]
+# Of two hosts, browsers, proxies.
+PROGRAM_TESTS = [
+    "packages/mcore-inference/tests/test_playground.py",
+    "tools/tests/test_cut_network.py",
+    "tools/tests/test_deploy.py",
+    "tools/tests/test_serve_hosts.py",
+]
 # Three on two cores: tests of servers and of lost ranks wait, and leave their core to others meanwhile.
 PROCESSES = min(8, (3 * (os.cpu_count() or 1) + 1) // 2)
 # Settings that would leave a trace of this machine in the constraint file.
@@ -209,6 +216,14 @@ def tests(session: nox.Session) -> None:
     """All tests that need no GPU, on all cores; arguments go to pytest, which then runs in one process."""
     python = _dev(session, "test", "api")
     session.run(str(python), "-m", "pytest", *_pytest(session), external=True)
+
+
+@nox.session(venv_backend="none")
+def programs(session: nox.Session) -> None:
+    """The tests that drive programs of the system, as root after `.ci/programs`: what lacks fails here, and is skipped elsewhere."""
+    python = _dev(session, "test", "api")
+    arguments = session.posargs or PROGRAM_TESTS
+    session.run(str(python), "-m", "pytest", "-q", *arguments, env={"MCORE_REQUIRE_PROGRAMS": "1"}, external=True)
 
 
 @nox.session(venv_backend="none")

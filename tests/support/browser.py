@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import pytest
+from tests.support.programs import lacking
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _FLAGS = (
@@ -33,7 +33,7 @@ class Page:
     def __init__(self, width: int, height: int) -> None:
         program = next((path for name in _NAMES if (path := shutil.which(name))), None)
         if program is None:
-            pytest.skip(f"needs a Chromium: one of {', '.join(_NAMES)}")
+            lacking(f"needs a Chromium: one of {', '.join(_NAMES)}")
         self._size = {"width": width, "height": height, "deviceScaleFactor": 2, "mobile": True}
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         theirs_in, self._write = os.pipe()

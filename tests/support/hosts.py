@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import pytest
+from tests.support.programs import lacking
 
 # Neither host sees a process of the other.
 _APART = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -51,9 +51,9 @@ class Hosts:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[Hosts]:
-    """Make them, and remove them; skips where namespaces cannot be made."""
+    """Make them, and remove them; skips where namespaces cannot be made (``lacking``)."""
     if missing := [command for command in ("ip", "unshare") if shutil.which(command) is None]:
-        pytest.skip(f"needs {' and '.join(missing)}; install iproute2 and util-linux")
+        lacking(f"needs {' and '.join(missing)}; install iproute2 and util-linux")
     token = secrets.token_hex(4)
     hosts = Hosts(names=(f"mcore-{token}-a", f"mcore-{token}-b"))
     try:
@@ -64,7 +64,7 @@ def two_hosts() -> Iterator[Hosts]:
             ends = [("name", INTERFACE, "netns", name) for name in hosts.names]
             _ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
         except subprocess.CalledProcessError as error:
-            pytest.skip(f"namespaces cannot be made here: {error.stderr.decode(errors='replace').strip()}")
+            lacking(f"namespaces cannot be made here: {error.stderr.decode(errors='replace').strip()}")
         for name, address in zip(hosts.names, ADDRESSES, strict=True):
             _ip("-n", name, "address", "add", f"{address}/24", "dev", INTERFACE)
             for link in ("lo", INTERFACE):

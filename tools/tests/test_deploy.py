@@ -29,6 +29,7 @@ from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_tools import serve as command
 from tests.support.checkpoints import tiny_checkpoint
+from tests.support.programs import lacking
 
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "docs" / "launch" / "examples"
@@ -127,7 +128,7 @@ def proxied(tmp_path: Path) -> Iterator[tuple[httpx.Client, str]]:
     """A server behind the published proxy: a client of that, and the address behind it."""
     nginx = shutil.which("nginx")
     if nginx is None or shutil.which("openssl") is None:
-        pytest.skip("needs nginx and openssl")
+        lacking("needs nginx and openssl")
     key, certificate, port = tmp_path / "key.pem", tmp_path / "certificate.pem", free_port()
     request = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", str(key), "-out", str(certificate), "-days", "1"]
     subprocess.run([*request, "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)

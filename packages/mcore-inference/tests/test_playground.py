@@ -19,6 +19,7 @@ import torch
 from mcore_inference.server import InferenceServer, serve
 from mcore_parallel.data import ByteTokenizer
 from tests.support.browser import Page as BrowserPage
+from tests.support.programs import lacking
 
 Make = Callable[..., Any]
 
@@ -152,8 +153,9 @@ const until = async (done) => { while (!done()) await new Promise((resolve) => s
 """
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="the script of the page is run by node")
 def test_the_script_streams_a_conversation(server: InferenceServer, page: Page) -> None:
+    if shutil.which("node") is None:
+        lacking("needs node, which runs the script of the page")
     settings = {"temperature": "0.5", "seed": "3", "max_tokens": "6", "system": "be brief"}
     inputs = [
         [{"prompt": "one", **settings}, False],

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.programs import REQUIRED, lacking
 from tools.checks._tree import ROOT, wheels
 from tools.checks.affected import affected, is_whole_run
 from tools.checks.cherry_pick import pick, targets
@@ -64,6 +65,26 @@ def test_the_session_that_has_the_tools_of_the_site_looks_at_its_width():
     docs = (ROOT / "noxfile.py").read_text().partition("\ndef docs(")[2].partition("\n@nox.session")[0]
     named = re.findall(r'"(tools/\S+\.py)"', docs)
     assert '"docs")' in docs and named == ["tools/checks/tests/test_site_width.py"] and (ROOT / named[0]).is_file()
+
+
+def test_what_needs_programs_of_the_system_is_run_where_they_may_not_lack():
+    session = (ROOT / "noxfile.py").read_text().partition("PROGRAM_TESTS = [")[2].partition("]")[0]
+    named = set(re.findall(r'"(\S+\.py)"', session))
+    # The width of the site has a session of its own, and this file only names them.
+    needs = re.compile(r"support\.(hosts|browser|programs) import")
+    files = [*ROOT.glob("packages/*/tests/test_*.py"), *ROOT.glob("tools/tests/test_*.py"), *ROOT.glob("tests/*/test_*.py")]
+    assert named == {str(path.relative_to(ROOT)) for path in files if needs.search(path.read_text(encoding="utf-8"))}
+    steps = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["programs"]["steps"]
+    commands = [step["run"] for step in steps if "run" in step]
+    assert commands[-2] == "sudo bash .ci/programs" and re.fullmatch(r"sudo .* nox .* -s programs", commands[-1])
+
+
+@pytest.mark.parametrize(("value", "outcome"), [("", "skipped"), ("1", "failed")])
+def test_what_lacks_is_skipped_or_fails(monkeypatch: pytest.MonkeyPatch, value: str, outcome: str):
+    monkeypatch.setenv(REQUIRED, value)
+    with pytest.raises(BaseException, match="needs a browser") as caught:
+        lacking("needs a browser")
+    assert caught.type.__name__.lower() == outcome
 
 
 # ---- cherry-picks
