@@ -266,7 +266,7 @@ def test_a_drain_that_is_hurried_ends_at_once(service: _Service) -> None:
     hurry = threading.Event()
 
     async def ask() -> None:
-        async with service.streams(2) as (client, readers):
+        async with service.streams(2) as (_, readers):
             closing = asyncio.ensure_future(asyncio.to_thread(service.workers[0].close, 60.0, hurry=hurry.is_set))
             await asyncio.sleep(0.2)
             assert not closing.done()

@@ -96,7 +96,8 @@ class Replicas:
     coordinator has lost, by silence or because it makes no progress, gets ten seconds to come back; then it is ended, by SIGTERM and
     five seconds later by SIGKILL. They are started again together, unless that happened ``3`` times, each before they took requests for
     a minute, or the first start was refused or failed (exit code 2 or 1). The coordinator hears of it at once, and gives the requests to
-    other engines. One that gets SIGTERM by itself drains before it ends. When all are given up, and no engine of another host is left, ``on_end`` hears of it.
+    other engines. One that gets SIGTERM by itself drains before it ends. When all are given up, and no engine of another host is left,
+    ``on_end`` hears of it.
 
     Args:
         command: of a process, ``mcore serve CHECKPOINT`` or another that takes ``--join ADDRESS --name NAME``, which are added.

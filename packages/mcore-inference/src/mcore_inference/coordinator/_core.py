@@ -206,9 +206,7 @@ class CoordinatorCore:
                 return False
         return True
 
-    def _lose(
-        self, peer: bytes, reason: str, now: float, *, tell: bool = True, has_ended: bool = False, is_drained: bool = False
-    ) -> None:
+    def _lose(self, peer: bytes, reason: str, now: float, *, tell: bool = True, has_ended: bool = False, is_drained: bool = False) -> None:
         """An engine is gone, or given up: nobody waits for it."""
         engine = self._group.remove_engine(peer, is_drained=is_drained)
         if engine is None:
