@@ -5,6 +5,7 @@
 import asyncio
 import dataclasses
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -100,6 +101,34 @@ def test_each_token_is_of_the_weights_it_is_stamped_with_under_every_policy(worl
     # Requests in flight went through two loads, and none through the one that drains.
     assert any(len(versions) > 1 for versions in busy) and all(versions[-1][0] <= 2 for versions in busy[:-1])
     assert busy[-1] == other[-1] == [(3, 18)]
+
+
+def check_work_of_others() -> int:
+    groups = ProcessGroups.build(ParallelPlan(dp=2, ep=2))
+    engine = make_engine(groups)
+    slow_down(engine)
+
+    async def main() -> int:
+        with EngineRunner(engine, lockstep=PATIENT) as runner:
+            assert not runner.others_have_work
+            await asyncio.to_thread(dist.barrier, groups.dp.pg)
+            if groups.dp.rank == 0:
+                # To its end, though the other rank has nothing to do but to wait for it.
+                return (await (await runner.submit(PROMPTS[0], GREEDY)).record()).num_generated
+            seen = 0
+            deadline = time.monotonic() + 20
+            while (not seen or runner.others_have_work) and time.monotonic() < deadline:
+                seen += runner.others_have_work
+                await asyncio.sleep(0.005)
+            assert seen and time.monotonic() < deadline
+            return 0
+
+    return asyncio.run(main())
+
+
+@pytest.mark.world(2)
+def test_a_rank_that_waits_for_the_work_of_others_ends_none_of_it(world: World) -> None:
+    assert world(check_work_of_others) == [18, 0]
 
 
 @pytest.mark.world(4)

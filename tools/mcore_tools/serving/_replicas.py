@@ -273,6 +273,6 @@ def work_for(engine: DynamicInferenceEngine, job: Job, name: str, limits: "Serve
         if signals.count:
             deadline = time.monotonic() + drain_s
             worker.close(drain_s, hurry=lambda: signals.count > 1 or runner.failure is not None)
-            while runner.others_have_work and time.monotonic() < deadline and signals.count == 1:
+            while runner.others_have_work and runner.failure is None and time.monotonic() < deadline and signals.count == 1:
                 time.sleep(_POLL_S)
         return 0 if runner.failure is None else STALLED_EXIT_CODE

@@ -145,6 +145,12 @@ class ExpertPeers:
             return (vote.hold, vote.weight_version) != (before.hold, before.weight_version)
 
     @property
+    def are_stepping(self) -> bool:
+        """Whether steps were decided last, for the work of any rank, and none has left since."""
+        with self._changed:
+            return self._failure is None and (self.num_left > 0 or self.last.steps)
+
+    @property
     def max_steps(self) -> int:
         """Steps that this rank allows between two votes."""
         if not self.spans_steps:

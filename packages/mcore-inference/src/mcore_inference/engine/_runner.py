@@ -355,7 +355,7 @@ class EngineRunner:
     @property
     def others_have_work(self) -> bool:
         """Whether ranks that share the experts step for requests of their own, which the end of this runner would end."""
-        return self._peers is not None and (self._peers.num_left > 0 or self._peers.last.steps)
+        return self._peers is not None and self._peers.are_stepping
 
     def abort(self, request_id: int) -> None:
         """End a request at the next step, from any thread; its stream gets the record."""
