@@ -97,7 +97,8 @@ class PromptFile:
         for name, value in self._settings.items():
             if before.get(name) != value:
                 raise ValueError(
-                    f"{name} is {value}, and was {before.get(name)} for the texts that {self._target} has; give what it was, or another --output"
+                    f"{name} is {value}, and was {before.get(name)} for the texts that {self._target} has; give what it was, or another "
+                    "--output"
                 )
 
     def _read_done(self) -> set[int]:

@@ -214,7 +214,8 @@ def _grouped_kernel(
 ):  # fmt: skip
     GATHERED: gl.constexpr = tokens_ptr is not None
     x_buffers = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [STAGES, ROWS, DEPTH], ROWS_LAYOUT)
-    weight_buffers = gl.allocate_shared_memory(weight_desc.dtype, [STAGES] + weight_desc.block_type.shape, weight_desc.layout)
+    block: gl.constexpr = [STAGES] + weight_desc.block_type.shape  # noqa: RUF005
+    weight_buffers = gl.allocate_shared_memory(weight_desc.dtype, block, weight_desc.layout)
     filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
