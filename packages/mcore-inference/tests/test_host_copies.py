@@ -95,6 +95,7 @@ ALL_KINDS = [
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kinds", [PLAIN, ALL_KINDS], ids=["plain", "all kinds"])
 def test_a_decode_step_on_a_gpu_waits_for_nothing_but_the_results_of_the_one_before(kinds: list[dict[str, Any]]) -> None:
@@ -113,8 +114,8 @@ def test_a_decode_step_on_a_gpu_waits_for_nothing_but_the_results_of_the_one_bef
     replayed, copies = engine.stats()["graph_steps"], list[dict[str, int]]()
     mode = torch.cuda.get_sync_debug_mode()
     # The results come by one event; a copy that somebody waits for, or a number read from the device, is an error.
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         for _ in range(60):
             with counted() as counts:
                 engine.step()
@@ -131,10 +132,11 @@ def test_a_decode_step_on_a_gpu_waits_for_nothing_but_the_results_of_the_one_bef
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_the_mode_that_finds_synchronisations_on_a_gpu_finds_one() -> None:
     numbers, mode = torch.ones(3, device="cuda"), torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         with pytest.raises(RuntimeError, match="synchroniz"):
             numbers.sum().item()
     finally:

@@ -209,7 +209,9 @@ def test_what_cannot_be_recomputed_is_refused_by_name() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_experts_on_a_gpu_keep_their_bits_and_less_memory() -> None:
+def test_experts_on_a_gpu_keep_their_bits_and_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Experts that gather their rows keep less, too.
+    monkeypatch.setattr(GroupedMLP, "gathers", lambda *_: False)
     config = dataclasses.replace(CONFIG, hidden_size=256, num_attention_heads=4, vocab_size=128, ffn_hidden_size=512)
     results, held = [], []
     for recompute in (None, RecomputeConfig(modules=("moe_act",))):

@@ -20,18 +20,20 @@ ON_HOPPER = [[900, 0, 1, 128], [0, 0, 0, 1100], [127, 129, 256, 512]]
 
 
 class Rows:
-    """Rows of random tokens, some of which have several and some none."""
+    """Rows of random tokens, some of which have several and some none; those behind ``num_used`` belong to no expert."""
 
-    def __init__(self, num_tokens: int, num_rows: int, device: torch.device) -> None:
+    def __init__(self, num_tokens: int, num_rows: int, device: torch.device, num_used: int | None = None) -> None:
         generator = torch.Generator().manual_seed(num_rows)
         self.tokens_R = torch.randint(num_tokens, (num_rows,), generator=generator, dtype=torch.int32).to(device)
-        self.num_tokens = num_tokens
+        self.num_tokens, self.num_used = num_tokens, num_used
 
     def gather(self, x_TD: Tensor) -> Tensor:
         return x_TD[self.tokens_R.long()]
 
     def sum(self, rows_RD: Tensor) -> Tensor:
-        return rows_RD.new_zeros(self.num_tokens, rows_RD.shape[1]).index_add_(0, self.tokens_R.long(), rows_RD)
+        wide = torch.promote_types(rows_RD.dtype, torch.float32)
+        sums_TD = torch.zeros(self.num_tokens, rows_RD.shape[1], dtype=wide, device=rows_RD.device)
+        return sums_TD.index_add_(0, self.tokens_R[: self.num_used].long(), rows_RD[: self.num_used].to(wide)).to(rows_RD.dtype)
 
 
 def results(
@@ -47,7 +49,7 @@ def results(
     # Rows behind the last expert have no gradient.
     grad[rows:] = 0
     leaves = [tensor.to(device).detach().clone().requires_grad_() for tensor in (x, row_weights, weight)]
-    order = Rows(40, rows + spare, device)
+    order = Rows(40, rows + spare, device, rows)
     total = torch.zeros(weight.shape, device=device) if main else None
     y = gathered_swiglu(leaves[0], leaves[2], ends_of(counts, device), leaves[1], order, None if total is None else MainGradient(total))
     y.backward(grad.to(device))
