@@ -3,6 +3,7 @@
 """Processes of one device hand weights over in memory that both map: equal weights, nothing left behind, and who fails is named."""
 
 import contextlib
+import gc
 import inspect
 import os
 import signal
@@ -70,10 +71,17 @@ def num_mapped() -> int:
     return maps
 
 
+def num_tensors() -> int:
+    return sum(type(item) is Tensor for item in gc.get_objects())
+
+
 def num_left(device: torch.device, before: int = 0) -> int:
-    """What a refit left behind: mappings of the host, or bytes of this process on a GPU, which stay while another process maps them."""
+    """What a refit left behind: mappings of the host and tensors that only a collection frees, or bytes of this process on a GPU, which
+    stay while another process maps them."""
     if device.type == "cpu":
-        return num_mapped()
+        before_collection = num_tensors()
+        gc.collect()
+        return num_mapped() + before_collection - num_tensors()
     torch.cuda.ipc_collect()
     return torch.cuda.memory_allocated(device) - before
 

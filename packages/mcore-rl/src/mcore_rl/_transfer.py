@@ -2,15 +2,15 @@
 # Copyright (c) 2026 the mcore authors
 """Weights from the ranks of a trained model to engines on the same ranks or on others, by a plan, in buckets."""
 
-import contextlib
+import functools
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,8 @@ from mcore_rl._refit_plan import RefitPlan, WeightCopy, WeightShard, plan_refit
 from mcore_rl._rendezvous import rendezvous
 from mcore_rl._shared_memory import place_of
 from mcore_rl._stability import experimental_api
+
+_Result = TypeVar("_Result")
 
 _POLL_S = 2e-4
 _LOOK_S = 1.0
@@ -184,11 +186,9 @@ class WeightTransfer:
             named.setdefault(part.name, []).append(part)
         turn = neighbours.next_turn()
         try:
-            with self._naming(world, "the first bucket"):
-                neighbours.open(schedule.largest, schedule.limit, self.timeout_s)
+            self._with_neighbours(world, "the first bucket", neighbours.open, schedule.largest, schedule.limit, self.timeout_s)
             yield from self._carry(schedule, named, world, device, neighbours)
-            with self._naming(world, "the last bucket"):
-                neighbours.close(self.timeout_s)
+            self._with_neighbours(world, "the last bucket", neighbours.close, self.timeout_s)
         finally:
             neighbours.give_up(turn)
 
@@ -229,21 +229,21 @@ class WeightTransfer:
             if self._neighbours is not None:
                 self._neighbours.disconnect()
                 self._neighbours = None
-            with listening(place if world.size > 1 else None) as listener, self._naming(world, "weights"):
+            with listening(place if world.size > 1 else None) as listener:
                 # Ranks that cut their buckets otherwise would wait for messages that nobody sends.
                 gathered = all_gather_json([layout, self.bucket_bytes, listener.address], world, control_device)
                 layouts, limits, addresses = zip(*gathered, strict=True)
                 self._schedule = self._make(layouts, world.rank, min(limits))
                 self._wire = _wire(world, device, [place for _, _, place in layouts])
                 buckets = self._schedule.buckets
-                self._neighbours = listener.connect(
+                where: dict[str, Any] = {"world": world, "device": device, "control_device": control_device, "timeout_s": self.timeout_s}
+                self._neighbours = self._with_neighbours(
+                    world,
+                    "weights",
+                    functools.partial(listener.connect, **where),
                     addresses,
                     {rank for bucket in buckets for rank in bucket.outgoing},
                     {rank for bucket in buckets for rank in bucket.incoming},
-                    world=world,
-                    device=device,
-                    control_device=control_device,
-                    timeout_s=self.timeout_s,
                 )
             self._layout = layout
         return self._schedule, self._neighbours
@@ -318,8 +318,7 @@ class WeightTransfer:
                 bucket.incoming[peer].unpack(buffer, full)
         outgoing = {peer: message for peer, message in bucket.outgoing.items() if peer in neighbours.destinations}
         incoming = {peer: message for peer, message in bucket.incoming.items() if peer in neighbours.sources}
-        with self._naming(world, bucket.where):
-            neighbours.exchange(outgoing, incoming, held, full, self.timeout_s)
+        self._with_neighbours(world, bucket.where, neighbours.exchange, outgoing, incoming, held, full, self.timeout_s)
         # The memory of the messages is free for the next ones while this bucket is taken.
         under_way.transfers.clear()
         yield from full.items()
@@ -327,11 +326,11 @@ class WeightTransfer:
     def _finish(self, under_way: _UnderWay, world: Group) -> None:
         _finish(under_way.works, under_way.transfers, world, self.timeout_s, under_way.bucket.where)
 
-    @contextlib.contextmanager
-    def _naming(self, world: Group, where: str) -> Iterator[None]:
-        """Neighbours that did not do their part are an error of a refit."""
+    def _with_neighbours(self, world: Group, where: str, work: Callable[..., _Result], *inputs: Any) -> _Result:
+        """What they do together; that one did not do its part is an error of a refit. (A context manager would keep the error in a cycle,
+        and the bucket with it.)"""
         try:
-            yield
+            return work(*inputs)
         except NeighbourError as error:
             why = absence(world, error.ranks, error.what, where, waited_s=error.waited_s, timeout_s=self.timeout_s)
             raise RefitTimeoutError(why) from error
