@@ -88,9 +88,10 @@ def test_the_kernel_compiles_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(_gluon_grouped, "_grouped_kernel", product)
     x, weight, ends = torch.zeros(8, 512).bfloat16(), torch.zeros(4, 2, 256, 512).bfloat16(), ends_of([4, 4, 0, 1])
     _gluon_grouped.gathered_swiglu(x, torch.zeros(9).int(), weight, ends, torch.zeros(9), keep=True)
-    _gluon_grouped.grouped_product(x, weight.flatten(1, 2), ends)
+    for turned in (False, True):
+        _gluon_grouped.grouped_product(x, weight.flatten(1, 2), ends, turned=turned)
     # Two warpgroups with the widest instruction, and registers that move from the warps that copy to them.
-    assert len(product.ptx) == 2 and len(table.ptx) == 2
+    assert len(product.ptx) == 3 and len(table.ptx) == 3
     assert all(ptx.count("wgmma.mma_async.sync.aligned.m64n256k16") == 8 and "setmaxnreg.inc" in ptx for ptx in product.ptx)
 
 
@@ -150,7 +151,7 @@ def test_the_kernels_have_the_same_bits_twice_and_the_activation_that_of_the_res
     assert none is None and pre is not None and again is not None and torch.equal(pre, again)
     assert all(torch.equal(runs[0][0][:num_rows], y[:num_rows]) for y, _ in runs[1:])
     # Gates and values are the GEMM of the rows in order, and the result is what the activation makes of them.
-    ordered = _gluon_grouped.grouped_product(order.gather(x), weight.flatten(1, 2), ends)
+    ordered = _gluon_grouped.grouped_product(order.gather(x), weight.flatten(1, 2), ends, turned=False)
     assert torch.equal(ordered[:num_rows], pre)
     expected = Activation(name="swiglu")(pre, weights=row_weights[:num_rows])
     torch.testing.assert_close(runs[0][0][:num_rows], expected, rtol=2**-7, atol=1e-6)

@@ -38,17 +38,18 @@ _REGISTERS = 168
 _TABLE_LANES = 64
 
 
-def grouped_product(rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor) -> Tensor:
+def grouped_product(rows_RI: Tensor, weight: Tensor, ends_N: Tensor, *, turned: bool) -> Tensor:
     """``x W_e^T`` [R, O] in bfloat16; rows behind the last expert hold anything.
 
     Args:
         rows_RI: contiguous, I a multiple of 8.
-        weight_NOI: contiguous, O a multiple of 8.
+        weight: [N, O, I], or with ``turned`` [N, I, O]; contiguous, O a multiple of 8.
         ends_N: rows of this expert and of all before it.
+        turned: how the weight lies.
     """
-    y_RO = torch.empty((len(rows_RI), weight_NOI.shape[1]), dtype=rows_RI.dtype, device=rows_RI.device)
+    y_RO = torch.empty((len(rows_RI), weight.shape[2 if turned else 1]), dtype=rows_RI.dtype, device=rows_RI.device)
     if len(rows_RI):
-        _launch(rows_RI, None, weight_NOI.unsqueeze(1), ends_N, None, None, y_RO)
+        _launch(rows_RI, None, weight.unsqueeze(1), ends_N, None, None, y_RO, turned=turned)
     return y_RO
 
 
@@ -69,14 +70,15 @@ def gathered_swiglu(
     y_RF = torch.empty((rows, width), dtype=x_TD.dtype, device=x_TD.device)
     pre_RW = torch.empty((rows, 2 * width), dtype=x_TD.dtype, device=x_TD.device) if keep else None
     if rows:
-        _launch(x_TD, tokens_R, weight_NGFD, ends_N, weights_R, pre_RW, y_RF)
+        _launch(x_TD, tokens_R, weight_NGFD, ends_N, weights_R, pre_RW, y_RF, turned=False)
     return y_RF, pre_RW
 
 
 def _launch(
-    x: Tensor, tokens_R: Tensor | None, weight: Tensor, ends_N: Tensor, weights_R: Tensor | None, pre_RW: Tensor | None, y_RO: Tensor
-) -> None:
-    """``weight`` [N, 1 or 2, O, I]."""
+    x: Tensor, tokens_R: Tensor | None, weight: Tensor, ends_N: Tensor, weights_R: Tensor | None, pre_RW: Tensor | None, y_RO: Tensor, *,
+    turned: bool,
+) -> None:  # fmt: skip
+    """``weight`` [N, 1 or 2, O, I], or with ``turned`` [N, 1, I, O]."""
     (rows, width), (num_experts, parts, _, _), depth = y_RO.shape, weight.shape, x.shape[1]
     tiles = torch.empty((rows // _ROWS + num_experts + 1, 3), dtype=torch.int32, device=x.device)
     _tile_table_kernel[(num_experts,)](
@@ -87,8 +89,8 @@ def _launch(
     rows_layout = gl.NVMMASharedLayout.get_default_for([_ROWS, _DEPTH], gl.bfloat16)
     _grouped_kernel[(programs,)](
         x if gathers else TensorDescriptor.from_tensor(x, [_ROWS, _DEPTH], rows_layout), tokens_R, tiles,
-        _described(weight, [1, parts, columns, _DEPTH]), weights_R, pre_RW, y_RO,
-        triton.cdiv(width, columns), depth, width, PARTS=parts, ROWS=_ROWS, COLUMNS=columns, DEPTH=_DEPTH, STAGES=_STAGES,
+        _described(weight, [1, parts, _DEPTH, columns] if turned else [1, parts, columns, _DEPTH]), weights_R, pre_RW, y_RO,
+        triton.cdiv(width, columns), depth, width, PARTS=parts, ROWS=_ROWS, COLUMNS=columns, DEPTH=_DEPTH, STAGES=_STAGES, TURNED=turned,
         COPIERS=4 if gathers else 1, COPYING=56 if gathers else 24, MULTIPLYING=224 if gathers else 240, ROWS_LAYOUT=rows_layout,
         num_warps=4, maxnreg=_REGISTERS,
     )  # fmt: skip
@@ -123,7 +125,7 @@ def _tile_table_kernel(ends_ptr, tiles_ptr, num_experts, EXPERTS: tl.constexpr, 
 @gluon.jit
 def _copy_tiles(
     x, tokens_ptr, tiles_ptr, weight_desc, total, blocks, depth, buffers, ROWS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, TURNED: gl.constexpr,
 ):  # fmt: skip
     x_buffers, weight_buffers, filled, empty = buffers
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -148,7 +150,10 @@ def _copy_tiles(
             else:
                 mbarrier.expect(full, weight_desc.block_type.nbytes + x.block_type.nbytes)
                 tma.async_copy_global_to_shared(x, [first, start], full, x_buffers.index(stage))
-            tma.async_copy_global_to_shared(weight_desc, [expert, 0, column, start], full, weight_buffers.index(stage))
+            if TURNED:
+                tma.async_copy_global_to_shared(weight_desc, [expert, 0, start, column], full, weight_buffers.index(stage))
+            else:
+                tma.async_copy_global_to_shared(weight_desc, [expert, 0, column, start], full, weight_buffers.index(stage))
             if tokens_ptr is not None:
                 async_copy.async_copy_global_to_shared(x_buffers.index(stage), x_ptrs + start)
                 async_copy.mbarrier_arrive(full, increment_count=False)
@@ -158,7 +163,7 @@ def _copy_tiles(
 @gluon.jit
 def _multiply_tiles(
     tiles_ptr, results, total, blocks, depth, width, buffers, PARTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-    DEPTH: gl.constexpr, STAGES: gl.constexpr, GATHERED: gl.constexpr, FIRST: gl.constexpr,
+    DEPTH: gl.constexpr, STAGES: gl.constexpr, TURNED: gl.constexpr, GATHERED: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     """Rows ``FIRST`` to ``FIRST + ROWS`` of each tile."""
     weights_ptr, pre_ptr, y_ptr = results
@@ -176,7 +181,10 @@ def _multiply_tiles(
                 # Such rows came by copies that the tensor cores do not wait for by themselves.
                 fence_async_shared()
             x = x_buffers.index(stage).slice(FIRST, ROWS, dim=0)
-            weight = weight_buffers.index(stage).reshape([PARTS * COLUMNS, DEPTH]).permute((1, 0))
+            if TURNED:
+                weight = weight_buffers.index(stage).reshape([DEPTH, PARTS * COLUMNS])
+            else:
+                weight = weight_buffers.index(stage).reshape([PARTS * COLUMNS, DEPTH]).permute((1, 0))
             acc = warpgroup_mma(x, weight, acc, is_async=True)
             # The step before this one is over.
             acc = warpgroup_mma_wait(1, (acc,))
@@ -209,7 +217,7 @@ def _multiply_tiles(
 @gluon.jit
 def _grouped_kernel(
     x, tokens_ptr, tiles_ptr, weight_desc, weights_ptr, pre_ptr, y_ptr, blocks, depth, width, PARTS: gl.constexpr, ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, COPIERS: gl.constexpr, COPYING: gl.constexpr,
+    COLUMNS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, TURNED: gl.constexpr, COPIERS: gl.constexpr, COPYING: gl.constexpr,
     MULTIPLYING: gl.constexpr, ROWS_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     GATHERED: gl.constexpr = tokens_ptr is not None
@@ -228,11 +236,11 @@ def _grouped_kernel(
     results = (weights_ptr, pre_ptr, y_ptr)
     gl.warp_specialize(
         [
-            (_multiply_tiles, (tiles_ptr, results, total, blocks, depth, width, buffers, PARTS, HALF, COLUMNS, DEPTH, STAGES,
+            (_multiply_tiles, (tiles_ptr, results, total, blocks, depth, width, buffers, PARTS, HALF, COLUMNS, DEPTH, STAGES, TURNED,
                                GATHERED, 0)),
-            (_multiply_tiles, (tiles_ptr, results, total, blocks, depth, width, buffers, PARTS, HALF, COLUMNS, DEPTH, STAGES,
+            (_multiply_tiles, (tiles_ptr, results, total, blocks, depth, width, buffers, PARTS, HALF, COLUMNS, DEPTH, STAGES, TURNED,
                                GATHERED, HALF)),
-            (_copy_tiles, (x, tokens_ptr, tiles_ptr, weight_desc, total, blocks, depth, buffers, ROWS, COLUMNS, DEPTH, STAGES)),
+            (_copy_tiles, (x, tokens_ptr, tiles_ptr, weight_desc, total, blocks, depth, buffers, ROWS, COLUMNS, DEPTH, STAGES, TURNED)),
         ],
         [4, COPIERS],
         [MULTIPLYING, COPYING],

@@ -16,9 +16,9 @@ from mcore_parallel.tensor_parallel import DeferredWeightGrads, MainGradient
 
 _ROW_BYTES = 16
 """Of which the rows of both factors and of the result are a multiple in ``torch.nn.functional.grouped_mm``, and in the project's kernel."""
-_KERNEL_ROWS, _KERNEL_WIDTH = 256, 256
-"""Rows an expert on average, and features on both sides, from which on the project's kernel is taken on Hopper. Measured at 512 and 2,048
-rows; below, tiles of 128 rows are mostly empty."""
+_KERNEL_ROWS, _KERNEL_WIDTH = 128, 256
+"""Rows an expert on average, and features on both sides, from which on the project's kernel is taken on Hopper: 1.0 to 1.25 times as fast
+as torch's at 128 to 2,048 rows (docs/performance.md); below, tiles of 128 rows are mostly empty."""
 
 
 def check_grouped_width(field: str, width: int, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
@@ -130,10 +130,11 @@ def finish_weight_gradient(
 def expert_product(rows_RI: Tensor, weight_NIO: Tensor, ends_N: Tensor) -> Tensor:
     """``x W_e``, [R, O]; in bfloat16 on a GPU by torch's kernel or by the project's, whichever is the faster one."""
     if rows_RI.is_cuda and rows_RI.dtype == torch.bfloat16 and rows_RI.shape[0]:
-        if is_kernel_faster(rows_RI, len(rows_RI), weight_NIO) and weight_NIO.mT.is_contiguous():
+        turned = weight_NIO.is_contiguous()
+        if is_kernel_faster(rows_RI, len(rows_RI), weight_NIO) and (turned or weight_NIO.mT.is_contiguous()):
             from mcore_parallel.backends._gluon_grouped import grouped_product
 
-            return grouped_product(rows_RI.contiguous(), weight_NIO.mT, ends_N)
+            return grouped_product(rows_RI.contiguous(), weight_NIO if turned else weight_NIO.mT, ends_N, turned=turned)
         return F.grouped_mm(rows_RI, weight_NIO, offs=ends_N)
     y_RO = rows_RI.new_zeros(rows_RI.shape[0], weight_NIO.shape[2])
     for (begin, end), weight_IO in zip(row_ranges(ends_N, rows_RI.shape[0]), weight_NIO, strict=True):
