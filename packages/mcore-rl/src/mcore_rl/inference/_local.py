@@ -143,8 +143,8 @@ class MegatronLocal(InferenceInterface):
             record.cancel()
 
     def _seeded(self, params: "SamplingParams") -> "SamplingParams":
-        """With the seed of the next request."""
-        if self._seed is None:
+        """With the seed of the next request, where it brings none."""
+        if self._seed is None or params.seed is not None:
             return params
         from mcore_inference.sampling import request_seed
 
