@@ -471,12 +471,13 @@ def peft(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def trl(session: nox.Session) -> None:
-    """Losses and gradients of RL beside those of the newest TRL's own trainer."""
+    """Losses and gradients of RL beside those of the newest TRL's own trainer, and a step of the bench by it."""
     # Where the library is missing, these tests are skipped; here they must not be.
     install = [*_members(), *_groups(("test",)), "trl>=1.16", "-c", CONSTRAINTS]
     python = _environment(session, f"trl-{THIS_PYTHON}", "trl", install)
     session.run(str(python), "-c", "import trl; print('trl', trl.__version__)", external=True)
-    session.run(str(python), "-m", "pytest", "-q", "-n", "0", "packages/mcore-rl/tests/test_trl.py", *session.posargs, external=True)
+    tests = ["packages/mcore-rl/tests/test_trl.py", "tools/tests/test_bench_rl_trl.py"]
+    session.run(str(python), "-m", "pytest", "-q", "-n", "0", *tests, *session.posargs, external=True)
 
 
 @nox.session(venv_backend="none")
