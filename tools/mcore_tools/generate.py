@@ -55,6 +55,7 @@ from mcore_tools.serving import (
     coordinated,
     end_process,
     open_engine,
+    served_address,
     served_length,
     served_model,
     speculating,
@@ -102,7 +103,7 @@ def _params(options: argparse.Namespace, longest: int) -> SamplingParams:
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """By flag, what the texts of a file depend on."""
     return {
-        "checkpoint": str(Path(options.checkpoint).absolute()),
+        "checkpoint": served_address(options.checkpoint),
         "--max-tokens": options.max_tokens,
         "--max-length": options.max_length,
         "--temperature": options.temperature or 0.0,

@@ -9,7 +9,7 @@ from mcore_tools.serving._files import PromptFile, continue_prompts
 from mcore_tools.serving._hang import given_up_when_hung
 from mcore_tools.serving._job import Job
 from mcore_tools.serving._layout import EngineLayout
-from mcore_tools.serving._open import open_engine, open_served_tokenizer, served_length, served_model
+from mcore_tools.serving._open import open_engine, open_served_tokenizer, served_address, served_length, served_model
 from mcore_tools.serving._ranks import PROGRAM, EngineRanks, end_process
 from mcore_tools.serving._replicas import work_for
 from mcore_tools.serving._speculation import speculating
@@ -33,6 +33,7 @@ __all__ = [
     "open_engine",
     "open_served_tokenizer",
     "serve_exported",
+    "served_address",
     "served_length",
     "served_model",
     "short_turns",

@@ -70,7 +70,7 @@ class PromptFile:
 
     Raises:
         ValueError: a line of the source has no prompt, one of the target is not of this source or was made with other settings, or its
-            folder is not there.
+            folder is not there or takes no files.
         OSError: a file cannot be read.
     """
 
@@ -87,12 +87,20 @@ class PromptFile:
         self.left = {number: prompt for number, prompt in enumerate(self._prompts) if number not in done}
         """Prompts that are to be continued, by number."""
         self._settings, self._settings_file = settings, target.with_name(f"{target.name}.settings.json")
-        if len(self.left) < len(self._prompts) and self._settings_file.exists():
+        self._keeps_settings = target.is_file() or not target.exists()
+        if self._keeps_settings and len(self.left) < len(self._prompts):
             self._compare_settings()
+        if self._keeps_settings and self.left and not os.access(target.absolute().parent, os.W_OK):
+            raise ValueError(f"--output {target}: {self._settings_file.name} cannot be written beside it; choose a folder that takes files")
         if not self.left:
             print(f"{target} has all {len(self._prompts)} prompts", file=sys.stderr)
 
     def _compare_settings(self) -> None:
+        if not self._settings_file.exists():
+            raise ValueError(
+                f"{self._target} has texts, and {self._settings_file.name}, which says of what settings, is not there; give another "
+                "--output"
+            )
         before = _object(self._settings_file.read_text(encoding="utf-8"))
         for name, value in self._settings.items():
             if before.get(name) != value:
@@ -120,9 +128,10 @@ class PromptFile:
 
     def run(self, runner: AnyRunner, params: SamplingParams) -> None:
         """Continue what is left, a line of the target each, and tell the progress on standard error. Raises as ``continue_prompts``."""
-        half = self._settings_file.with_name(f"{self._settings_file.name}.half")
-        half.write_text(json.dumps(self._settings, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-        half.replace(self._settings_file)
+        if self._keeps_settings:
+            half = self._settings_file.with_name(f"{self._settings_file.name}.half")
+            half.write_text(json.dumps(self._settings, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+            half.replace(self._settings_file)
         begin = last = time.monotonic()
         num_done, num_tokens = len(self._prompts) - len(self.left), 0
         with self._target.open("a", encoding="utf-8") as target:

@@ -103,6 +103,18 @@ def open_served_tokenizer(checkpoint: str | Path) -> Tokenizer | TemplateTokeniz
     return _read_assets(checkpoint)[2]
 
 
+def served_address(checkpoint: str | Path) -> str:
+    """Where the weights of ``open_engine`` are: of a run its newest step.
+
+    Raises:
+        CheckpointingException: as of ``open_engine``.
+    """
+    if is_huggingface(checkpoint):
+        return str(Path(checkpoint).resolve())
+    folder = resolve_folder(checkpoint)
+    return folder.address if "://" in str(checkpoint) else str(Path(folder.address).resolve())
+
+
 def served_length(checkpoint: str | Path) -> int:
     """The ``max_length`` of ``open_engine`` where none is given; no weights are read.
 

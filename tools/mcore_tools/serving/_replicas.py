@@ -272,7 +272,12 @@ def work_for(engine: DynamicInferenceEngine, job: Job, name: str, limits: "Serve
                 break
         if signals.count:
             deadline = time.monotonic() + drain_s
-            worker.close(drain_s, hurry=lambda: signals.count > 1 or runner.failure is not None)
-            while runner.others_have_work and runner.failure is None and time.monotonic() < deadline and signals.count == 1:
+
+            def hurries() -> bool:
+                return signals.count > 1 or runner.failure is not None or os.getppid() != parent
+
+            worker.close(drain_s, hurry=hurries)
+            # Of an engine that the coordinator had not taken yet.
+            while runner.others_have_work and not hurries() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
         return 0 if runner.failure is None else STALLED_EXIT_CODE

@@ -104,7 +104,7 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
         "engines": Figure(help="Engines that take requests."),
         "draining_engines": Figure(help="Engines that end the requests they have, take no more, and leave then."),
         "draining": Figure(help="1 while it ends the requests it has, takes no more, and leaves then, else 0."),
-        "lost_engines": _counter("Engines that were lost, or left with requests."),
+        "lost_engines": _counter("Engines that were lost, or left without having drained."),
         "drained_engines": _counter("Engines that left when their requests were over."),
         "refused_peers": _counter("Engines and clients that a coordinator refused: another secret, protocol or name."),
         "refused_messages": _counter("Messages that a coordinator did not take: not understood, too long, or of strangers."),

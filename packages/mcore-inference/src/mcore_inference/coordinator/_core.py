@@ -177,6 +177,7 @@ class CoordinatorCore:
             registration=message.registration,
             stats=message.stats,
         )
+        self._group.newest = max(self._group.newest, message.weight_version)
         if not self._group.is_loading and not self._group.eligible():
             _LOG.error(
                 "%s has weights of version %d, and no engine those of version %d, which were loaded last: requests are refused until "

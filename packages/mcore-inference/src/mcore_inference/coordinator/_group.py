@@ -27,7 +27,7 @@ class Group:
         """Of the weights of the last load that ended well; None for those that engines start with."""
         self.past = PastCounters()
         self.num_lost = 0
-        """Engines that were lost, or left with requests."""
+        """Engines that were lost, or left without having drained."""
         self.num_drained = 0
         """Engines that left when their requests were over."""
         self._number = 0

@@ -54,6 +54,8 @@ from mcore_inference.sampling import SamplingParams
 
 _LOG = logging.getLogger("mcore_inference.coordinator")
 _SILENT_BEATS = 30
+_LEAVE_BEATS = 10
+"""After so many without an answer nobody is left to leave."""
 """Signs of life without an answer, after which the connection is made anew."""
 _GOODBYE_S = 0.2
 _LOOK_S = 0.05
@@ -301,21 +303,29 @@ class EngineWorker:
         """End when the requests that are here have ended; at once where the coordinator has not taken this engine, or gives it up."""
         if self._member is MemberState.SERVING:
             self._member = MemberState.DRAINING
-        await self._ask_to_leave()
-        while self._member is MemberState.DRAINING and (self._submitted or self._open or self._turn.num_parts):
-            await asyncio.sleep(_LOOK_S)
-        # Behind their last tokens.
-        await self._ask_to_leave()
+        if await self._ask_to_leave():
+            while self._member is MemberState.DRAINING and self._has_work():
+                await asyncio.sleep(_LOOK_S)
+            # Behind their last tokens.
+            await self._ask_to_leave()
         self._end()
 
-    async def _ask_to_leave(self) -> None:
-        """Returns when the coordinator has read all that was sent before, and all that it sent before was read here."""
+    def _has_work(self) -> bool:
+        """Of its own, or of engines that share its experts: one that is no longer at the coordinator is started again, or missed."""
+        return bool(self._submitted or self._open or self._turn.num_parts or self.runner.others_have_work)
+
+    async def _ask_to_leave(self) -> bool:
+        """Whether the coordinator has read all that was sent before, and all that it sent before was read here; one that does not answer
+        is given up."""
         self._leave_call += 1
         acknowledged = self._may_leave = asyncio.get_running_loop().create_future()
-        while self._member is MemberState.DRAINING and not acknowledged.done():
+        for _ in range(_LEAVE_BEATS):
+            if self._member is not MemberState.DRAINING or acknowledged.done():
+                break
             # Again, where a connection that was cut had it.
             await self._send(Leave(call=self._leave_call))
             await asyncio.wait([acknowledged], timeout=self._heartbeat_s)
+        return acknowledged.done()
 
     async def _obey(self, signal: Signal) -> None:
         state = state_after(type(signal), self._state)

@@ -146,9 +146,9 @@ class ExpertPeers:
 
     @property
     def are_stepping(self) -> bool:
-        """Whether steps were decided last, for the work of any rank, and none has left since."""
+        """Whether steps were decided last, for the work of any rank, and none has left since; or all are held, which may have work."""
         with self._changed:
-            return self._failure is None and (self.num_left > 0 or self.last.steps)
+            return self._failure is None and (self.num_left > 0 or self.last.steps or self.last.hold is not None)
 
     @property
     def max_steps(self) -> int:
