@@ -67,9 +67,9 @@ def test_what_begins_and_ends_once_is_learnt_from(tokens: str, mask: str) -> Non
         (
             "113452",
             "000011",
-            "an answer to problem '7' of environment 'sums' has bos_id=1 at place 1 of its prompt, too; a text",
+            "an answer to problem '7' of environment 'sums' has bos_id=1 twice in a row at place 1 of its prompt; have",
         ),
-        ("1345162", "0011001", "has bos_id=1 at place 4 of its prompt, too"),
+        ("13451162", "00110001", "has bos_id=1 twice in a row at place 5 of its prompt"),
         ("134252", "001111", "an answer to problem '7' of environment 'sums' goes on behind eod_id=2 at place 3, which the policy drew"),
         ("13422", "00011", "goes on behind eod_id=2 at place 3"),
     ],

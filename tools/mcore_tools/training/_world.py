@@ -101,7 +101,10 @@ def meet(config: RunConfig, kind: str) -> tuple[Store, int, int]:
     fix_order(config, kind)
     check_network(os.environ, backend="nccl" if kind == "cuda" else "gloo")
     store, rank, world_size = next(rendezvous("env://"))
-    preflight({"run": config}, store, rank=rank, world_size=world_size, timeout_s=config.guard.limit_s)
+    # Ranks that choose unlike backends would wait for each other in their first collective.
+    preflight(
+        {"run": config, "world": {"backend": _backend(kind)}}, store, rank=rank, world_size=world_size, timeout_s=config.guard.limit_s
+    )
     return store, rank, world_size
 
 

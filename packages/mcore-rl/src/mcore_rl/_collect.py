@@ -335,7 +335,7 @@ async def ask(
         )
         async for drawn in stream:
             group = fitting(config, drawn, interface)
-            is_equal = config.filter_equal_groups and same_reward([rollout.reward for rollout in group])
+            is_equal = config.filter_equal_groups and same_reward([config.clipped(rollout.reward) for rollout in group])
             (equal if is_equal and group else groups).append(group)
     if (missing := num_groups - len(groups) - len(equal)) > 0:
         limit_s = config.rollout_timeout_s

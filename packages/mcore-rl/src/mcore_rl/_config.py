@@ -67,7 +67,7 @@ class GRPOConfig:
     """Limit of all rollouts of an iteration; groups go on with the answers that are there by then."""
     pad_id: int = 0
     bos_id: int | None = None
-    """Token that begins a text, of the tokenizer; a prompt that has it further in is refused. None for no check."""
+    """Token that begins a text, of the tokenizer; a prompt that has it twice in a row is refused. None for no check."""
     eod_id: int | None = None
     """Token that ends a text; a turn of the policy that goes on behind it is refused. None for no check."""
     memory: MemorySwitch = field(default_factory=MemorySwitch)
@@ -107,6 +107,10 @@ class GRPOConfig:
     def temperature(self) -> float:
         """At which answers are drawn."""
         return 1.0 if self.generation_args.temperature is None else self.generation_args.temperature
+
+    def clipped(self, reward: float) -> float:
+        """Within ``reward_clip``."""
+        return reward if self.reward_clip is None else min(max(reward, self.reward_clip[0]), self.reward_clip[1])
 
     @property
     def drawing_args(self) -> GenericGenerationArgs:

@@ -67,6 +67,8 @@ class _Outgoing:
     """Not written yet."""
     is_free: bool = True
     """Whether what was written last is taken."""
+    is_mapped: bool = False
+    """Whether the neighbour maps the slot, and will let it go."""
 
 
 @dataclass
@@ -133,16 +135,22 @@ class Neighbours:
         begin = time.monotonic()
         for rank, one in self._outgoing.items():
             one.parts.clear()
-            one.is_free = True
-            one.memory = SharedMemory(max(16, min(largest[rank], limit // len(self._outgoing))), self._device)
+            one.is_free, one.is_mapped = True, False
+            try:
+                one.memory = SharedMemory(max(16, min(largest[rank], limit // len(self._outgoing))), self._device)
+            except (RuntimeError, OSError) as error:
+                refused = f"{type(error).__name__}: {error}"
+                _log.warning("rank %d cannot be given memory to map, its weights are copied between the processes: %s", rank, refused)
+                self._send(one.connection, {"refused": refused})
+                continue
             self._send(one.connection, one.memory.handle, one.memory.fds)
             one.memory.close_fds()
         for rank, one in self._incoming.items():
             one.parts.clear()
             _, handle, fds = self._receive([(rank, one.connection, _SEND)], begin, timeout_s)
-            refused = None
+            refused = handle.get("refused")
             try:
-                one.memory = map_memory(handle, fds, self._device)
+                one.memory = map_memory(handle, fds, self._device) if refused is None else None
             except (RuntimeError, OSError) as error:
                 refused = f"{type(error).__name__}: {error}"
                 _log.warning("the memory of rank %d cannot be mapped, its weights are copied between the processes: %s", rank, refused)
@@ -151,7 +159,8 @@ class Neighbours:
             self._send(one.connection, {"refused": refused})
         for rank, one in self._outgoing.items():
             _, reply, _ = self._receive([(rank, one.connection, _TAKE)], begin, timeout_s)
-            if reply["refused"] is not None and one.memory is not None:
+            one.is_mapped = reply["refused"] is None
+            if not one.is_mapped and one.memory is not None:
                 one.memory.free(peer_releases=False)
                 one.memory = None
         self.peers = frozenset(self.sources | self.destinations)
@@ -234,7 +243,7 @@ class Neighbours:
             one = self._outgoing[rank]
             if one.memory is not None:
                 # Who closes a socket has unmapped before, or dies, which on a GPU may take longer than anybody waits.
-                one.memory.free(peer_releases=rank not in gone and rank not in self._hung_up)
+                one.memory.free(peer_releases=one.is_mapped and rank not in gone and rank not in self._hung_up)
                 one.memory = None
 
     def disconnect(self) -> None:

@@ -184,7 +184,7 @@ class RolloutStream:
                     self._open.popleft()
             num_taken += 1
             oldest = min(oldest, posed.version)
-            is_equal = config.filter_equal_groups and same_reward([rollout.reward for rollout in group])
+            is_equal = config.filter_equal_groups and same_reward([config.clipped(rollout.reward) for rollout in group])
             (equal if is_equal and group else useful).append(group)
         filled = equal[: max(0, self._num_groups - len(useful))]
         if filled:

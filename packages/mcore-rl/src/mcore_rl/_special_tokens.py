@@ -15,7 +15,7 @@ class TrajectoryError(ValueError):
 
 
 def check_special_tokens(rollout: TokenRollout, bos_id: int | None, eod_id: int | None) -> None:
-    """Whether a trajectory begins once, and whether each turn of the policy ends with its end.
+    """Whether no beginning is doubled, and whether each turn of the policy ends with its end.
 
     Whatever the policy drew may hold ``bos_id``. Between its turns there may be any number of ``eod_id``.
 
@@ -25,15 +25,16 @@ def check_special_tokens(rollout: TokenRollout, bos_id: int | None, eod_id: int 
         eod_id: token that ends one; None where there is none.
 
     Raises:
-        TrajectoryError: a second beginning in a prompt or a reply, or a turn that goes on behind its end.
+        TrajectoryError: a beginning written twice in a row in a prompt or a reply, or a turn that goes on behind its end.
     """
     tokens, written = rollout.trajectory, rollout.generation_mask
     whose = f"an answer to problem {rollout.problem_id!r} of environment {rollout.env_id!r}"
     for place in () if bos_id == eod_id else _places(tokens, bos_id):
-        if place and not written[place]:
+        # Templates may begin each message with it.
+        if place and not written[place] and tokens[place - 1] == bos_id:
             raise TrajectoryError(
-                f"{whose} has bos_id={bos_id} at place {place} of its prompt, too; a text begins once: have the chat template or the "
-                "tokenizer write it, not both"
+                f"{whose} has bos_id={bos_id} twice in a row at place {place} of its prompt; have the chat template or the tokenizer write "
+                "it, not both"
             )
     for place in _places(tokens, eod_id):
         if written[place] and place + 1 < len(tokens) and written[place + 1]:

@@ -4,12 +4,12 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mcore_parallel import ProcessGroups
 from mcore_parallel.comm import all_reduce
@@ -123,9 +123,10 @@ def update(
     critic, teacher, reports, critic_reports = learner.critic, learner.teacher, [], []
     learner.model.train()
     objective, totals = learner.objective, None
-    if train_policy and isinstance(objective, GRPOObjective):
+    # Old log-probabilities of the engine are its own: there is nothing to compare.
+    if train_policy and isinstance(objective, GRPOObjective) and config.old_logprobs != "inference":
         totals = MismatchTotals(device)
-        objective = dataclasses.replace(objective, observe=totals.add)
+        objective = dataclasses.replace(objective, observe=_both(totals.add, objective.observe))
     for number, part in enumerate([part for _ in range(config.num_epochs) for part in parts]):
         if number == len(parts):
             objective = learner.objective
@@ -249,12 +250,17 @@ def _estimated(config: GRPOConfig, headers: Sequence[RolloutHeader], parts: Sequ
     return [MiniBatch(part.numbers, with_estimates(part.written, some)) for part, some in zip(parts, estimates, strict=True)]
 
 
+def _both(first: Callable[..., None], second: Callable[..., None] | None) -> Callable[..., None]:
+    def call(*inputs: Tensor) -> None:
+        first(*inputs)
+        if second is not None:
+            second(*inputs)
+
+    return call
+
+
 def _shaped(config: GRPOConfig, header: RolloutHeader) -> float:
-    reward = header.reward
-    if config.reward_clip is not None:
-        low, high = config.reward_clip
-        reward = min(high, max(low, reward))
-    return reward + (0.0 if config.overlong is None else config.overlong(header.num_generated))
+    return config.clipped(header.reward) + (0.0 if config.overlong is None else config.overlong(header.num_generated))
 
 
 def _kl_sums(count: int, parts: Sequence[MiniBatch], groups: ProcessGroups) -> list[float]:
