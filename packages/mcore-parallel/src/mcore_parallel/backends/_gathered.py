@@ -49,7 +49,8 @@ def gathered_swiglu(
 ) -> Tensor:
     """``swiglu(x W_e^T) * weight`` of rows in the order of their experts, [R, F]; nothing waits for the device.
 
-    With the kernel (``has_gathered_kernel``) the rows are not in memory: x and the GEMM's result are kept for the backward.
+    With the kernel (``has_gathered_kernel``) the rows are not in memory: x, the GEMM's result and the order are kept for the backward; the
+    order also where hooks take saved tensors away.
 
     Args:
         x_TD: tokens.
@@ -60,7 +61,9 @@ def gathered_swiglu(
         main_grad: where the gradient of ``weight_NGFD`` is added, instead of being given to autograd.
     """
     if has_gathered_kernel(x_TD, weight_NGFD, len(order.tokens_R)):
-        return _GatheredSwiglu.apply(x_TD, weight_NGFD.flatten(1, 2), weights_R, ends_N, order, main_grad)
+        # Asked here: within the function nothing says whether gradients are on.
+        keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x_TD, weight_NGFD, weights_R))
+        return _GatheredSwiglu.apply(x_TD, weight_NGFD.flatten(1, 2), weights_R, ends_N, order, main_grad, keep)
     rows_RD = _Gather.apply(x_TD, order)
     pre_RW = grouped_matmul(rows_RD, weight_NGFD.flatten(1, 2), ends_N, main_grad)
     return Activation(name="swiglu")(pre_RW, weights=weights_R, num_rows=ends_N[-1:])
@@ -87,10 +90,13 @@ class _GatheredSwiglu(torch.autograd.Function):
         ends_N: Tensor,
         order: RowOrder,
         main_grad: MainGradient | None,
+        keep: bool,
     ) -> Tensor:
         from mcore_parallel.backends._gluon_grouped import gathered_swiglu as launch
 
-        x_TD, weights_R, keep = x_TD.contiguous(), weights_R.contiguous(), any(ctx.needs_input_grad)
+        x_TD, weights_R = x_TD.contiguous(), weights_R.contiguous()
+        # Tokens are copied 16 bytes at a time.
+        x_TD = x_TD if x_TD.data_ptr() % 16 == 0 else x_TD.clone()
         weight_NGFD = weight_NWD.contiguous().unflatten(1, (2, -1))
         y_RF, pre_RW = launch(x_TD, order.tokens_R, weight_NGFD, ends_N, weights_R, keep=keep)
         ctx.order, ctx.main_grad, ctx.later = order, main_grad, DeferredWeightGrads()
@@ -116,4 +122,4 @@ class _GatheredSwiglu(torch.autograd.Function):
                 grad_NWD = weight_grad()
             else:
                 ctx.later.jobs.append((1, weight_grad))
-        return grad_TD, grad_NWD, grad_weights_R.to(weights_R.dtype), None, None, None
+        return grad_TD, grad_NWD, grad_weights_R.to(weights_R.dtype), None, None, None, None

@@ -150,7 +150,7 @@ def is_kernel_faster(x: Tensor, num_rows: int, weight_NIO: Tensor) -> bool:
         return False
     large = num_rows >= _KERNEL_ROWS * num_experts and min(sizes) >= _KERNEL_WIDTH
     fits = not any(size * x.element_size() % _ROW_BYTES for size in sizes)
-    return large and fits and torch.cuda.get_device_capability(x.device)[0] == 9
+    return large and fits and torch.version.hip is None and torch.cuda.get_device_capability(x.device)[0] == 9
 
 
 def _weight_gradient(grad_RO: Tensor, x_RI: Tensor, ends_N: Tensor, total_NOI: Tensor, *, add: bool) -> None:
