@@ -90,7 +90,7 @@ class _Server:
         """Of all threads, the oldest first: one of them starts engines again. Processes of a compiler are not among them."""
         threads = Path(f"/proc/{self.process.pid}/task").iterdir()
         pids = sorted(int(pid) for thread in threads for pid in (thread / "children").read_text().split())
-        return [pid for pid in pids if b"mcore_tools" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [pid for pid in pids if b"mcore_tools" in _command_of(pid)]
 
     def terminated(self) -> float:
         """Seconds from SIGTERM to the end."""
@@ -98,6 +98,13 @@ class _Server:
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(120)
         return time.perf_counter() - begun
+
+
+def _command_of(pid: int) -> bytes:
+    """Nothing for a process that has ended meanwhile."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 @contextlib.contextmanager
@@ -159,7 +166,7 @@ def _layout(folder: Path, words: str, wanted: Sequence[str], log: Path) -> Figur
         figures["exit_s"] = round(server.terminated(), 1)
         check(server.process.returncode == 0, f"exit code {server.process.returncode} of SIGTERM: {log.read_text()[-1000:]}")
         left = [pid for pid in children if Path(f"/proc/{pid}").exists()]
-        check(not left, f"processes {left} are left: {[Path(f'/proc/{pid}/cmdline').read_bytes() for pid in left]}")
+        check(not left, f"processes {left} are left: {[_command_of(pid) for pid in left]}")
     if "--data-parallel" not in words:
         # A rank that is lost ends all of them.
         with _serving(folder, words.split(), log) as server:
