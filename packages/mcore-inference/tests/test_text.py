@@ -173,6 +173,11 @@ def test_bytes_that_a_vocabulary_writes_as_numbers_are_known() -> None:
         def tokenizer_json(self) -> str:
             return json.dumps({"model": {"vocab": self.pieces}})
 
+    class Slow(Fallback):
+        def tokenizer_json(self) -> str:
+            raise ValueError("is no fast tokenizer")
+
+    assert [TokenBytes(Slow(None)).of(token) for token in range(2)] == [None, b"a"]
     names = ["<0xC3>", "a", "\ufffd", "\u2581"]
     for pieces in ({name: number for number, name in enumerate(names)}, [[name, -1.0] for name in names]):
         token_bytes = TokenBytes(Fallback(pieces))

@@ -52,7 +52,12 @@ class TokenBytes:
         """Of each id what tokenizer.json writes for it."""
         if not isinstance(self._tokenizer, JsonTokenizer):
             return {}
-        vocabulary = json.loads(self._tokenizer.tokenizer_json())["model"]["vocab"]
+        try:
+            text = self._tokenizer.tokenizer_json()
+        except ValueError:
+            # One that is written in Python has no such file.
+            return {}
+        vocabulary = json.loads(text)["model"]["vocab"]
         if isinstance(vocabulary, dict):
             return {number: piece for piece, number in vocabulary.items()}
         return {number: piece for number, (piece, _) in enumerate(vocabulary)}
