@@ -140,7 +140,12 @@ MISTAKES = [
     ("serve published --prompt x --join tcp://127.0.0.1:9", "--prompt and --join exclude each other: one continues texts and ends"),
     *((f"serve published --prompt x {flag}", f"{flag.split()[0]} is of a server over HTTP, and --prompt starts none") for flag in OF_HTTP),
     *((f"serve published --prompt x {flag}", f"{flag.split()[0]} is of a server") for flag in ("--max-waiting 8", "--stall-seconds 8")),
-    *((f"serve published --join tcp://127.0.0.1:9 {flag}", f"{flag.split()[0]} is of a server over HTTP, and --join") for flag in OF_HTTP),
+    # Engines that join a job drain, too.
+    *(
+        (f"serve published --join tcp://127.0.0.1:9 {flag}", f"{flag.split()[0]} is of a server over HTTP, and --join")
+        for flag in OF_HTTP
+        if not flag.startswith("--drain-seconds")
+    ),
     ("convert import x out", "invalid choice: 'import' (choose from"),
     ("convert import-hf published published", "published exists and is not an empty folder; choose another or remove it"),
     ("convert import-hf foreign out", "config.json: model_type='rwkv' is none of "),

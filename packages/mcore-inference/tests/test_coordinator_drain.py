@@ -280,7 +280,7 @@ def test_a_drain_that_is_hurried_ends_at_once(service: _Service) -> None:
 
 def test_the_health_of_a_server_says_that_the_last_engines_drain(service: _Service) -> None:
     for index in range(2):
-        service.slow_down(index, 0.01)
+        service.slow_down(index, 0.05)
     closing = []
 
     async def ask(runner: CoordinatedRunner) -> None:
