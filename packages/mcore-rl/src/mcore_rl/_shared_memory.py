@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from mcore_parallel.guard import ProcessMark
 
@@ -40,6 +39,8 @@ class SharedMemory:
         self._counter: list[Any] | None = None
         self._memory: Tensor | None
         if device.type == "cuda":
+            from torch.multiprocessing.reductions import reduce_tensor
+
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             _, parts = reduce_tensor(self._memory)
             # Behind dtype and number of the device: handle, size, offset, requires_grad, counter and its place, event, and whether to wait.
@@ -90,6 +91,9 @@ def map_memory(handle: dict[str, Any], fds: Sequence[int], device: torch.device)
     num_bytes = handle["num_bytes"]
     if "cuda" not in handle:
         return _mapped(fds[0], num_bytes)
+    # Slow to import, as above.
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
     ipc = [bytes.fromhex(part["hex"]) if isinstance(part, dict) else part for part in handle["cuda"]]
     return rebuild_cuda_tensor(Tensor, (num_bytes,), (1,), 0, torch.storage.TypedStorage, torch.uint8, device.index, *ipc)
 

@@ -109,7 +109,8 @@ class FusedDecoder:
         """[T, V] of a step, or [R, V] of those of its tokens.
 
         Args:
-            tokens_T, step: as of the model's forward.
+            tokens_T: as of the model's forward.
+            step: as of the model's forward.
             rows_R: None for all.
             sums: of the logits, which the output layer fills in; only where it ``sums_parts``.
         """
