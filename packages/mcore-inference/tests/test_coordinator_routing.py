@@ -123,7 +123,7 @@ def test_turns_behind_one_system_prompt_meet_the_engine_that_has_their_past() ->
     events: list[tuple[float, int, bytes, int]] = [(draw.random() * 5, number, b"", 0) for number in past]
     heapq.heapify(events)
     left, met, widest, most = Counter(dict.fromkeys(past, 6)), Counter[bool](), 0, 0
-    asked = Counter[bytes]()
+    turns = Counter[bytes]()
     while events:
         now, number, engine, size = heapq.heappop(events)
         if engine:
@@ -140,8 +140,8 @@ def test_turns_behind_one_system_prompt_meet_the_engine_that_has_their_past() ->
         home[number], size = engine, len(past[number]) + 256
         assert tokens[engine] <= min(tokens.values()) + SLACK
         tokens[engine] += size
-        asked[engine] += 1
+        turns[engine] += 1
         widest, most = max(widest, abs(tokens[A] - tokens[B])), max(most, size)
         heapq.heappush(events, (now + 1 + draw.random() * 2, number, engine, size))
     assert met.total() == 300 and met[True] >= 0.95 * 300, met
-    assert widest <= SLACK + most and 0.35 <= asked[A] / asked.total() <= 0.65, (widest, asked)
+    assert widest <= SLACK + most and 0.35 <= turns[A] / turns.total() <= 0.65, (widest, turns)

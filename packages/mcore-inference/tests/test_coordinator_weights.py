@@ -248,8 +248,8 @@ def test_a_load_without_a_version_never_gets_one_that_was_given() -> None:
         acknowledge(group, b"e0")
         group.send(b"c0", bucket(1, "whole"))
         acknowledge(group, b"e0")
-        given: int = group.got(b"c0", WeightAck)[-1].version
-        return given
+        version = group.got(b"c0", WeightAck)[-1].version
+        return version
 
     # Back to the weights of the third one, and on; and behind one that failed.
     assert [loaded(), loaded(7), loaded(3), loaded(), loaded(3)] == [1, 7, 3, 8, 3]

@@ -256,8 +256,8 @@ def test_text_goes_in_and_out_and_a_stop_word_cuts_it(make_model: Make, make_eng
     assert cut.finish_reason is FinishReason.STOP
     last = engine.generate(["hello"], replace(params, stop_words=[word], num_tokens_to_generate=at + 3))[0]
     assert last.finish_reason is FinishReason.STOP and last.generated_text == cut.generated_text
-    kept = engine.generate(["hello"], replace(params, stop_words=[word], detokenize_stop_sequence=True))[0]
-    assert kept.generated_text == cut.generated_text + word and kept.generated_tokens == cut.generated_tokens
+    with_word = engine.generate(["hello"], replace(params, stop_words=[word], detokenize_stop_sequence=True))[0]
+    assert with_word.generated_text == cut.generated_text + word and with_word.generated_tokens == cut.generated_tokens
     # A token that ends the output has text too, a special one has none.
     by_token = replace(params, stop_token_ids=(whole.generated_tokens[0],))
     with_token = replace(by_token, detokenize_stop_sequence=True)

@@ -116,8 +116,8 @@ def test_the_best_tokens_are_those_of_the_distribution_that_drew_each_token(make
                 bias = torch.zeros_like(row).index_fill(0, torch.tensor(5), 4.0)
                 row = (row + bias) / (wanted.temperature or 1.0)
             if wanted.allowed_token_ids is not None:
-                kept = row[list(wanted.allowed_token_ids)]
-                row = torch.full_like(row, -torch.inf).scatter(0, torch.tensor(wanted.allowed_token_ids), kept)
+                allowed = row[list(wanted.allowed_token_ids)]
+                row = torch.full_like(row, -torch.inf).scatter(0, torch.tensor(wanted.allowed_token_ids), allowed)
                 row = row.masked_fill(row < row.topk(3).values[-1], -torch.inf)
             if wanted.is_greedy:
                 assert ranked == {token: 0.0} == {int(row.argmax()): value}

@@ -143,8 +143,8 @@ def test_sizes_are_those_of_the_plan() -> None:
     assert largest == [2048, 2049, 4096, 8192, 2048, 2048]
     # Beside full steps none is padded to more than 8/7 of its tokens, or 2048.
     sizes = mixed_sizes(20, 8192, 4096)
-    found = {tokens: recorded_size(InferenceBatchDimensions(tokens, 3, 5), sizes) for tokens in (8192, 7168, 7167, 2049, 2048, 9)}
-    assert {tokens: size and size.token_count for tokens, size in found.items()} == {
+    recorded = {tokens: recorded_size(InferenceBatchDimensions(tokens, 3, 5), sizes) for tokens in (8192, 7168, 7167, 2049, 2048, 9)}
+    assert {tokens: size and size.token_count for tokens, size in recorded.items()} == {
         8192: 8192, 7168: 8192, 7167: None, 2049: None, 2048: 2048, 9: 128
     }  # fmt: skip
 

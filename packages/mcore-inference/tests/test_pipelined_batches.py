@@ -128,8 +128,8 @@ def check_unequal_stages(num_first: int, sizes: dict[str, Any]) -> list[list[int
     for groups in (staged(2), ProcessGroups.single()):
         here = range(3) if groups.pp.size == 1 else range(num_first) if groups.pp.is_first else range(num_first, 3)
         model = GPTModel(config, groups, attention_core=PagedAttention(), dtype=torch.float64, layers=here).eval()
-        asked = {"max_sequence_length": 64, "block_size_tokens": 4, "max_tokens": 16, "max_requests": 6, **sizes}
-        engines.append(DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, InferenceConfig(**asked))))
+        fields = {"max_sequence_length": 64, "block_size_tokens": 4, "max_tokens": 16, "max_requests": 6, **sizes}
+        engines.append(DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, InferenceConfig(**fields))))
     split, whole = engines
     assert len(split.model.layers) == len(split.model.stage_layers) == split.context.cache.pages.shape[0] in (1, 2)
     # A stage of one layer has room for twice as many blocks as one of two, and uses as many.

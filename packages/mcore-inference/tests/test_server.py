@@ -169,15 +169,15 @@ def test_a_stop_word_cuts_whole_and_streamed_text(client: openai.OpenAI) -> None
     assert (cut.text, cut.finish_reason) == (text[: text.index(word)], "stop")
     assert "".join(chunk.choices[0].text for chunk in client.completions.create(**setting, stop=word, stream=True)) == cut.text
     setting["extra_body"] = {"include_stop_str_in_output": True}
-    kept = client.completions.create(**setting, stop=["zzz", word]).choices[0]
-    assert (kept.text, kept.finish_reason) == (cut.text + word, "stop")
+    with_word = client.completions.create(**setting, stop=["zzz", word]).choices[0]
+    assert (with_word.text, with_word.finish_reason) == (cut.text + word, "stop")
     chunks = [chunk.choices[0] for chunk in client.completions.create(**setting, stop=word, stream=True)]
-    assert "".join(chunk.text for chunk in chunks) == kept.text and chunks[-1].finish_reason == "stop"
+    assert "".join(chunk.text for chunk in chunks) == with_word.text and chunks[-1].finish_reason == "stop"
     messages: Any = [{"role": "user", "content": "x"}]
-    asked: dict[str, Any] = {"messages": messages, "max_tokens": 40, "seed": 9, **COMMON}
-    said = client.chat.completions.create(**asked).choices[0].message.content or ""
-    stopped = client.chat.completions.create(**asked, stop=said[10:12], extra_body=setting["extra_body"]).choices[0]
-    assert stopped.message.content == said[: said.index(said[10:12]) + 2]
+    body: dict[str, Any] = {"messages": messages, "max_tokens": 40, "seed": 9, **COMMON}
+    content = client.chat.completions.create(**body).choices[0].message.content or ""
+    stopped = client.chat.completions.create(**body, stop=content[10:12], extra_body=setting["extra_body"]).choices[0]
+    assert stopped.message.content == content[: content.index(content[10:12]) + 2]
 
 
 def test_echo_gives_the_prompts_log_probs(client: openai.OpenAI) -> None:
