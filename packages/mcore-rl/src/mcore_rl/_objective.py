@@ -92,7 +92,8 @@ class GRPOObjective:
     correction: ImportanceCorrection | None = field(default_factory=ImportanceCorrection)
     """Weights for an engine whose numerics differ; None for none."""
     observe: Callable[[Tensor, Tensor, Tensor], None] | None = field(default=None, repr=False, compare=False)
-    """Called with the old log-probabilities [T] of each micro-batch, the engine's, and which of them count; an iteration has its own."""
+    """Called with the old log-probabilities [T] of each micro-batch, the engine's, and which of them count; an iteration
+    looks at them beside it."""
 
     def __post_init__(self) -> None:
         check_estimator(self.kl_estimator)

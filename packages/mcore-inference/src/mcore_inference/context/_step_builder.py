@@ -189,7 +189,8 @@ class StepBuilder:
     def send_decode(self, host: HostStep, num_rows: int) -> None:
         """Fill the tensors of ``decode_inputs(num_rows)``, draws included, with a step of at most as many rows; the others are padding."""
         self._clear_fresh(host)
-        words, begin = np.zeros(self._draws_begin(num_rows) + PlainRows.num_words(num_rows), dtype=np.int32), self._draws_begin(num_rows)
+        begin = self._draws_begin(num_rows)
+        words = np.zeros(begin + PlainRows.num_words(num_rows), dtype=np.int32)
         words[: self.num_decode_words(num_rows)] = self.decode_words(host, num_rows)
         if host.draws is not None:
             words[begin:] = host.draws.words(num_rows)

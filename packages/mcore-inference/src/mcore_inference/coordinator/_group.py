@@ -22,7 +22,7 @@ class Group:
         self.version: int | None = None
         """Of the weights of the last load, in progress or over."""
         self.newest = 0
-        """Version above which no load was given one."""
+        """Version above which no load was given one, and no engine came with one."""
         self.loaded: int | None = None
         """Of the weights of the last load that ended well; None for those that engines start with."""
         self.past = PastCounters()

@@ -175,13 +175,12 @@ class Operations:
             group.send(client, Refusal(call=message.call, message=text))
             return
         # A load that failed had a number too: an engine that took it may be away, and come back.
-        newest = max(group.newest, *(engine.weight_version for engine in group.engines.values()))
-        version = message.version if message.version >= 0 else newest + 1
+        version = message.version if message.version >= 0 else group.newest + 1
         if version > MAX_NUMBER:
-            text = f"no version follows {newest}, the largest; give the load a version"
+            text = f"no version follows {group.newest}, the largest; give the load a version"
             group.send(client, Refusal(call=message.call, message=text))
             return
-        group.version, group.newest = version, max(version, newest)
+        group.version, group.newest = version, max(version, group.newest)
         self._requests.forget_prefixes()
         operation = group.operation = Operation(
             signal=message,

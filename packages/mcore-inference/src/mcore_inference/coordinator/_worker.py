@@ -54,9 +54,9 @@ from mcore_inference.sampling import SamplingParams
 
 _LOG = logging.getLogger("mcore_inference.coordinator")
 _SILENT_BEATS = 30
-_LEAVE_BEATS = 10
-"""After so many without an answer nobody is left to leave."""
 """Signs of life without an answer, after which the connection is made anew."""
+_LEAVE_BEATS = 10
+"""Of asking to leave without an answer, after which nobody is left to leave."""
 _GOODBYE_S = 0.2
 _LOOK_S = 0.05
 """Between two looks at whether a worker that leaves has ended its requests."""
