@@ -28,7 +28,7 @@ from mcore_rl import (
     RemoteEnvironment,
     WeightedMultiTask,
 )
-from mcore_rl.agent import _environment_server
+from mcore_rl.agent import _environment_http
 from mcore_rl.envs import CharacterShare, CountdownConfig
 from mcore_rl.inference import PeerError, PeerReplyError, PeerTimeoutError
 
@@ -318,7 +318,7 @@ def test_a_server_without_room_closes_at_once() -> None:
 
 
 def test_a_client_that_trickles_does_not_keep_the_place_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_environment_server, "_REQUEST_S", 0.5)
+    monkeypatch.setattr(_environment_http, "_REQUEST_S", 0.5)
     with EnvironmentServer(Told(), max_requests=1) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as slow:

@@ -12,7 +12,6 @@ from torch import nn
 
 from mcore_parallel.models import check_follows_prefixes, check_takes_device_bounds
 from mcore_parallel.training import TrainReport
-from mcore_parallel.training.distill import DistillationObjective
 from mcore_rl._aggregation import Aggregation
 from mcore_rl._collect import Collection, Drawn, draw, exchange
 from mcore_rl._config import GRPOConfig
@@ -24,7 +23,7 @@ from mcore_rl._rollout_statistics import EnvironmentReport, environment_reports,
 from mcore_rl._stability import experimental_api
 from mcore_rl._transfer import refit
 from mcore_rl._types import TokenRollout
-from mcore_rl._update import Learner, update
+from mcore_rl._update import Learner, is_distillation, update
 from mcore_rl._vocabulary import check_vocabulary, num_drawn, num_trained
 from mcore_rl.agent import GroupedRolloutGenerator
 from mcore_rl.inference import InferenceInterface
@@ -246,7 +245,7 @@ def check_iteration(config: GRPOConfig, learner: Learner) -> None:
         raise ValueError(f"kl_in_reward={config.kl_in_reward} needs a frozen reference; pass reference, or set kl_in_reward=0")
     if isinstance(objective, DPOObjective):
         raise ValueError("DPOObjective learns from pairs; call dpo_iteration")
-    if (learner.teacher is None) == isinstance(objective, DistillationObjective):
+    if (learner.teacher is None) == is_distillation(objective):
         teacher = "None" if learner.teacher is None else "given"
         raise ValueError(
             f"teacher={teacher} and an objective of {type(objective).__name__} do not go together: DistillationObjective compares with "

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from mcore_parallel import ProcessGroups
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.training import Batch, GradSync, Objective, Optimizer, TrainReport, train_step
-from mcore_parallel.training.distill import DistillationObjective, Teacher
 from mcore_rl._collect import Collection
 from mcore_rl._config import GRPOConfig
 from mcore_rl._correction import MismatchReport, MismatchTotals
@@ -26,6 +25,9 @@ from mcore_rl._reference import FrozenWeights, token_logprobs
 from mcore_rl._stability import experimental_api
 from mcore_rl._trajectories import BatchStyle, TrajectoryBatches, place_rows, routed_afresh, write_batches
 from mcore_rl._transfer import WeightTransfer
+
+if TYPE_CHECKING:
+    from mcore_parallel.training.distill import Teacher
 
 
 @experimental_api
@@ -44,7 +46,7 @@ class Learner:
     """A frozen model of the same layout, or frozen weights of this one, for ``kl_beta`` and ``kl_in_reward``."""
     critic: Critic | None = None
     """Of PPO, where ``GRPOConfig.gae`` asks for one."""
-    teacher: Teacher | None = None
+    teacher: "Teacher | None" = None
     """Of on-policy distillation: it reads the policy's own answers, and a `DistillationObjective` compares the two at each token."""
     transfer: WeightTransfer = field(default_factory=WeightTransfer)
     """Carries the weights to the engines, by a plan that it keeps."""
@@ -178,7 +180,7 @@ def _with_advantages(parts: Sequence[MiniBatch], advantages: Sequence[float]) ->
     return [MiniBatch(part.numbers, part.written.with_advantages([advantages[i] for i in part.numbers])) for part in parts]
 
 
-def _labelled(teacher: Teacher, batches: Sequence[Batch]) -> list[Batch]:
+def _labelled(teacher: "Teacher", batches: Sequence[Batch]) -> list[Batch]:
     """This context-parallel rank's shares with what the teacher, which routes for itself, makes of them."""
     shares = [batch.context_share(teacher.groups.cp) for batch in batches]
     labelled = teacher.label(routed_afresh(shares))
@@ -220,7 +222,14 @@ def _reads_reference(config: GRPOConfig, objective: Objective) -> bool:
     """Whether anything comes of the reference's log-probabilities; an objective of another kind may read them."""
     if config.kl_in_reward:
         return True
-    return objective.kl_beta != 0 if isinstance(objective, GRPOObjective) else not isinstance(objective, DistillationObjective)
+    return objective.kl_beta != 0 if isinstance(objective, GRPOObjective) else not is_distillation(objective)
+
+
+def is_distillation(objective: Objective) -> bool:
+    """Whether the policy learns from a teacher."""
+    from mcore_parallel.training.distill import DistillationObjective
+
+    return isinstance(objective, DistillationObjective)
 
 
 def _advantages(config: GRPOConfig, collected: Collection, parts: Sequence[MiniBatch], groups: ProcessGroups) -> list[float]:

@@ -36,7 +36,6 @@ from mcore_parallel.backends import TorchBackend
 from mcore_parallel.comm import Arrival, all_gather
 from mcore_parallel.models import GPTModel, ModelOutput
 from mcore_parallel.nn import Step
-from mcore_parallel.training.distill import HiddenCapture
 
 _LOG = logging.getLogger("mcore_inference.engine")
 
@@ -197,6 +196,9 @@ class Executor:
             self.drafts = ModelDrafts(model, context, speculation, vocab_size, (rows, self._recordings) if records_mixed else None)
             num_tokens = self.drafts.num_tokens
         modules = () if self.drafts is None else self.drafts.modules
+        # Here, since its package is that of training.
+        from mcore_parallel.training.distill import HiddenCapture
+
         self._capture = HiddenCapture(model, modules)
         # Its kernels choose their way by the rows of a step.
         fits = context.builder.has_kernel and not self._batch_invariant and FusedDecoder.fits(model, modules)

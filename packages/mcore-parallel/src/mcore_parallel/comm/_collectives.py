@@ -5,7 +5,6 @@
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed._functional_collectives
 from torch import Tensor
 
 from mcore_parallel._stability import internal_api

@@ -5,7 +5,6 @@
 import hashlib
 import json
 import logging
-import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -39,6 +38,11 @@ class Group:
     """Name under which functional collectives find the communicator; empty for a group of one."""
     timeout_s: float | None = field(default=None, compare=False, repr=False)
     """Time limit the communicator was made with, so that groups cut from this one get it too; None for torch's."""
+
+    def __post_init__(self) -> None:
+        if self.pg is not None:
+            # What its operators make of tensors without data; whoever has no communicator need not wait for it.
+            import torch.distributed._functional_collectives
 
     @property
     def size(self) -> int:
@@ -116,6 +120,8 @@ def load_communicator_options(path: str | Path) -> dict[str, CommunicatorOptions
             [tp]
             is_high_priority_stream = true
     """
+    import tomllib
+
     path = Path(path)
     readers = {".json": json.loads, ".toml": tomllib.loads}
     if path.suffix not in readers:

@@ -6,17 +6,13 @@ import asyncio
 import contextlib
 import functools
 import hmac
-import io
 import ipaddress
-import json
 import logging
 import random
-import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,10 +22,7 @@ from mcore_rl.agent._environment_messages import VERSION, EnvironmentCard, Messa
 from mcore_rl.agent._numbered import NumberedProblems
 
 _log = logging.getLogger(__name__)
-_MOST_BODY_BYTES = 16 << 20
-_END_S, _POLL_S = 2.0, 0.05
-_REQUEST_S = 60.0
-"""From the connection to the last byte of a request; and of a reply, between two of its parts."""
+_END_S = 2.0
 
 
 @experimental_api
@@ -71,9 +64,12 @@ class EnvironmentServer:
             raise ValueError(f"environment {environment.env_id!r} holds conversations, and this server judges single answers")
         self.environment = environment
         self._key = f"Bearer {api_key}" if api_key else ""
-        self._http = _Server((host, port), self, max_requests)
+        # Here, since Python's HTTP server takes long to import.
+        from mcore_rl.agent._environment_http import POLL_S, HttpServer
+
+        self._http = HttpServer((host, port), self, max_requests)
         self._loop = asyncio.new_event_loop()
-        works = (self._loop.run_forever, functools.partial(self._http.serve_forever, _POLL_S))
+        works = (self._loop.run_forever, functools.partial(self._http.serve_forever, POLL_S))
         self._threads = [threading.Thread(target=work, daemon=True) for work in works]
         for thread in self._threads:
             thread.start()
@@ -165,90 +161,6 @@ class EnvironmentServer:
         reward = await self.environment.get_reward(message["response"], problem)
         check_reward(reward, env_id=problem.env_id or self.environment.env_id, problem_id=problem.problem_id)
         return {"reward": float(reward)}
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 1024
-
-    def __init__(self, address: tuple[str, int], owner: EnvironmentServer, max_requests: int) -> None:
-        self.owner, self._room, self.is_closing = owner, threading.BoundedSemaphore(max_requests), threading.Event()
-        super().__init__(address, _Handler)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        while not self._room.acquire(timeout=_POLL_S):
-            if self.is_closing.is_set():
-                self.shutdown_request(request)
-                return
-        try:
-            super().process_request(request, client_address)
-        except BaseException:
-            self._room.release()
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._room.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        _log.debug("a client of %r was lost", self.owner.environment.env_id, exc_info=True)
-
-
-class _Request(io.RawIOBase):
-    """What a client sends, all of it in time: one that trickles has no request's place for long."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection, self._end = connection, time.monotonic() + _REQUEST_S
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        if (left := self._end - time.monotonic()) <= 0:
-            raise TimeoutError("the request did not come in time")
-        self._connection.settimeout(left)
-        return self._connection.recv_into(buffer)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-
-    def setup(self) -> None:
-        super().setup()
-        self.rfile = io.BufferedReader(_Request(self.connection))
-
-    def do_GET(self) -> None:
-        if self.path == "/health":
-            self._reply(200, {"status": "ok"})
-        else:
-            self._reply(404, {"error": f"no {self.path[:60]} here"})
-
-    def do_POST(self) -> None:
-        if not self.server.owner.is_allowed(self.headers.get("Authorization", "")):
-            self._reply(401, {"error": "the api_key is missing or another one"})
-            return
-        length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdigit()):
-            self._reply(411, {"error": "a Content-Length is needed"})
-        elif len(length) > len(str(_MOST_BODY_BYTES)) or int(length) > _MOST_BODY_BYTES:
-            self._reply(413, {"error": f"a body of {length[:20]} bytes is larger than {_MOST_BODY_BYTES}"})
-        else:
-            self._reply(*self.server.owner.answer(self.path, self.rfile.read(int(length))))
-
-    def _reply(self, status: int, message: dict[str, Any]) -> None:
-        content = json.dumps(message).encode()
-        self.connection.settimeout(_REQUEST_S)
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        _log.debug(format, *args)
 
 
 async def _cancel_others() -> None:
