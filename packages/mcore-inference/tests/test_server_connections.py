@@ -178,7 +178,9 @@ def steps(server: InferenceServer) -> Iterator[threading.Semaphore]:
     released.release(1000)
 
 
-def ask_together(server: InferenceServer, request: bytes, number: int, steps: threading.Semaphore, stack: contextlib.ExitStack) -> list[socket.socket]:
+def ask_together(
+    server: InferenceServer, request: bytes, number: int, steps: threading.Semaphore, stack: contextlib.ExitStack
+) -> list[socket.socket]:
     """Clients whose requests the engine all has; one that a slow machine refused for the server's limits asks again."""
 
     def ask() -> socket.socket:

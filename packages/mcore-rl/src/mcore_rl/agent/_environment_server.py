@@ -10,7 +10,6 @@ import ipaddress
 import logging
 import random
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from types import TracebackType
