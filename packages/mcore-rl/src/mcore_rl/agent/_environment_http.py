@@ -9,10 +9,7 @@ import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from mcore_rl.agent._environment_server import EnvironmentServer
+from typing import Any, Protocol
 
 _log = logging.getLogger(__name__)
 _MOST_BODY_BYTES = 16 << 20
@@ -21,13 +18,25 @@ _REQUEST_S = 60.0
 """From the connection to the last byte of a request; and of a reply, between two of its parts."""
 
 
+class Owner(Protocol):
+    """Who answers."""
+
+    def is_allowed(self, authorization: str) -> bool:
+        """Whether a request bears the key."""
+        ...
+
+    def answer(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+        """Status and reply to a request; in a thread of its own."""
+        ...
+
+
 class HttpServer(ThreadingHTTPServer):
-    """Hands each request to the environment's server in a thread of its own, at most ``max_requests`` at a time."""
+    """Hands each request to its owner in a thread of its own, at most ``max_requests`` at a time."""
 
     daemon_threads = True
     request_queue_size = 1024
 
-    def __init__(self, address: tuple[str, int], owner: "EnvironmentServer", max_requests: int) -> None:
+    def __init__(self, address: tuple[str, int], owner: Owner, max_requests: int) -> None:
         self.owner, self._room, self.is_closing = owner, threading.BoundedSemaphore(max_requests), threading.Event()
         super().__init__(address, _Handler)
 
@@ -49,7 +58,7 @@ class HttpServer(ThreadingHTTPServer):
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        _log.debug("a client of %r was lost", self.owner.environment.env_id, exc_info=True)
+        _log.debug("a client of %s was lost", self.server_address, exc_info=True)
 
 
 class _Request(io.RawIOBase):
