@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -65,6 +64,7 @@ from mcore_tools.training import (
     weights_identity,
     with_tokenizer,
 )
+from mcore_tools.whole_file import write_whole
 
 PARTS = ("train", "valid")
 
@@ -244,10 +244,7 @@ class Workshop:
             counts = torch.zeros(total, dtype=torch.int64)
             for number in range(len(self.samples[0])):
                 counts += torch.bincount(torch.as_tensor(self.samples[0][number]["tokens"]), minlength=total)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps(DraftVocabulary.from_counts(counts, size).token_ids.tolist()), encoding="utf-8")
-            os.replace(partial, path)
+            write_whole(path, json.dumps(DraftVocabulary.from_counts(counts, size).token_ids.tolist()))
         # The others wait for it.
         all_reduce(torch.zeros(1, device=self.device), self.groups.world)
         return DraftVocabulary(torch.tensor(json.loads(path.read_text(encoding="utf-8"))), total)

@@ -16,6 +16,7 @@ from mcore_ckpt.hf import tokenizer_files
 from mcore_parallel.data import DataError, DocumentError, preprocess_conversations
 from mcore_tools.chat import TEMPLATES, TemplateTokenizer, find_template, read_generation
 from mcore_tools.recipes import SFTConfig
+from mcore_tools.whole_file import write_whole
 
 _READY = "ready.json"
 
@@ -107,9 +108,7 @@ def _write(config: SFTConfig, source: str | Path, template: str | None, folder: 
         num_tokens=report.num_tokens,
     )
     _write_tokenizer(tokenizer, source, folder / "tokenizer")
-    draft = folder / f".{_READY}.partial"
-    draft.write_text(json.dumps({"facts": facts, "corpus": vars(corpus)}), encoding="utf-8")
-    os.replace(draft, folder / _READY)
+    write_whole(folder / _READY, json.dumps({"facts": facts, "corpus": vars(corpus)}))
     return corpus
 
 

@@ -3,12 +3,12 @@
 """The journey as one self-contained page."""
 
 import html
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_tools.reports._plot import Plot, svg
+from mcore_tools.whole_file import write_whole
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto; padding: 0 1rem; color: #1c2024; background: #fff }
@@ -48,7 +48,4 @@ def write_report(path: Path, title: str, sections: Sequence[Section], plots: Seq
         rows = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>" for name, value in section.facts)
         text = f"<pre>{html.escape(section.text)}</pre>" if section.text else ""
         parts.append(f"<h2>{html.escape(section.title)}</h2><table>{rows}</table>{text}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.new")
-    fresh.write_text("".join(parts), encoding="utf-8")
-    os.replace(fresh, path)
+    write_whole(path, "".join(parts))

@@ -3,8 +3,9 @@
 """How often a run began at the step where it begins: answers that ended it once are not drawn again."""
 
 import json
-import os
 from pathlib import Path
+
+from mcore_tools.whole_file import write_whole
 
 _NAME = "attempts.json"
 _STRIDE = 1_000_003
@@ -19,9 +20,7 @@ def begin_attempt(output: Path, step: int) -> int:
         before = int(known["attempts"]) if known["step"] == step else 0
     except (OSError, ValueError, KeyError, TypeError):
         before = 0
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"step": step, "attempts": before + 1}))
-    os.replace(partial, path)
+    write_whole(path, json.dumps({"step": step, "attempts": before + 1}))
     return before
 
 

@@ -3,7 +3,6 @@
 """Checkpoints of a run on its nodes, beside those that outlive them."""
 
 import dataclasses
-import os
 import secrets
 import socket
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from mcore_ckpt import LocalCheckpoints
 from mcore_tools.recipes import RunConfig, config_text
 from mcore_tools.training._start import RunCheckpoints, nothing_to_load
 from mcore_tools.training._stored import check_model, model_of_run
+from mcore_tools.whole_file import write_whole
 
 _RUN_NAME = "local_checkpoints"
 _RUN = "run"
@@ -130,10 +130,7 @@ def _run_name(output: Path) -> str:
     if not dist.is_initialized() or dist.get_rank() == 0:
         file = output / _RUN_NAME
         if not file.exists():
-            output.mkdir(parents=True, exist_ok=True)
-            partial = file.with_suffix(".partial")
-            partial.write_text(secrets.token_hex(4), encoding="ascii")
-            os.replace(partial, file)
+            write_whole(file, secrets.token_hex(4))
         name = file.read_text(encoding="ascii")
     return _gather(name)[0]
 
