@@ -5,7 +5,7 @@
 from mcore_ckpt.hf._adapter import HFAdapterConfig, merge_adapter
 from mcore_ckpt.hf._config import families_of
 from mcore_ckpt.hf._export import export_checkpoint_hf, export_hf
-from mcore_ckpt.hf._import import HFModel, import_checkpoint_hf, import_hf
+from mcore_ckpt.hf._import import HFModel, import_checkpoint_hf, import_hf, load_hf
 from mcore_ckpt.hf._peft import HFAdapter, export_adapter_hf, import_adapter_hf, merge_adapter_hf
 from mcore_ckpt.hf._stored_adapter import StoredAdapter
 from mcore_ckpt.hf._tokenizer import tokenizer_files
@@ -22,6 +22,7 @@ __all__ = [
     "import_adapter_hf",
     "import_checkpoint_hf",
     "import_hf",
+    "load_hf",
     "merge_adapter",
     "merge_adapter_hf",
     "tokenizer_files",

@@ -294,10 +294,6 @@ def from_hf_config(config: Config, ignore: Collection[str] = (), family: Family 
     if family is None:
         why = f"; not covered: {NOT_COVERED[kind]}" if kind in NOT_COVERED else ""
         raise CheckpointingException(f"config.json: model_type={config.get('model_type')!r} is none of {', '.join(sorted(kinds))}{why}")
-    if config.get("quantization_config"):
-        raise CheckpointingException(
-            "config.json: quantization_config is set; quantised weights are not supported, use the unquantised model"
-        )
     check_entries(config, family, ignore)
     ours: dict[str, Any] = {}
     try:
