@@ -205,7 +205,7 @@ REFERENCES: Mapping[str, Reference] = {
         },
     ),
     "deepseek3_moe": Reference(
-        title="DeepSeek-V3", published="DeepSeek-V3-bf16", family="deepseek3", kind="DeepseekV3", sizes=_NO_GROUPS,
+        title="DeepSeek-V3", published="DeepSeek-V3", family="deepseek3", kind="DeepseekV3", sizes=_NO_GROUPS,
         config={
             **_LATENT, "q_lora_rank": 8, "num_key_value_heads": 4, "first_k_dense_replace": 1, "num_hidden_layers": 2,
             "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
@@ -214,7 +214,7 @@ REFERENCES: Mapping[str, Reference] = {
         },
     ),
     "gpt_oss": Reference(
-        title="gpt-oss", published="gpt-oss-20b-bf16", family="gpt_oss", kind="GptOss",
+        title="gpt-oss", published="gpt-oss-20b", family="gpt_oss", kind="GptOss",
         config={
             "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 6, "sliding_window": 5, "swiglu_limit": 0.7,
             "rope_parameters": _THETA | _YARN | {"truncate": False},

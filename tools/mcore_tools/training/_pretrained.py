@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt import CheckpointingException
-from mcore_ckpt.hf import import_hf
-from mcore_tools.training._conversion import fill_parts
+from mcore_ckpt.hf import import_hf, load_hf
 
 # Entries of config.json that say nothing about the weights, and that an export of the tuned model has again.
 KEPT = ("bos_token_id", "eos_token_id", "max_position_embeddings", "pad_token_id")
@@ -78,17 +77,7 @@ class HuggingFaceFolder:
         Raises:
             CheckpointingException: a weight has another shape.
         """
-        left = dict(wanted)
-        for name, tensor in import_hf(self.directory).tensors:
-            value = left.pop(name, ())
-            for part in value if isinstance(value, list | tuple) else [value]:
-                if tuple(tensor.shape) != tuple(part.global_shape):
-                    raise CheckpointingException(
-                        f"{self}: {name} has shape {list(tensor.shape)}, this model's {list(part.global_shape)}; make model "
-                        "that of its config.json"
-                    )
-            fill_parts(value, tensor)
-        return frozenset(left)
+        return load_hf(self.directory, wanted)
 
     def _config(self) -> dict[str, Any]:
         path = self.directory / "config.json"
