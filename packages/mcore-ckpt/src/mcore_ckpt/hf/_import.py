@@ -172,6 +172,8 @@ class _Opened:
         whole = torch.empty(site.shape, dtype=dtype or self._dtype(site, form))
         for row, piece in self.pieces(site, form, dtype):
             whole[row : row + 1] = piece
+            # Not while the next is read.
+            del piece
         return whole
 
     def pieces(self, site: WeightSite, form: Form, dtype: torch.dtype | None, rows: tuple[int, int] | None = None) -> Iterator[_Piece]:
@@ -188,10 +190,10 @@ class _Opened:
             one, count = replace(site, sizes={**site.sizes, "E": 1}), len(form.parts)
             for expert in range(*rows or (0, site.shape[0])):
                 if "{expert}" in form.parts[0].name:
-                    parts = [self.weights[name].read(dtype) for name in names[expert * count : (expert + 1) * count]]
+                    own, which = names[expert * count : (expert + 1) * count], None
                 else:
-                    parts = [self.weights[names[0]].read(dtype, (expert, expert + 1))]
-                yield expert, join(parts, form, one)
+                    own, which = names, (expert, expert + 1)
+                yield expert, join([self.weights[name].read(dtype, which) for name in own], form, one)
             return
         if rows is not None and form.layout is PartLayout.STACK and self.weights[names[0]].shape == site.shape:
             yield rows[0], self.weights[names[0]].read(dtype, rows)
