@@ -16,6 +16,11 @@ LLAMA3 = {
 QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28}
 NEMOTRON = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 
+FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
+}
 NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 
 
@@ -98,7 +103,7 @@ PUBLISHED = {
             qk_rope_head_dim=64, v_head_dim=128, first_k_dense_replace=3, n_routed_experts=256, n_shared_experts=1, n_group=8, topk_group=4,
             num_experts_per_tok=8, moe_intermediate_size=2048, moe_layer_freq=1, norm_topk_prob=True, scoring_func="sigmoid", ep_size=1,
             topk_method="noaux_tc", routed_scaling_factor=2.5, num_nextn_predict_layers=1, rope_theta=1e4, attention_bias=False,
-            aux_loss_alpha=0.001, seq_aux=True,
+            aux_loss_alpha=0.001, seq_aux=True, quantization_config=FP8,
             rope_scaling={
                 "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
                 "original_max_position_embeddings": 4096,
@@ -110,7 +115,7 @@ PUBLISHED = {
         decoder(
             "gpt_oss", 24, 2880, 2880, 64, 8, 201088, head_dim=64, num_local_experts=32, num_experts_per_tok=4, experts_per_token=4,
             sliding_window=128, layer_types=["sliding_attention", "full_attention"] * 12, swiglu_limit=7.0, attention_bias=True,
-            initial_context_length=4096, rope_theta=150000, router_aux_loss_coef=0.9, output_router_logits=False,
+            quantization_config=MXFP4, initial_context_length=4096, rope_theta=150000, router_aux_loss_coef=0.9, output_router_logits=False,
             rope_scaling={
                 "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
                 "original_max_position_embeddings": 4096,
