@@ -24,7 +24,7 @@ def is_huggingface(path: str | Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceFolder:
-    """Weights and sizes of a published model; tensors are read one at a time, and each rank takes the parts that it holds."""
+    """Weights and sizes of a published model, quantised or not; each rank reads the tensors and experts that it holds, one at a time."""
 
     directory: Path
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mcore_ckpt._core import DEFAULT_FILE_BYTES, DeferredTensor, ShardedTensor, as_parts, save
 from mcore_ckpt._errors import CheckpointingException, list_names
+from mcore_ckpt._stability import experimental_api
 from mcore_ckpt._storage import SafetensorsFile, WatchedFolder, dtype_code, open_folder
 from mcore_ckpt.chunks import Box
 from mcore_ckpt.hf._config import brief, from_hf_config, measure
@@ -103,6 +104,7 @@ def import_checkpoint_hf(
     save(state, folder, extra=extra, assets=tokenizer_files(directory), max_file_bytes=max_file_bytes)
 
 
+@experimental_api
 def load_hf(
     directory: str | Path, state: Mapping[str, Any], *, ignore: Collection[str] = (), family: str | Family | None = None
 ) -> frozenset[str]:
