@@ -6,6 +6,7 @@ import asyncio
 import functools
 import itertools
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -91,6 +92,30 @@ def test_parts_in_any_order_and_bucket_are_the_whole(make_model: Make, seed: int
         loader.load(chunks[:lost] + chunks[lost + 1 :])
     with pytest.raises(WeightLoadError, match=f"{chunks[lost][0]} came twice, or parts of it overlap"):
         loader.load([*chunks, chunks[lost]])
+
+
+def test_a_buffer_is_copied_before_it_is_written_again_and_not_kept(make_model: Make) -> None:
+    rng, model, wanted = random.Random(3), make_model(seed=0), weights(make_model(seed=1))
+    slices = [(name, own) for name, tensor in wanted for _, own in parts(name, tensor, rng)]
+    kept: list[bool] = []
+
+    def chunks() -> Iterator[Any]:
+        left = list(slices)
+        while left:
+            some = [left.pop() for _ in range(min(len(left), rng.randint(1, 4)))]
+            buffers = [own.tensor.clone() for _, own in some]
+            storages = [weakref.ref(buffer.untyped_storage()) for buffer in buffers]
+            for number, (name, own) in enumerate(some, 1):
+                yield name, WeightSlice(tensor=buffers[number - 1], offsets=own.offsets, ends_buffer=number == len(some))
+            for buffer in buffers:
+                buffer.fill_(9.0)
+            # The last slice is still bound by the loop that took it.
+            buffers[-1].set_()
+            del buffer, buffers
+            kept.extend(storage() is not None for storage in storages)
+
+    ModelWeights(model).load(chunks())
+    assert same(model, wanted) and len(kept) == len(slices) > 20 and not any(kept)
 
 
 def test_a_parameter_row_by_row_costs_no_more_than_its_rows(make_model: Make) -> None:

@@ -3,11 +3,13 @@
 """Processes of one device hand weights over in memory that both map: equal weights, nothing left behind, and who fails is named."""
 
 import contextlib
+import dataclasses
 import gc
 import inspect
 import os
 import signal
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from mcore_parallel import ParallelPlan
+from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention
+from mcore_parallel import ParallelPlan, ProcessGroups
+from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_rl import Placement, RefitTimeoutError, WeightTransfer, refit
 from mcore_rl import _ipc as ipc_module
@@ -191,6 +197,65 @@ def test_where_memory_cannot_be_shared_the_world_carries_the_weights(world, way:
     (_, trainer, _), (equal, engine, _) = world(carry_without, way=way, kind=kind)
     assert equal
     assert all(neighbours == [] and transfers == 1 and slots == 0 for neighbours, transfers, slots, _ in [*trainer, *engine])
+
+
+# -- peak ------------------------------------------------------------------------------------------------------------
+
+
+class LargestHeld(TorchDispatchMode):
+    """Memory of the tensors that operations give, beside that of a model: the most at a time."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.num_bytes = 0
+        self._own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
+        self._live: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()).data_ptr() not in self._own:
+                self._live[id(storage)] = weakref.ref(storage)
+        live = [storage for ref in self._live.values() if (storage := ref()) is not None]
+        self.num_bytes = max(self.num_bytes, sum(storage.nbytes() for storage in live))
+        self._live = {id(storage): weakref.ref(storage) for storage in live}
+        return result
+
+
+def carry_large(bucket_bytes: int, beside: bool) -> tuple[int, int, dict[str, Tensor]]:
+    """What this rank held at most beside its model, bytes of the largest weight, and all weights."""
+    if not beside:
+        transfer_module.place_of = lambda device: None
+    placement, transfer = Placement.split(ParallelPlan()), WeightTransfer(bucket_bytes=bucket_bytes, timeout_s=30.0)
+    sizes = dataclasses.replace(SIZES, vocab_size=1000)
+    if placement.groups is None:
+        own = GPTModel(sizes, ProcessGroups.single(), attention_core=PagedAttention(), seed=5).eval()
+        context = DynamicInferenceContext.for_model(own, InferenceConfig(max_sequence_length=32, max_requests=4, block_size_tokens=8))
+        model, engine = None, DynamicInferenceEngine(own, context, ByteTokenizer())
+    else:
+        model = own = GPTModel(sizes, placement.groups, seed=3)
+        engine = None
+    # The layouts are exchanged once.
+    refit(model, placement.groups, engine, transfer, placement=placement)
+    with torch.no_grad():
+        for parameter in [] if model is None else model.parameters():
+            parameter.mul_(0.5)
+    with LargestHeld(own) as held:
+        refit(model, placement.groups, engine, transfer, placement=placement)
+    assert num_left(CPU) == 0 and transfer.ipc_peers == ({1 - dist.get_rank()} if beside else set())
+    return held.num_bytes, max(parameter.nbytes for parameter in own.parameters()), state_of(own)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("beside", [True, False], ids=["beside", "apart"])
+def test_what_both_hold_beside_their_models_is_one_bucket_though_a_weight_is_larger(world, beside: bool) -> None:
+    bucket_bytes = 40_000
+    (trainer, largest, expected), (engine, _, weights) = world(carry_large, bucket_bytes=bucket_bytes, beside=beside)
+    assert weights.keys() == expected.keys() and all(torch.equal(weights[name], value) for name, value in expected.items())
+    assert largest > 3 * bucket_bytes
+    # Both map the one slot of half a bucket; apart, one half is taken while the next is between the ranks.
+    most = bucket_bytes // 2 if beside else bucket_bytes
+    assert most // 2 < trainer <= most and most // 2 < engine <= most
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------

@@ -43,7 +43,8 @@ def test_parts_of_a_message_hold_each_element_once_within_the_limit(limit: int) 
         taken = {name: torch.full(shape, 101).to(dtype) for name, shape, dtype in listed}
         for part in parts:
             part.pack(held, slot)
-            part.unpack(slot, taken)
+            for name, box, tensor in part.unpack(slot):
+                taken[name][box.slices()] = tensor
         for copy, _ in copies:
             value, box = held[copy.name, copy.source], copy.box
             assert torch.equal(taken[copy.name][box.slices()], value[box.slices()])

@@ -170,17 +170,16 @@ class Neighbours:
         outgoing: Mapping[int, WeightMessage],
         incoming: Mapping[int, WeightMessage],
         held: Mapping[tuple[str, Box], Tensor],
-        full: Mapping[str, Tensor],
         timeout_s: float,
-    ) -> None:
-        """Write what neighbours take of a bucket, and take what they write; returns when all is here and the last part is written.
+    ) -> Iterator[tuple[WeightMessage, Tensor]]:
+        """Write what neighbours take of a bucket, and give what they write: each part with the slot that has it, which is theirs again
+        once the next one is asked for. Ends when all is here and the last part is written.
 
         Args:
             outgoing: by rank of ``destinations``.
             incoming: by rank of ``sources``.
             held: what this rank has of the weights.
-            full: what it takes, in tensors of the global shapes.
-            timeout_s: limit of it all.
+            timeout_s: limit of waiting for them.
 
         Raises:
             NeighbourError: names those that did not send or take within the limit, or died.
@@ -201,10 +200,15 @@ class Neighbours:
             if not waits:
                 return
             rank, reply, _ = self._receive(waits, begin, timeout_s)
-            if "written" in reply:
-                self._take(rank, full)
-            else:
+            if "written" not in reply:
                 self._outgoing[rank].is_free = True
+                continue
+            one, paused = self._incoming[rank], time.monotonic()
+            assert one.memory is not None
+            yield one.parts.popleft(), one.memory
+            self._wait_for_device()
+            self._send(one.connection, {"taken": True})
+            begin += time.monotonic() - paused
 
     def close(self, timeout_s: float) -> None:
         """End a refit: unmap all, and free what all others have unmapped.
@@ -263,13 +267,6 @@ class Neighbours:
         for one in ready:
             one.is_free = False
             self._send(one.connection, {"written": True})
-
-    def _take(self, rank: int, full: Mapping[str, Tensor]) -> None:
-        one = self._incoming[rank]
-        assert one.memory is not None
-        one.parts.popleft().unpack(one.memory, full)
-        self._wait_for_device()
-        self._send(one.connection, {"taken": True})
 
     def _wait_for_device(self) -> None:
         if self._device.type == "cuda":

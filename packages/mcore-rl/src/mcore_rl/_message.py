@@ -3,7 +3,7 @@
 """Boxes of weights one behind the other, as bytes: what goes from one rank to another."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +40,7 @@ class WeightMessage:
         parts: list[list[tuple[WeightCopy, torch.dtype]]] = []
         room = 0
         for copy, dtype, _ in self.places:
-            for box in _cut(copy.box, max(1, limit // dtype.itemsize)):
+            for box in cut_box(copy.box, max(1, limit // dtype.itemsize)):
                 size = -(-box.num_elements * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
                 if size > room or not parts:
                     parts.append([])
@@ -58,13 +58,14 @@ class WeightMessage:
         for copy, dtype, span in self.places:
             buffer[span].view(dtype).view(copy.box.shape).copy_(held[copy.name, copy.source][copy.source_slices])
 
-    def unpack(self, buffer: Tensor, full: Mapping[str, Tensor]) -> None:
-        """Write the bytes of a buffer into tensors of the global shapes."""
+    def unpack(self, buffer: Tensor) -> Iterator[tuple[str, Box, Tensor]]:
+        """Name, box and value of each part of a buffer, in its memory."""
         for copy, dtype, span in self.places:
-            full[copy.name][copy.box.slices()] = buffer[span].view(dtype).view(copy.box.shape)
+            # Detached, or its base would keep the buffer when it itself no longer does.
+            yield copy.name, copy.box, buffer[span].view(dtype).view(copy.box.shape).detach()
 
 
-def _cut(box: Box, most: int) -> Sequence[Box]:
+def cut_box(box: Box, most: int) -> Sequence[Box]:
     """A box in boxes of at most so many elements, halved along the first dim that can be."""
     if box.num_elements <= most:
         return [box]
@@ -73,4 +74,4 @@ def _cut(box: Box, most: int) -> Sequence[Box]:
     first = (*box.shape[:dim], half, *box.shape[dim + 1 :])
     second = (*box.shape[:dim], box.shape[dim] - half, *box.shape[dim + 1 :])
     begin = (*box.offset[:dim], box.offset[dim] + half, *box.offset[dim + 1 :])
-    return [*_cut(Box(box.offset, first), most), *_cut(Box(begin, second), most)]
+    return [*cut_box(Box(box.offset, first), most), *cut_box(Box(begin, second), most)]

@@ -17,9 +17,12 @@ from mcore_rl._stability import experimental_api
 
 @experimental_api
 class WeightSink(Protocol):
-    """What takes over weights: an inference engine."""
+    """What takes over weights: an inference engine.
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], /) -> None: ...
+    One whose ``model`` says its layout (``model.groups``) is given `mcore_inference.WeightSlice`s, any other a tensor for each weight.
+    """
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]], /) -> None: ...
 
 
 @experimental_api

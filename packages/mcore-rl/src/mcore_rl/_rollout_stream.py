@@ -11,8 +11,6 @@ from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
-from torch import Tensor
-
 from mcore_rl._collect import fitting
 from mcore_rl._config import GRPOConfig
 from mcore_rl._late import LATE
@@ -31,7 +29,7 @@ class LiveWeights(Protocol):
 
     async def load_weights(
         self,
-        weights: Iterable[tuple[str, Tensor]],
+        weights: Iterable[tuple[str, Any]],
         version: int | None = None,
         *,
         in_flight: Literal["recompute", "keep", "drain"] = ...,
@@ -123,7 +121,7 @@ class RolloutStream:
         """Open the groups of the iterations to come, with the weights that are newest now."""
         self._run(self._pose_ahead())
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int, in_flight: Literal["recompute", "keep"]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Any]], version: int, in_flight: Literal["recompute", "keep"]) -> None:
         """New weights for the answers that are open, too; blocks.
 
         Raises:

@@ -3,13 +3,11 @@
 """Weights from the ranks of a trained model to engines on the same ranks or on others, by a plan, in buckets."""
 
 import functools
-import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import chain
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
@@ -27,10 +25,12 @@ from mcore_rl._ipc import NeighbourError, Neighbours, listening
 from mcore_rl._message import WeightMessage
 from mcore_rl._placement import Placement, RankTimeoutError
 from mcore_rl._refit import WeightSink, is_divided, undivided
-from mcore_rl._refit_plan import RefitPlan, WeightCopy, WeightShard, plan_refit
+from mcore_rl._refit_plan import RefitPlan
+from mcore_rl._refit_schedule import Bucket, Schedule
 from mcore_rl._rendezvous import rendezvous
 from mcore_rl._shared_memory import place_of
 from mcore_rl._stability import experimental_api
+from mcore_rl._whole_weights import WholeWeights
 
 _Result = TypeVar("_Result")
 
@@ -62,42 +62,10 @@ class _Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Bucket:
-    """Weights that go together, and what of them this rank copies, receives and sends."""
-
-    names: list[str]
-    """In the order of the model."""
-    where: str
-    """Of all buckets, for errors."""
-    own: list[WeightCopy]
-    """From this rank to itself."""
-    incoming: Mapping[int, WeightMessage]
-    """By the rank that sends it."""
-    outgoing: Mapping[int, WeightMessage]
-    """By the rank that receives it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Schedule:
-    """What all ranks agreed on."""
-
-    plan: RefitPlan
-    buckets: list[_Bucket]
-    shapes: Mapping[str, tuple[int, ...]]
-    dtypes: Mapping[str, torch.dtype]
-    taken: Set[str]
-    """Names that this rank's engine takes."""
-    largest: Mapping[int, int]
-    """Bytes of the largest message to each rank that this one sends to."""
-    limit: int
-    """Bytes of a bucket, but for one of a single weight."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class _UnderWay:
     """A bucket whose messages are between the ranks."""
 
-    bucket: _Bucket
+    bucket: Bucket
     held: Mapping[tuple[str, Box], Tensor]
     """What this rank has of its weights."""
     transfers: list[tuple[int, Tensor, bool]]
@@ -109,15 +77,16 @@ class _UnderWay:
 class WeightTransfer:
     """Carries weights between two layouts on the same or on disjoint ranks: each sends the boxes that others take, and none it need not.
 
-    The plan is made at the first call, and again when a layout has changed. An engine whose ``model`` says its layout takes its own boxes;
-    any other takes whole weights.
+    The plan is made at the first call, and again when a layout has changed. An engine whose ``model`` says its layout takes slices of its
+    own boxes, which it copies as they come; any other takes whole weights.
 
     Processes of one machine and one device hand weights over in memory that both map (CUDA IPC on a GPU), others by the world's
     collectives. NCCL has no two ranks of one GPU: their world has the backend "cpu:gloo,cuda:nccl".
 
     Args:
-        bucket_bytes: weights that are on their way at once, at least two; the smallest limit of any rank holds. Half of them go between the
-            ranks while the other half is taken.
+        bucket_bytes: memory of weights that are on their way, on each rank; the smallest limit of any rank holds. Half of them go between
+            the ranks while the other half is taken, and larger weights go in several buckets. Whole weights, and those that are gathered
+            from shards, take their own memory beside it.
         timeout_s: limit of waiting for all ranks to come, and of each bucket; after it the rank that is waited for is named.
 
     Raises:
@@ -129,7 +98,7 @@ class WeightTransfer:
             raise ValueError(f"bucket_bytes={bucket_bytes} and timeout_s={timeout_s} must be positive")
         self.bucket_bytes, self.timeout_s = bucket_bytes, timeout_s
         self._layout: list[Any] | None = None
-        self._schedule: _Schedule | None = None
+        self._schedule: Schedule | None = None
         self._under_way: deque[_UnderWay] = deque()
         self._neighbours: Neighbours | None = None
         self._wire = torch.device("cpu")
@@ -146,10 +115,12 @@ class WeightTransfer:
 
     def weights(
         self, model: nn.Module | None, groups: ProcessGroups | None, engine: object, *, placement: Placement | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Every weight by its name in a tensor of its global shape, of which the boxes that this rank's engine takes are filled.
+    ) -> Iterator[tuple[str, Any]]:
+        """Every weight that this rank's engine takes, by its name: a tensor of the global shape, or `mcore_inference.WeightSlice`s where
+        the engine's ``model`` says its layout.
 
-        All ranks of ``groups.world``, or of ``placement.world``, consume it together.
+        The engine copies slices up to one that ends a buffer before it asks for the next one. All ranks of ``groups.world``, or of
+        ``placement.world``, consume it together.
 
         Args:
             model: the trained model; parameters may be DTensors, between two steps. None on a rank that only serves.
@@ -173,7 +144,7 @@ class WeightTransfer:
 
     def _weights(
         self, model: nn.Module | None, groups: ProcessGroups | None, engine: object, placement: Placement | None
-    ) -> Iterator[tuple[str, Tensor]]:
+    ) -> Iterator[tuple[str, Any]]:
         world = self._met(placement, groups)
         parts = [] if model is None or groups is None else _parts(model, groups)
         device = _device(parts, engine, world)
@@ -193,17 +164,20 @@ class WeightTransfer:
             neighbours.give_up(turn)
 
     def _carry(
-        self, schedule: _Schedule, named: Mapping[str, Sequence[_Part]], world: Group, device: torch.device, neighbours: Neighbours
-    ) -> Iterator[tuple[str, Tensor]]:
+        self, schedule: Schedule, named: Mapping[str, Sequence[_Part]], world: Group, device: torch.device, neighbours: Neighbours
+    ) -> Iterator[tuple[str, Any]]:
         """All buckets, one ahead of the other."""
         # What is gathered first goes over other communicators than the messages: one after the other.
         num_ahead = 0 if any(is_divided(part.tensor) for parts in named.values() for part in parts) else 1
+        whole = None if schedule.takes_slices else WholeWeights(schedule, device)
+        held: Mapping[tuple[str, Box], Tensor] = {}
         for bucket in schedule.buckets:
-            self._under_way.append(self._begin(bucket, named, world, neighbours))
+            held = _held(bucket, named, held)
+            self._under_way.append(self._begin(bucket, held, world, neighbours))
             if len(self._under_way) > num_ahead:
-                yield from self._take(schedule, self._under_way.popleft(), world, device, neighbours)
+                yield from self._take(whole, self._under_way.popleft(), world, neighbours)
         while self._under_way:
-            yield from self._take(schedule, self._under_way.popleft(), world, device, neighbours)
+            yield from self._take(whole, self._under_way.popleft(), world, neighbours)
 
     def _met(self, placement: Placement | None, groups: ProcessGroups | None) -> Group:
         """The world of a placement, or of a layout, all of whose ranks are there."""
@@ -217,7 +191,7 @@ class WeightTransfer:
         except RankTimeoutError as error:
             raise RefitTimeoutError(str(error)) from error
 
-    def _agreed(self, parts: Sequence[_Part], taken: list[Any] | None, world: Group, device: torch.device) -> tuple[_Schedule, Neighbours]:
+    def _agreed(self, parts: Sequence[_Part], taken: list[Any] | None, world: Group, device: torch.device) -> tuple[Schedule, Neighbours]:
         """The schedule of these layouts and who is beside this rank, made anew where any rank's layout or device has changed."""
         listing = [[part.name, part.shape, part.box.to_json(), str(part.tensor.dtype).removeprefix("torch.")] for part in parts]
         place = place_of(device)
@@ -233,7 +207,7 @@ class WeightTransfer:
                 # Ranks that cut their buckets otherwise would wait for messages that nobody sends.
                 gathered = all_gather_json([layout, self.bucket_bytes, listener.address], world, control_device)
                 layouts, limits, addresses = zip(*gathered, strict=True)
-                self._schedule = self._make(layouts, world.rank, min(limits))
+                self._schedule = Schedule.of(layouts, world.rank, min(limits) // 2)
                 self._wire = _wire(world, device, [place for _, _, place in layouts])
                 buckets = self._schedule.buckets
                 where: dict[str, Any] = {"world": world, "device": device, "control_device": control_device, "timeout_s": self.timeout_s}
@@ -248,42 +222,8 @@ class WeightTransfer:
             self._layout = layout
         return self._schedule, self._neighbours
 
-    def _make(self, layouts: Sequence[Sequence[Any]], rank: int, bucket_bytes: int) -> _Schedule:
-        shapes: dict[str, tuple[int, ...]] = {}
-        dtypes: dict[str, torch.dtype] = {}
-        for name, shape, _, dtype in chain.from_iterable(listing for listing, _, _ in layouts):
-            shapes.setdefault(name, tuple(shape))
-            dtypes.setdefault(name, getattr(torch, dtype))
-        sources = [
-            WeightShard(name=name, rank=rank, shape=tuple(shape), box=Box.from_json(box))
-            for rank, (listing, _, _) in enumerate(layouts)
-            for name, shape, box, _ in listing
-        ]
-        destinations = [
-            WeightShard(name=name, rank=rank, shape=tuple(shape), box=Box.from_json(box))
-            for rank, (_, taken, _) in enumerate(layouts)
-            for name, shape, box in (taken if taken is not None else [[n, s, [[0] * len(s), list(s)]] for n, s in shapes.items()])
-        ]
-        places = {rank: " ".join(place) for rank, (_, _, place) in enumerate(layouts) if place is not None}
-        plan = plan_refit(sources, destinations, places=places)
-        sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
-        own, buckets = layouts[rank][1], _buckets(plan, sizes, bucket_bytes // 2, dtypes, rank)
-        largest: dict[int, int] = {}
-        for bucket in buckets:
-            largest |= {peer: max(largest.get(peer, 0), message.num_bytes) for peer, message in bucket.outgoing.items()}
-        return _Schedule(
-            plan=plan,
-            buckets=buckets,
-            shapes=shapes,
-            dtypes=dtypes,
-            taken=shapes.keys() if own is None else {name for name, _, _ in own},
-            largest=largest,
-            limit=bucket_bytes // 2,
-        )
-
-    def _begin(self, bucket: _Bucket, parts: Mapping[str, Sequence[_Part]], world: Group, neighbours: Neighbours) -> _UnderWay:
+    def _begin(self, bucket: Bucket, held: Mapping[tuple[str, Box], Tensor], world: Group, neighbours: Neighbours) -> _UnderWay:
         """Send what ranks of other devices take of a bucket, and receive what this one takes of them; waits for nobody."""
-        held = {(name, part.box): undivided(part.tensor) for name in bucket.names for part in parts.get(name, ())}
         transfers = [(peer, message.empty(self._wire), True) for peer, message in bucket.incoming.items() if peer not in neighbours.sources]
         for peer, message in bucket.outgoing.items():
             if peer not in neighbours.destinations:
@@ -298,30 +238,38 @@ class WeightTransfer:
             raise RefitTimeoutError(why) from error
         return _UnderWay(bucket=bucket, held=held, transfers=transfers, works=works)
 
-    def _take(
-        self, schedule: _Schedule, under_way: _UnderWay, world: Group, device: torch.device, neighbours: Neighbours
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The weights of a bucket."""
+    def _take(self, whole: WholeWeights | None, under_way: _UnderWay, world: Group, neighbours: Neighbours) -> Iterator[tuple[str, Any]]:
+        """The weights of a bucket: slices where they are, or those that are whole with it."""
+        if whole is not None:
+            boxes = ((name, box, tensor) for name, box, tensor, _ in self._arrivals(under_way, world, neighbours))
+            yield from whole.take(under_way.bucket.names, under_way.held, boxes)
+            return
+        # Engines that take no slices need not be of this project.
+        from mcore_inference import WeightSlice
+
+        for name, box, tensor, ends_buffer in self._arrivals(under_way, world, neighbours):
+            yield name, WeightSlice(tensor=tensor, offsets=box.offset, ends_buffer=ends_buffer)
+            if ends_buffer:
+                # Who still has the slice, as a loop has its last item, keeps no memory of others mapped by it.
+                tensor.set_()
+
+    def _arrivals(self, under_way: _UnderWay, world: Group, neighbours: Neighbours) -> Iterator[tuple[str, Box, Tensor, bool]]:
+        """Name, box and value of what this rank takes of a bucket, and whether its memory and that of those before it is another's once
+        the next one is asked for."""
         bucket, held = under_way.bucket, under_way.held
-        full: dict[str, Tensor] = {}
-        for name in bucket.names:
-            if name in schedule.taken:
-                # A tensor that is all of the weight needs no copy.
-                shape, whole = schedule.shapes[name], held.get((name, Box.whole(schedule.shapes[name])))
-                full[name] = torch.empty(shape, dtype=schedule.dtypes[name], device=device) if whole is None else whole
         for copy in bucket.own:
-            if full[copy.name] is not (source := held[copy.name, copy.source]):
-                full[copy.name][copy.box.slices()] = source[copy.source_slices]
+            yield copy.name, copy.box, held[copy.name, copy.source][copy.source_slices], False
         self._finish(under_way, world)
-        for peer, buffer, arrives in under_way.transfers:
+        while under_way.transfers:
+            # Its memory is free for the next messages.
+            peer, buffer, arrives = under_way.transfers.pop()
             if arrives:
-                bucket.incoming[peer].unpack(buffer, full)
+                yield from _boxes(bucket.incoming[peer], buffer)
         outgoing = {peer: message for peer, message in bucket.outgoing.items() if peer in neighbours.destinations}
         incoming = {peer: message for peer, message in bucket.incoming.items() if peer in neighbours.sources}
-        self._with_neighbours(world, bucket.where, neighbours.exchange, outgoing, incoming, held, full, self.timeout_s)
-        # The memory of the messages is free for the next ones while this bucket is taken.
-        under_way.transfers.clear()
-        yield from full.items()
+        parts = neighbours.exchange(outgoing, incoming, held, self.timeout_s)
+        while (part := self._with_neighbours(world, bucket.where, next, parts, None)) is not None:
+            yield from _boxes(*part)
 
     def _finish(self, under_way: _UnderWay, world: Group) -> None:
         _finish(under_way.works, under_way.transfers, world, self.timeout_s, under_way.bucket.where)
@@ -377,6 +325,18 @@ def _parts(model: nn.Module, groups: ProcessGroups) -> list[_Part]:
     return [_Part(name, tuple(spec.shape), Box(spec.offset(groups), spec.local_shape(groups)), tensor) for name, tensor, spec in own]
 
 
+def _held(bucket: Bucket, parts: Mapping[str, Sequence[_Part]], before: Mapping[tuple[str, Box], Tensor]) -> dict[tuple[str, Box], Tensor]:
+    """What this rank has of the weights of a bucket; a weight that goes in several is gathered once.
+
+    Args:
+        bucket: the next one.
+        parts: of this rank, by weight.
+        before: of the bucket before.
+    """
+    keys = {(name, part.box): part.tensor for name in bucket.names for part in parts.get(name, ())}
+    return {key: before[key] if key in before else undivided(tensor) for key, tensor in keys.items()}
+
+
 def _device(parts: Sequence[_Part], engine: object, world: Group) -> torch.device:
     """Of the weights on this rank."""
     if parts:
@@ -405,41 +365,10 @@ def _taken(engine: object) -> list[Any] | None:
     return [[part.name, list(part.spec.shape), [list(part.spec.offset(groups)), list(part.spec.local_shape(groups))]] for part in own]
 
 
-def _buckets(plan: RefitPlan, sizes: Mapping[str, int], limit: int, dtypes: Mapping[str, torch.dtype], rank: int) -> list[_Bucket]:
-    """All weights in buckets of at most ``limit`` bytes, or of one weight."""
-    listed: list[list[str]] = []
-    room = 0
-    for name, size in sizes.items():
-        if size > room or not listed:
-            listed.append([])
-            room = limit
-        listed[-1].append(name)
-        room -= size
-    copies: dict[str, list[WeightCopy]] = {name: [] for name in sizes}
-    for copy in plan.copies:
-        copies[copy.name].append(copy)
-    buckets = []
-    for number, names in enumerate(listed, 1):
-        own: list[WeightCopy] = []
-        incoming: dict[int, list[WeightCopy]] = {}
-        outgoing: dict[int, list[WeightCopy]] = {}
-        for copy in chain.from_iterable(copies[name] for name in names):
-            if copy.source_rank == copy.destination_rank == rank:
-                own.append(copy)
-            elif copy.destination_rank == rank:
-                incoming.setdefault(copy.source_rank, []).append(copy)
-            elif copy.source_rank == rank:
-                outgoing.setdefault(copy.destination_rank, []).append(copy)
-        buckets.append(
-            _Bucket(
-                names=names,
-                where=f"bucket {number} of {len(listed)}, from {names[0]} on",
-                own=own,
-                incoming={peer: WeightMessage.of((copy, dtypes[copy.name]) for copy in incoming[peer]) for peer in sorted(incoming)},
-                outgoing={peer: WeightMessage.of((copy, dtypes[copy.name]) for copy in outgoing[peer]) for peer in sorted(outgoing)},
-            )
-        )
-    return buckets
+def _boxes(message: WeightMessage, buffer: Tensor) -> Iterator[tuple[str, Box, Tensor, bool]]:
+    """What is in a buffer, and whether it is the last of it."""
+    for number, (name, box, tensor) in enumerate(message.unpack(buffer), 1):
+        yield name, box, tensor, number == len(message.places)
 
 
 def _start(transfers: Sequence[tuple[int, Tensor, bool]], world: Group) -> list[dist.Work]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mcore_inference.engine._weights import WeightChunk, WeightLoadError, WeightSlice
+from mcore_inference.engine._weights import WeightChunk, WeightLoadError, WeightSlice, ends_buffer
 from mcore_parallel.groups import Group
 
 _BUCKET_BYTES = 256 * 2**20
@@ -52,10 +52,11 @@ class WeightSender:
                 continue
             bucket.append(chunk)
             num_bytes += _aligned(tensor.nbytes)
-            if num_bytes >= _BUCKET_BYTES:
+            if num_bytes >= _BUCKET_BYTES or ends_buffer(chunk[1]):
                 self._send(bucket)
                 yield from bucket
-                bucket, num_bytes = [], 0
+                bucket.clear()
+                num_bytes = 0
         self._send(bucket)
         yield from bucket
         self._is_whole = True

@@ -50,6 +50,9 @@ class WeightSlice:
     """Any box of the global tensor."""
     offsets: tuple[int, ...]
     """Where the box begins in the global tensor."""
+    ends_buffer: bool = False
+    """Whether memory of this slice, and of chunks before it, is written again once the next chunk is asked for: all of them are copied
+    before, and no reference to them is kept."""
 
     def __post_init__(self) -> None:
         offsets = tuple(as_integer("offsets", offset, 0, 2**62) for offset in self.offsets)
@@ -60,6 +63,11 @@ class WeightSlice:
 
 WeightChunk = tuple[str, Tensor | WeightSlice]
 """Global name of a parameter or persistent buffer, and all of it or a part."""
+
+
+def ends_buffer(part: Tensor | WeightSlice) -> bool:
+    """Whether all parts so far must be copied before the next one is asked for."""
+    return isinstance(part, WeightSlice) and part.ends_buffer
 
 
 def check_policy(policy: str) -> None:
@@ -104,6 +112,15 @@ class _Target:
             self.staging = None
 
 
+@dataclass(frozen=True)
+class _Copy:
+    """A part of a chunk that this rank holds."""
+
+    target: _Target
+    into: Tensor
+    source: Tensor
+
+
 class ModelWeights:
     """Replaces all parameters and persistent buffers of a model in place.
 
@@ -112,7 +129,8 @@ class ModelWeights:
 
     Args:
         model: its parameters keep their addresses.
-        bucket_bytes: chunks of so many bytes are checked before any of them is copied.
+        bucket_bytes: chunks of so many bytes are checked before any of them is copied; or those up to one that
+            ends a buffer.
     """
 
     def __init__(self, model: GPTModel, bucket_bytes: int = _BUCKET_BYTES) -> None:
@@ -136,7 +154,7 @@ class ModelWeights:
     def load(self, chunks: Iterable[WeightChunk]) -> None:
         """Copy this rank's parts; the contract is that of ``DynamicInferenceEngine.load_weights``."""
         targets = self._targets()
-        bucket: list[tuple[Tensor, Tensor]] = []
+        bucket: list[_Copy] = []
         num_bytes = 0
         for name, part in chunks:
             if name in self._elsewhere:
@@ -144,23 +162,26 @@ class ModelWeights:
             copy = _copy(targets, name, part)
             if copy is not None:
                 bucket.append(copy)
-                num_bytes += copy[1].nbytes
-            if num_bytes >= self._bucket_bytes:
-                self._write(bucket, targets)
-                bucket, num_bytes = [], 0
+                num_bytes += copy.source.nbytes
+                # No reference to a buffer outlives it.
+                del copy
+            if num_bytes >= self._bucket_bytes or ends_buffer(part):
+                self._write(bucket)
+                bucket.clear()
+                num_bytes = 0
         missing = sorted(name for name, target in targets.items() if not target.coverage.is_whole)
         if missing:
             raise WeightLoadError(f"{len(missing)} parameters did not come, among them {missing[:5]}; give all, and each of them whole")
-        self._write(bucket, targets)
+        self._write(bucket)
         self.are_complete = True
 
-    def _write(self, bucket: Sequence[tuple[Tensor, Tensor]], targets: Mapping[str, _Target]) -> None:
+    def _write(self, bucket: Sequence[_Copy]) -> None:
         if bucket:
             self.are_complete = False
             kernels: Any = torch
-            kernels._foreach_copy_([into for into, _ in bucket], [source for _, source in bucket])
-            for target in targets.values():
-                target.round()
+            kernels._foreach_copy_([copy.into for copy in bucket], [copy.source for copy in bucket])
+            for copy in bucket:
+                copy.target.round()
 
     def _targets(self) -> dict[str, _Target]:
         groups = self._model.groups
@@ -175,7 +196,7 @@ class ModelWeights:
         return targets
 
 
-def _copy(targets: Mapping[str, _Target], name: str, part: Tensor | WeightSlice) -> tuple[Tensor, Tensor] | None:
+def _copy(targets: Mapping[str, _Target], name: str, part: Tensor | WeightSlice) -> _Copy | None:
     """Where a chunk goes and what goes there; None for a part that other ranks hold.
 
     Raises:
@@ -204,7 +225,8 @@ def _copy(targets: Mapping[str, _Target], name: str, part: Tensor | WeightSlice)
     if not target.coverage.add(begin, end):
         raise WeightLoadError(f"{name} came twice, or parts of it overlap; give each parameter once")
     into = target.memory[tuple(slice(*bounds) for bounds in zip(begin, end, strict=True))]
-    return into, tensor.detach()[tuple(slice(one - at, other - at) for one, other, at in zip(begin, end, first, strict=True))]
+    source = tensor.detach()[tuple(slice(one - at, other - at) for one, other, at in zip(begin, end, first, strict=True))]
+    return _Copy(target, into, source)
 
 
 def _check_kind(name: str, tensor: Tensor, own: torch.dtype) -> None:

@@ -6,15 +6,15 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from torch import Tensor
-
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import InferenceRequest, InferenceResponse
 from mcore_rl.inference._interface import InferenceInterface
 from mcore_rl.inference._local import MegatronLocal
 
 if TYPE_CHECKING:
-    from mcore_inference import DynamicInferenceEngine
+    from torch import Tensor
+
+    from mcore_inference import DynamicInferenceEngine, WeightSlice
 
 _USER = {"role": "user", "content": "x"}
 _ANSWERS = ({"role": "assistant", "content": "x"}, {"role": "assistant", "content": "7"})
@@ -115,7 +115,7 @@ class MegatronChatLocal(ChatInferenceInterface):
 
     async def load_weights(
         self,
-        weights: Iterable[tuple[str, Tensor]],
+        weights: "Iterable[tuple[str, Tensor | WeightSlice]]",
         version: int | None = None,
         *,
         in_flight: Literal["recompute", "keep", "drain"] = "recompute",

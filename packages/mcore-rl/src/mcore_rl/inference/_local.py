@@ -12,15 +12,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Literal, Self
 
-from torch import Tensor
-
 from mcore_rl._lost import LostError
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import GenericGenerationArgs, InferenceRequest, InferenceResponse
 from mcore_rl.inference._interface import InferenceInterface, answer_all
 
 if TYPE_CHECKING:
-    from mcore_inference import DynamicInferenceEngine, DynamicInferenceRequestRecord, EngineRunner, RequestStream, SamplingParams
+    from torch import Tensor
+
+    from mcore_inference import (
+        DynamicInferenceEngine,
+        DynamicInferenceRequestRecord,
+        EngineRunner,
+        RequestStream,
+        SamplingParams,
+        WeightSlice,
+    )
 
 
 @experimental_api
@@ -88,7 +95,7 @@ class MegatronLocal(InferenceInterface):
 
     async def load_weights(
         self,
-        weights: Iterable[tuple[str, Tensor]],
+        weights: "Iterable[tuple[str, Tensor | WeightSlice]]",
         version: int | None = None,
         *,
         in_flight: Literal["recompute", "keep", "drain"] = "recompute",
@@ -96,7 +103,7 @@ class MegatronLocal(InferenceInterface):
         """New weights between two steps, also while answers are generated; in the event loop in which these are asked for.
 
         Args:
-            weights: read in the engine's thread.
+            weights: tensors or `mcore_inference.WeightSlice`s by name, read in the engine's thread.
             version: of them; None for the next number.
             in_flight: what answers in flight do: recompute their keys and values with the new weights, keep the old ones, or drain.
 
