@@ -45,7 +45,7 @@ from mcore_tools.recipes import (
     recipe,
     write_config,
 )
-from mcore_tools.rl import Reinforced, build_environment, open_policy_tokenizer, reinforce_rank, teacher_run, texts
+from mcore_tools.rl import Reinforced, build_environment, open_policy_tokenizer, reference_weights, reinforce_rank, teacher_run, texts
 from mcore_tools.sft import keep_tokenizer, wait_for
 from mcore_tools.torchrun import tell_launcher
 from mcore_tools.train import FINAL, refused
@@ -197,6 +197,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             own = CheckpointManager(Path(config.output) / "checkpoints")
             source = find_source(config.load, own)
             check_stored(config, first_folder(config.load, own, source), is_own=source is None)
+            if config.rl.reference and own.latest() is None:
+                reference_weights(config)
             with removed_if_refused(config.output):
                 config = prepared(config, int(os.environ.get("RANK", "0")))
                 open_policy_tokenizer(config, environment)

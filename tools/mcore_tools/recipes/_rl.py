@@ -86,7 +86,7 @@ class DPOConfig:
     num_evaluation: int = 0
     """First pairs of the file, which are evaluated and not trained on."""
     beta: float = 0.1
-    """How strongly the policy is held to its first weights."""
+    """How strongly the policy is held to its reference."""
     label_smoothing: float = 0.0
     """The chance that a preference is the wrong way round, below 0.5."""
 
@@ -247,13 +247,16 @@ class RLConfig:
     correction: ImportanceCorrection | None = field(default_factory=ImportanceCorrection)
     """Weights for the difference between engine and trainer; None for none."""
     kl_beta: float = 0.0
-    """Of the divergence from the first weights, in the loss."""
+    """Of the divergence from the reference, in the loss."""
     kl_estimator: str = "k3"
     """k1, k2, k3 or abs."""
     kl_in_reward: float = 0.0
-    """Of the divergence from the first weights, in the reward."""
+    """Of the divergence from the reference, in the reward."""
+    reference: str = ""
+    """The weights that these divergences are from, or ``dpo``'s: a Hugging Face folder, a checkpoint or the folder of a run, of the
+    policy's own model and tokenizer; empty for the policy's first weights. The run keeps a copy, with which it goes on."""
     ref_model_sync_steps: int = 0
-    """Iterations after which the weights that these divergences are from, or ``dpo``'s, follow the policy, again and again; 0 for never."""
+    """Iterations after which the reference follows the policy, again and again; 0 for never."""
     ref_model_mixup_alpha: float = 0.6
     """Share of the policy in them then; 1 for the policy itself."""
     entropy_weight: float = 0.0
@@ -367,7 +370,9 @@ class RLConfig:
             raise ValueError("imitation_steps, eval_samples and judges are for an environment, and dpo.path has none; leave them out")
 
     def _check_reference(self) -> None:
-        """When the first weights are left for later ones."""
+        """Which weights it has, and when they are left for later ones."""
+        if self.reference and not self.needs_reference:
+            raise ValueError(f"reference={self.reference!r} has no effect without kl_beta, kl_in_reward or dpo; set one, or leave it out")
         steps, alpha = self.ref_model_sync_steps, self.ref_model_mixup_alpha
         if steps < 0 or not 0 < alpha <= 1:
             raise ValueError(
@@ -429,7 +434,7 @@ class RLConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the first weights are kept."""
+        """Whether there is a reference."""
         return self.kl_beta != 0 or self.kl_in_reward != 0 or self.dpo is not None
 
     def trains_policy(self, step: int) -> bool:

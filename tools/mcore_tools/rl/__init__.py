@@ -7,7 +7,7 @@ from mcore_tools.rl._critic import CRITIC
 from mcore_tools.rl._environment import build_environment
 from mcore_tools.rl._imitation import best_attempt, texts
 from mcore_tools.rl._post_train import post_train_rank
-from mcore_tools.rl._reference import REFERENCE
+from mcore_tools.rl._reference import REFERENCE, reference_weights
 from mcore_tools.rl._run import Reinforced, reinforce_rank
 from mcore_tools.rl._teacher import teacher_run
 
@@ -19,6 +19,7 @@ __all__ = [
     "build_environment",
     "open_policy_tokenizer",
     "post_train_rank",
+    "reference_weights",
     "reinforce_rank",
     "teacher_run",
     "texts",

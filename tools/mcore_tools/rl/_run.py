@@ -202,7 +202,7 @@ class _Run:
             self.first |= {"imitation_loss": loss, "imitation_s": time.perf_counter() - begin}
             self._tell(f"loss {loss:.4f} after {self.rl.imitation_steps} steps of imitation in {self.first['imitation_s']:.0f} s")
         if self.reference is not None and fresh:
-            self.reference.begin()
+            self.reference.begin(self.tokenizer)
         self._start_source(attempt)
         objective, teacher = self.rl.objective(), None
         if self.rl.teacher:

@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from mcore_ckpt.storage import Folder
 from mcore_parallel import ProcessGroups
-from mcore_parallel.data import Tokenizer
+from mcore_parallel.data import Tokenizer, build_tokenizer
 from mcore_parallel.models import OutputLayer
 from mcore_parallel.training import model_state
 from mcore_parallel.training.distill import Teacher
-from mcore_tools.assembly import build_stage, open_tokenizer
+from mcore_tools.assembly import build_stage
 from mcore_tools.recipes import RunConfig
 from mcore_tools.training import HuggingFaceFolder, fill_model, open_weights, stored_model
 
@@ -52,7 +52,7 @@ def open_teacher(
     """
     assert config.rl is not None
     run, folder = teacher_run(config)
-    _check_tokenizer(config.rl.teacher, tokenizer)
+    check_tokenizer("rl.teacher", config.rl.teacher, tokenizer)
     model = build_stage(run, groups, device)
     fill_model(model_state(model, groups), folder, group=group)
     for module in model.modules():
@@ -62,10 +62,14 @@ def open_teacher(
     return Teacher(model, groups=groups)
 
 
-def _check_tokenizer(path: str, tokenizer: Tokenizer) -> None:
-    """Whether the teacher's tokenizer, where it has one in a folder, divides a text as the policy's does."""
+def check_tokenizer(field: str, path: str, tokenizer: Tokenizer) -> None:
+    """Whether the tokenizer of a model that is compared with the policy, where it has one in a folder, divides a text as the policy's does.
+
+    Raises:
+        ValueError: it does not; names the field.
+    """
     folders = [folder for folder in (Path(path), Path(path) / "tokenizer") if (folder / "tokenizer.json").is_file()]
     text = "One text of 20 words or so: (3 + 4) * 5 = 35, which a tokenizer divides.\n\tNa\u00efve fa\u00e7ade, \u6771\u4eac <answer>"
     for folder in folders[:1]:
-        if list(open_tokenizer(str(folder), tokenizer.vocab_size).tokenize(text)) != list(tokenizer.tokenize(text)):
-            raise ValueError(f"rl.teacher={path!r} has another tokenizer than the policy; token by token they cannot be compared")
+        if list(build_tokenizer(str(folder)).tokenize(text)) != list(tokenizer.tokenize(text)):
+            raise ValueError(f"{field}={path!r} has another tokenizer than the policy; token by token they cannot be compared")
