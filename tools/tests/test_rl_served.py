@@ -52,6 +52,26 @@ def test_a_run_learns_from_a_server_that_takes_its_weights(tmp_path: Path) -> No
     assert [path.name for path in (root / "run").iterdir()] == ["version-00000005"] and engine.weight_version == 5
 
 
+def test_evaluations_of_a_server_change_nothing_that_is_trained(tmp_path: Path) -> None:
+    """Nor do requests of others that it had before."""
+    # What is batched together depends on the time that it takes, and must not change a bit here.
+    shared = ("batch_invariant=true", "train.steps=3", "rl.countdown.num_numbers=2")
+    config = override(recipe("countdown_tiny"), [*TINY, *shared])
+    for key in ("key", "trainer"):
+        (tmp_path / key).write_text(key)
+    examples = []
+    for name, often in {"with": ("train.eval_interval=1", "rl.eval_samples=2", "rl.eval_on_start=true"), "without": ()}.items():
+        engine = build_engine(config, open_tokenizer("byte", config.model.vocab_size), "cpu", max_length=config.train.seq_len)
+        engine.generate(["1 2=3:"] * len(often))
+        weight_folders = WeightFolders(root=tmp_path, read=lambda folder: import_hf(folder).tensors, token="trainer")
+        with serve(engine, token="key", weights=weight_folders) as server:
+            served = [f"rl.served.urls=[{server.url}]", f"rl.served.folder={tmp_path / name / 'served'}", "train.eval_interval=0"]
+            served += [f"rl.served.{field}_file={tmp_path / key}" for field, key in (("api_key", "key"), ("weights_key", "trainer"))]
+            assert run(tmp_path / name, *shared, *served, *often) == 0
+        examples.append((tmp_path / name / "examples.jsonl").read_text())
+    assert examples[0] == examples[1] and len(examples[0].splitlines()) == 6
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -20,7 +20,7 @@ from mcore_parallel import ProcessGroups
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_rl import GenericGenerationArgs, InferenceRequest, MegatronLocal
-from mcore_rl.inference import LostError, OpenAIInference, PeerError, PeerReplyError, PeerTimeoutError, SGLangInference
+from mcore_rl.inference import LostError, OpenAIInference, PeerError, PeerReplyError, PeerTimeoutError, RequestSeeds, SGLangInference
 from mcore_rl.inference._peer import PeerRefusalError
 from tests.support.tcp_server import tcp_server
 
@@ -77,6 +77,31 @@ def test_tokens_and_log_probs_are_those_of_the_engine_in_the_process() -> None:
         assert len(mine.logprobs) > 0
         assert (mine.token_ids, mine.prompt_length, mine.response) == (theirs.token_ids, theirs.prompt_length, theirs.response)
         assert (mine.finish_reason, list(mine.logprobs)) == (theirs.finish_reason, pytest.approx(theirs.logprobs, abs=1e-6))
+
+
+def test_draws_follow_the_seeds_of_their_own_interface_whatever_the_server_is_asked() -> None:
+    prompts = [list(TOKENIZER.tokenize(text)) for text in ("hello", "a", "of several tokens")]
+    args = GenericGenerationArgs(max_tokens=12)
+
+    def tokens(interface: Any, prompt: list[int]) -> Any:
+        [[one, other]] = asyncio.run(interface.agenerate(InferenceRequest(prompts=[prompt], n=2, generation_args=args)))
+        return one.token_ids, other.token_ids
+
+    local = MegatronLocal(engine(), seed=5)
+    expected = [tokens(local, prompt) for prompt in prompts]
+    assert all(one != other for one, other in expected)
+    with serve(engine()) as first, serve(engine()) as second:
+        alone = client(first.url, seeds=RequestSeeds(5))
+        assert [tokens(alone, prompt) for prompt in prompts] == expected
+        # By turns over two servers, each of which is asked for other answers between.
+        seeds, others = RequestSeeds(5), RequestSeeds(6)
+        training = [client(server.url, seeds=seeds) for server in (first, second)]
+        beside = [client(first.url), client(second.url, seeds=others)]
+        drawn = []
+        for number, prompt in enumerate(prompts):
+            assert tokens(beside[number % 2], prompt) not in expected
+            drawn.append(tokens(training[number % 2], prompt))
+    assert drawn == expected
 
 
 def test_a_server_that_hangs_is_named_when_the_time_is_over() -> None:

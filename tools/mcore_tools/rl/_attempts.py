@@ -27,3 +27,8 @@ def begin_attempt(output: Path, step: int) -> int:
 def attempt_seed(seed: int, *, rank: int, num_ranks: int, step: int, attempt: int) -> int:
     """Of an engine: another one for each rank, step and attempt, and that of the run for the first of each."""
     return seed + rank + num_ranks * (step + _STRIDE * attempt)
+
+
+def evaluation_seed(seed: int) -> int:
+    """Of the evaluations beside draws with ``attempt_seed``: no rank, step or attempt has it."""
+    return -1 - seed

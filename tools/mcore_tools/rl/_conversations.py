@@ -21,6 +21,7 @@ from mcore_rl import (
 from mcore_tools.assembly import has_files, open_tokenizer
 from mcore_tools.chat import TemplateTokenizer, find_template
 from mcore_tools.recipes import RunConfig
+from mcore_tools.rl._attempts import evaluation_seed
 
 
 def open_policy_tokenizer(config: RunConfig, environment: NumberedAgent | None) -> Tokenizer:
@@ -47,8 +48,7 @@ def local_interfaces(
     """What answers an environment by an engine of this process, and what answers evaluations, which change no draw of the training."""
     is_chat = environment.holds_conversations
     interface = MegatronChatLocal(engine, tools=environment.tools, seed=seed) if is_chat else MegatronLocal(engine, seed=seed)
-    # Those of ranks, steps and attempts are not negative.
-    return interface, interface.with_seed(-1 - seed)
+    return interface, interface.with_seed(evaluation_seed(seed))
 
 
 def recited(

@@ -242,16 +242,16 @@ class _Run:
             self.pairs.start_at(self.position, rank=world.rank, num_ranks=world.size)
             return
         self.environment.start_at(self.position, rank=world.rank, num_ranks=world.size)
+        # What was drawn before the run was interrupted is not drawn again.
+        attempt = int(all_reduce(torch.tensor([attempt], dtype=torch.int64, device=self.device), world, op="max"))
+        seed = attempt_seed(config.train.seed, rank=world.rank, num_ranks=world.size, step=self.state.step, attempt=attempt)
         if self.rl.served is not None:
-            *interfaces, self.engine = served_engines(config, self.rl.served, self.tokenizer, self.described, world)
+            *interfaces, self.engine = served_engines(config, self.rl.served, self.tokenizer, self.described, world, seed)
             self.interface, self.evaluator = (
                 served_interface(one, self.environment, self.tokenizer, config.train.seq_len) for one in interfaces
             )
             refit(parts.model, parts.groups, self.engine)
             return
-        # What was drawn before the run was interrupted is not drawn again.
-        attempt = int(all_reduce(torch.tensor([attempt], dtype=torch.int64, device=self.device), world, op="max"))
-        seed = attempt_seed(config.train.seed, rank=world.rank, num_ranks=world.size, step=self.state.step, attempt=attempt)
         self.engine = build_run_engine(config, self.tokenizer, self.device, seed)
         refit(parts.model, parts.groups, self.engine)
         self.rl.memory.check(optimizer=parts.optimizer, sync=parts.sync, engine=self.engine)

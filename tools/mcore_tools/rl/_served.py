@@ -9,15 +9,16 @@ from typing import Any
 from mcore_parallel import Group
 from mcore_parallel.data import Tokenizer
 from mcore_rl import InferenceInterface, ServedWeights
-from mcore_rl.inference import BalancedInference, OpenAIInference, SGLangInference, WeightServer
+from mcore_rl.inference import BalancedInference, OpenAIInference, RequestSeeds, SGLangInference, WeightServer
 from mcore_tools.recipes import RunConfig, ServedConfig
+from mcore_tools.rl._attempts import evaluation_seed
 
 SERVED = "served"
 """Folder of a run with the weights that its servers have."""
 
 
 def served_engines(
-    config: RunConfig, served: ServedConfig, tokenizer: Tokenizer, model: Mapping[str, Any], world: Group
+    config: RunConfig, served: ServedConfig, tokenizer: Tokenizer, model: Mapping[str, Any], world: Group, seed: int
 ) -> tuple[InferenceInterface, InferenceInterface, ServedWeights]:
     """What draws answers to learn from, what draws those of evaluations, and what takes the weights.
 
@@ -27,6 +28,7 @@ def served_engines(
         tokenizer: the policy's.
         model: family, sizes and entries, as of ``describe_model``.
         world: ranks that share the servers.
+        seed: of what this rank draws to learn from, by servers of this project; evaluations have another one.
 
     Raises:
         ValueError: no family of Hugging Face expresses the model; a token file that cannot be read.
@@ -38,10 +40,12 @@ def served_engines(
     shared: dict[str, Any] = {"tokenizer": tokenizer, "timeout_s": served.timeout_s, "api_key": key}
     shared |= {"max_concurrency": served.max_concurrency}
 
-    def interface(logprobs: str) -> InferenceInterface:
+    def interface(logprobs: str, seed: int) -> InferenceInterface:
         if served.kind == "sglang":
             return BalancedInference([SGLangInference(url, logprobs=logprobs, **shared) for url in served.urls])  # type: ignore[arg-type]
         own: dict[str, Any] = {"model": served.model, "logprobs": logprobs, **shared}
+        # Each answer has the same seed, whichever server draws it.
+        own["seeds"] = RequestSeeds(seed) if served.kind == "mcore" else None
         return BalancedInference([OpenAIInference(url, **own) for url in served.urls])
 
     form: dict[str, Any] = {"family": model["family"], "config": model["config"], "hf_config": model["hf_config"]}
@@ -49,7 +53,7 @@ def served_engines(
     folder = Path(served.folder or Path(config.output) / SERVED)
     sink = ServedWeights(servers, folder, **form, in_flight=served.in_flight, group=world)  # type: ignore[arg-type]
     # Nobody learns from the answers of an evaluation: their log-probabilities may be of any kind, and the likeliest ones are asked for.
-    return interface(served.logprobs), interface("processed"), sink
+    return interface(served.logprobs, seed), interface("processed", evaluation_seed(seed)), sink
 
 
 def _key(served: ServedConfig, field: str) -> str | None:

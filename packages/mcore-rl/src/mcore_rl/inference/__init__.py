@@ -11,6 +11,7 @@ from mcore_rl.inference._interface import InferenceInterface
 from mcore_rl.inference._local import MegatronLocal
 from mcore_rl.inference._openai import OpenAIInference
 from mcore_rl.inference._ray import RayInference
+from mcore_rl.inference._request_seeds import RequestSeeds
 from mcore_rl.inference._sglang import SGLangInference
 from mcore_rl.inference._weight_server import WeightServer
 
@@ -27,6 +28,7 @@ __all__ = [
     "PeerReplyError",
     "PeerTimeoutError",
     "RayInference",
+    "RequestSeeds",
     "SGLangInference",
     "WeightServer",
 ]

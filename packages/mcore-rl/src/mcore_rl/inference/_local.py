@@ -16,6 +16,7 @@ from mcore_rl._lost import LostError
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import GenericGenerationArgs, InferenceRequest, InferenceResponse
 from mcore_rl.inference._interface import InferenceInterface, answer_all
+from mcore_rl.inference._request_seeds import RequestSeeds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,13 +71,13 @@ class MegatronLocal(InferenceInterface):
         self.engine = engine
         self.tokenizer = engine.tokenizer
         self._thread = _EngineThread(engine)
-        self._seed, self._num_asked = seed, 0
+        self._seeds = None if seed is None else RequestSeeds(seed)
 
     def with_seed(self, seed: int) -> Self:
         """Another one on the same engine, which may be asked at the same time: its requests have seeds of their own and count for
         themselves, as those of an evaluation beside a training."""
         other = copy.copy(self)
-        other._seed, other._num_asked, other.num_redrawn = seed, 0, 0
+        other._seeds, other.num_redrawn = RequestSeeds(seed), 0
         return other
 
     def encode(self, text: str) -> Sequence[int]:
@@ -151,12 +152,9 @@ class MegatronLocal(InferenceInterface):
 
     def _seeded(self, params: "SamplingParams") -> "SamplingParams":
         """With the seed of the next request, where it brings none."""
-        if self._seed is None or params.seed is not None:
+        if self._seeds is None or params.seed is not None:
             return params
-        from mcore_inference.sampling import request_seed
-
-        self._num_asked += 1
-        return dataclasses.replace(params, seed=request_seed(self._seed, self._num_asked - 1))
+        return dataclasses.replace(params, seed=self._seeds.following())
 
 
 class _EngineThread:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import GenericGenerationArgs
 from mcore_rl.inference._peer import UNCHANGED, PeerAnswer, PeerInference
+from mcore_rl.inference._request_seeds import RequestSeeds
 
 if TYPE_CHECKING:
     from mcore_parallel.data import Tokenizer
@@ -32,6 +33,8 @@ class OpenAIInference(PeerInference):
         timeout_s: seconds for one continuation, from the connection to the last byte.
         max_concurrency: requests that the server has at a time, from one event loop.
         api_key: sent as a bearer token.
+        seeds: sent with the requests in the order in which they come here; interfaces of several servers share one object. None leaves
+            draws to the server's own state, which everybody's requests advance.
 
     Raises:
         ValueError: a setting that is out of range, or that the server cannot honour; names it.
@@ -51,8 +54,9 @@ class OpenAIInference(PeerInference):
         timeout_s: float = 600.0,
         max_concurrency: int = 64,
         api_key: str | None = None,
+        seeds: RequestSeeds | None = None,
     ) -> None:
-        self.model = model
+        self.model, self._seeds = model, seeds
         shared: dict[str, Any] = {"generation_args": generation_args, "logprobs": logprobs, "timeout_s": timeout_s}
         super().__init__(url, tokenizer=tokenizer, max_concurrency=max_concurrency, api_key=api_key, **shared)
 
@@ -65,6 +69,8 @@ class OpenAIInference(PeerInference):
             "top_p": args.top_p or 1.0,
             "top_k": args.top_k or 0,
         }
+        if self._seeds is not None:
+            body["seed"] = self._seeds.following()
         if self.logprobs == "none":
             # Other servers refuse fields that they do not know.
             return {name: value for name, value in body.items() if name != "top_k" or value}

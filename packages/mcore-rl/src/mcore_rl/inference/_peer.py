@@ -124,8 +124,10 @@ class PeerInference(InferenceInterface):
                 )
 
     async def _answer(self, gate: asyncio.Semaphore, prompt: list[int], args: GenericGenerationArgs) -> InferenceResponse:
+        # In the order of the requests, which wait for one another behind it.
+        body = json.dumps(self._body(prompt, args)).encode()
         async with gate:
-            content = await self._post(json.dumps(self._body(prompt, args)).encode())
+            content = await self._post(body)
         try:
             answer = self._read(json.loads(content))
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
