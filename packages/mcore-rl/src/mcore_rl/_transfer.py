@@ -251,7 +251,7 @@ class WeightTransfer:
             yield name, WeightSlice(tensor=tensor, offsets=box.offset, ends_buffer=ends_buffer)
             if ends_buffer:
                 # Who still has the slice, as a loop has its last item, keeps no memory of others mapped by it.
-                tensor.set_()
+                cast(Any, tensor).set_()
 
     def _arrivals(self, under_way: _UnderWay, world: Group, neighbours: Neighbours) -> Iterator[tuple[str, Box, Tensor, bool]]:
         """Name, box and value of what this rank takes of a bucket, and whether its memory and that of those before it is another's once
@@ -268,7 +268,7 @@ class WeightTransfer:
         outgoing = {peer: message for peer, message in bucket.outgoing.items() if peer in neighbours.destinations}
         incoming = {peer: message for peer, message in bucket.incoming.items() if peer in neighbours.sources}
         parts = neighbours.exchange(outgoing, incoming, held, self.timeout_s)
-        while (part := self._with_neighbours(world, bucket.where, next, parts, None)) is not None:
+        while (part := self._with_neighbours(world, bucket.where, cast(Any, next), parts, None)) is not None:
             yield from _boxes(*part)
 
     def _finish(self, under_way: _UnderWay, world: Group) -> None:
