@@ -45,33 +45,34 @@ def _world_server(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(scope="module")
-def _shared_worlds() -> Iterator[dict[str, World]]:
-    worlds: dict[str, World] = {}
+def _shared_worlds() -> Iterator[dict[int, World]]:
+    """By their numbers of ranks."""
+    worlds: dict[int, World] = {}
     yield worlds
     for one in worlds.values():
         one.close()
 
 
 @pytest.fixture
-def world(request: pytest.FixtureRequest, _shared_worlds: dict[str, World]) -> Callable[..., list[object]]:
+def world(request: pytest.FixtureRequest, _shared_worlds: dict[int, World]) -> Callable[..., list[object]]:
     """Run a module-level function on every rank of a gloo world; ``@pytest.mark.world(n)`` sets the number of ranks.
 
-    The world is fresh, or with ``@pytest.mark.world(n, shared=True)`` that of the test's other cases, until one of them fails: for tests of
-    many short cases that leave nothing behind.
+    The world is fresh, or with ``@pytest.mark.world(n, shared=True)`` that of the file's other shared cases of as many ranks, until one of
+    them fails: for short cases that leave nothing behind.
     """
     marker = request.node.get_closest_marker("world")
     assert marker is not None, "the test needs @pytest.mark.world(number of ranks)"
-    [num_ranks], name = marker.args, request.node.originalname
+    [num_ranks] = marker.args
     if not marker.kwargs.get("shared"):
         return functools.partial(run, num_ranks=num_ranks)
 
     def run_shared(check: Callable[..., object], **inputs: Any) -> list[object]:
-        if name not in _shared_worlds:
-            _shared_worlds[name] = World(num_ranks)
+        if num_ranks not in _shared_worlds:
+            _shared_worlds[num_ranks] = World(num_ranks)
         try:
-            return _shared_worlds[name].run(check, **inputs)
+            return _shared_worlds[num_ranks].run(check, **inputs)
         except BaseException:
-            _shared_worlds.pop(name).close()
+            _shared_worlds.pop(num_ranks).close()
             raise
 
     return run_shared

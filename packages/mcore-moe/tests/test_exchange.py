@@ -55,14 +55,14 @@ def check_exchange(plan: ParallelPlan, exchange: str) -> None:
         check(mixture, groups, [part[: rank == 0] for rank, part in enumerate(x)])
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("exchange", ["allgather", "alltoall"])
 @pytest.mark.parametrize("plan", [ParallelPlan(tp=2, ep=2), ParallelPlan(dp=2, ep=2), ParallelPlan(dp=2, etp=2)], ids=["tp", "dp", "etp"])
 def test_two_ranks_equal_one(world, plan: ParallelPlan, exchange: str) -> None:
     world(check_exchange, plan=plan, exchange=exchange)
 
 
-@pytest.mark.world(4)
+@pytest.mark.world(4, shared=True)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -113,13 +113,13 @@ def check_weights_on_the_input(plan: ParallelPlan) -> None:
         check(dataclasses.replace(ON_INPUT, moe_token_dispatcher_type=exchange), groups, list(x))
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("plan", [ParallelPlan(tp=2, ep=2), ParallelPlan(dp=2, etp=2)], ids=["ep", "etp"])
 def test_weights_on_the_input_in_every_exchange(world, plan: ParallelPlan) -> None:
     world(check_weights_on_the_input, plan=plan)
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 def test_the_same_bits_twice(world) -> None:
     world(check_bits, plan=ParallelPlan(dp=2, ep=2))
 
@@ -160,7 +160,7 @@ def check_equal_lengths(plan: ParallelPlan, exchange: str) -> None:
     assert gathered == [6, 6]
 
 
-@pytest.mark.world(4)
+@pytest.mark.world(4, shared=True)
 @pytest.mark.parametrize("exchange", ["allgather", "alltoall"])
 @pytest.mark.parametrize(
     "plan",
