@@ -204,7 +204,7 @@ def train_dropping(plan: ParallelPlan) -> list[float]:
     return [report.loss, report.aux, report.grad_norm, values["aux/drop_rate"], values["aux/drop_rate/layer_1"]]
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 def test_pipeline_stages_report_it_without_a_loss(world) -> None:
     alone, (one, other) = train_dropping(ParallelPlan()), world(train_dropping, plan=ParallelPlan(pp=2))
     assert one == other == pytest.approx(alone) and alone[1] == 0 and 0 < alone[3] < 1

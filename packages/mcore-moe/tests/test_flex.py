@@ -47,7 +47,7 @@ def check_exchange(plan: ParallelPlan, library: str) -> None:
     # Equally many tokens, other numbers, all tokens on one rank, one token, none at all, more than the first buffer holds.
     for case, tokens in enumerate((5, 3 * rank, 4 * (rank == 0), int(rank == 1), 0, 70)):
         x = torch.randn(tokens, D, dtype=F64)
-        for skewed in (False, True):
+        for skewed in (False, True) if case in (0, 5) else (case % 2 == 1,):
             routing = random_routing(tokens, E, K, 10 * case + rank, skewed=skewed)
             ours, theirs = (pass_through(dispatcher, experts, x, routing) for dispatcher in (flex, reference))
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
@@ -55,7 +55,7 @@ def check_exchange(plan: ParallelPlan, library: str) -> None:
             assert all(torch.equal(*pair) for pair in zip(ours, again, strict=True))
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_two_ranks_exchange_as_the_all_to_all(world, library: str) -> None:
     world(check_exchange, plan=ParallelPlan(dp=2, ep=2), library=library)
@@ -90,7 +90,7 @@ def check_weights_of_zero(library: str) -> None:
     assert probs.grad is not None and probs.grad.flatten().tolist() == [D, 0.0, D, D]
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_weight_of_zero_is_no_dropped_pick(world, library: str) -> None:
     world(check_weights_of_zero, library=library)
@@ -124,7 +124,7 @@ def check_layer(library: str) -> None:
         torch.testing.assert_close(result, results[0], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_layer_with_dropped_picks_is_the_same(world, library: str) -> None:
     world(check_layer, library=library)
@@ -146,7 +146,7 @@ def check_sms() -> None:
     assert hybrid._buffer.sms == (6, 6) and hybrid._buffer.room == 64
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 def test_numbers_of_sms_are_those_of_the_config(world) -> None:
     world(check_sms)
 

@@ -70,7 +70,7 @@ def check_layouts(plan: ParallelPlan) -> None:
         equal_to_one_rank(MODEL, MIXTURE, groups, tokens)
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -117,7 +117,7 @@ def check_messages() -> None:
         dispatcher.dispatch(x, routing, lambda: None)
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 def test_half_the_bytes_cross_in_one_message_and_gradients_cross_whole(world: Any) -> None:
     world(check_messages)
 

@@ -146,7 +146,7 @@ def compare_gradients(layer: MoELayer, alone: MoELayer, groups: ProcessGroups) -
         torch.testing.assert_close(grad, serial[shard.name][shard.spec.slices(groups)], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 def test_two_ranks_equal_one_for_experts_over_tensor_ranks(world) -> None:
     world(check_ranks, plan=ParallelPlan(tp=2, ep=2), tokens=7)
 
@@ -170,7 +170,7 @@ def test_four_ranks_equal_one(world, plan: ParallelPlan) -> None:
     world(check_ranks, plan=plan, tokens=3)
 
 
-@pytest.mark.world(4)
+@pytest.mark.world(4, shared=True)
 @pytest.mark.parametrize("plan", [ParallelPlan(tp=2, dp=2, ep=2, etp=2), ParallelPlan(dp=4, etp=2)], ids=str)
 def test_biases_are_added_once_however_the_experts_are_cut(world, plan: ParallelPlan) -> None:
     world(check_ranks, plan=plan, tokens=3, model=BIASED)
@@ -227,7 +227,7 @@ def test_four_ranks_with_the_same_tokens_equal_one(world, plan: ParallelPlan) ->
     world(check_replicas, plan=plan, tokens=5, model=BIASED)
 
 
-@pytest.mark.world(4)
+@pytest.mark.world(4, shared=True)
 @pytest.mark.parametrize(
     ("plan", "exchange"),
     [
@@ -251,7 +251,7 @@ def check_empty_rank(plan: ParallelPlan) -> None:
     y.sum().backward()
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("plan", [ParallelPlan(dp=2, ep=2), ParallelPlan(dp=2, etp=2)], ids=["ep", "etp"])
 def test_a_rank_without_tokens_takes_part(world, plan: ParallelPlan) -> None:
     world(check_empty_rank, plan=plan)
@@ -262,7 +262,7 @@ def check_slices(plan: ParallelPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(experts.up.shape), tuple(experts.down.shape)
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 def test_expert_tensor_ranks_hold_slices_of_every_expert(world) -> None:
     assert world(check_slices, plan=ParallelPlan(tp=2, etp=2)) == [((4, 2, 5, 12), (4, 12, 5))] * 2
 

@@ -114,7 +114,7 @@ def check_exchanges() -> None:
     assert refusal(ProcessGroups.single(), exact) == ""
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 def test_exchanges_that_ask_the_host_are_refused_when_graphs_are_made(world) -> None:
     world(check_exchanges)
 
@@ -171,7 +171,7 @@ def check_graphs_of_routers(choice: str) -> None:
     assert (report.replays, report.eager) == (6 - graphs, {"warm-up": graphs})
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("choice", ROUTERS)
 def test_graphs_of_the_routers_train_with_the_bits_of_the_eager_ones(choice: str, world) -> None:
     world(check_graphs_of_routers, choice=choice)

@@ -77,7 +77,7 @@ def check_pairs(plan: ParallelPlan) -> list[str]:
     return first.events
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 def test_each_part_of_a_pair_works_while_the_rows_of_the_other_travel(world) -> None:
     one, other = world(check_pairs, plan=ParallelPlan(dp=2, ep=2))
     assert one == other, "all ranks start their exchanges in one order"

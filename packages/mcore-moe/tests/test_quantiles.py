@@ -145,7 +145,7 @@ def check_layout(plan: ParallelPlan) -> None:
         torch.testing.assert_close(end(layer), end(alone), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize(
     "plan", [ParallelPlan(dp=2, ep=2), ParallelPlan(tp=2, ep=2), ParallelPlan(tp=2, ep=2, etp=1, sequence_parallel=False)],
     ids=["dp", "tp", "replicated"],

@@ -86,7 +86,7 @@ def check_narrow_experts(recipe: Any) -> None:
     assert found != plain and found[-1] < found[0]
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_experts_of_two_ranks_learn_in_fp8_as_on_one(world, recipe) -> None:
     world(check_narrow_experts, recipe=recipe)
@@ -121,7 +121,7 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((found - wanted).norm() / wanted.norm()).item()
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_a_layer_in_fp8_does_not_depend_on_where_its_experts_lie(world, recipe) -> None:
     world(check_layer_over_ranks, recipe=recipe)

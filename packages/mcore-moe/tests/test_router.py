@@ -276,7 +276,7 @@ def check_padding_of_other_ranks(sequence_parallel: bool) -> None:
         assert x.grad is not None and x.grad[valid].any() and not x.grad[~valid].any()
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_what_is_no_number_in_padding_reaches_no_other_rank(sequence_parallel: bool, world: Any) -> None:
     world(check_padding_of_other_ranks, sequence_parallel=sequence_parallel)

@@ -185,11 +185,12 @@ def check_random_loads(plan: ParallelPlan, kind: str, seeds: int) -> None:
 @pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("kind", ["alltoall", "allgather"])
 @pytest.mark.parametrize("plan", [ParallelPlan(dp=2, ep=2), ParallelPlan(dp=2, etp=2)], ids=["ep2", "etp2"])
-def test_random_loads_over_two_ranks(world, plan: ParallelPlan, kind: str) -> None:
-    world(check_random_loads, plan=plan, kind=kind, seeds=50)
+@pytest.mark.parametrize("seeds", [12, pytest.param(100, marks=pytest.mark.slow)])
+def test_random_loads_over_two_ranks(world, plan: ParallelPlan, kind: str, seeds: int) -> None:
+    world(check_random_loads, plan=plan, kind=kind, seeds=seeds)
 
 
-@pytest.mark.world(4)
+@pytest.mark.world(4, shared=True)
 @pytest.mark.parametrize("kind", ["alltoall", "allgather"])
 def test_random_loads_over_four_ranks(world, kind: str) -> None:
     world(check_random_loads, plan=ParallelPlan(dp=4, ep=2, etp=2), kind=kind, seeds=12)
@@ -235,7 +236,7 @@ def check_waits(padded: bool) -> None:
         assert len(reads) == (1 if not padded or first else 0) and waits.names == []
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("padded", [False, True])
 def test_an_exchange_reads_its_sizes_once(world, padded: bool) -> None:
     world(check_waits, padded=padded)
@@ -330,6 +331,6 @@ def check_replay(plan: ParallelPlan) -> None:
     torch.testing.assert_close(all_gather(y.detach(), groups.world), expected.detach()[order], rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 def test_recorded_routing_is_replayed_by_other_layouts_and_orders(world) -> None:
     world(check_replay, plan=ParallelPlan(dp=2, ep=2))

@@ -156,7 +156,7 @@ def check_ranks(dispatcher: str) -> None:
             torch.testing.assert_close(padded, plain, rtol=1e-11, atol=1e-13 * (1 + plain.double().norm().item()))
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_padding_behind_an_exchange(world, dispatcher: str) -> None:
     world(check_ranks, dispatcher=dispatcher)
