@@ -129,7 +129,7 @@ def check_beside(plan: ParallelPlan, config: GRPOConfig) -> None:
     assert len(collected.rollouts) > 0 and (groups.dp.size == 1 or len(collected.rollouts) < len(collected.headers))
 
 
-@pytest.mark.world(4)
+@pytest.mark.world(4, shared=True)
 @pytest.mark.parametrize("config", [CONFIG, PACKED], ids=["rows", "packed"])
 @pytest.mark.parametrize("plan", [ParallelPlan(dp=4), ParallelPlan(tp=2, dp=2), ParallelPlan(pp=2, cp=2)], ids=str)
 def test_micro_batches_are_those_of_rollouts_that_all_ranks_have(world: Any, plan: ParallelPlan, config: GRPOConfig) -> None:

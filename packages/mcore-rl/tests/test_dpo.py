@@ -73,7 +73,7 @@ def test_the_margin_grows_and_what_was_kept_back_is_preferred(tmp_path: Path) ->
     assert margins[0] == pytest.approx(0, abs=1e-9) and margins[8] > margins[4] > margins[1] > 0 and kept_back > 1
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("plan", [ParallelPlan(dp=2), ParallelPlan(tp=2), ParallelPlan(pp=2)], ids=["dp", "tp", "pp"])
 def test_layouts_learn_alike(world, plan: ParallelPlan, tmp_path: Path) -> None:
     path = write(tmp_path / "pairs.jsonl")

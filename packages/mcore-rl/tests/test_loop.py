@@ -147,7 +147,7 @@ def test_old_log_probs_of_a_batch_invariant_engine_save_a_pass_and_change_no_bit
     assert any(update.metrics["ratio"] != 1.0 for update in trainer[-1].updates)
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("plan", [ParallelPlan(tp=2), ParallelPlan(pp=2), ParallelPlan(dp=2)])
 def test_ranks_see_the_same_rollouts_and_keep_one_policy(world, plan: ParallelPlan) -> None:
     first, second = world(iterate, plan=plan, iterations=2)
@@ -196,7 +196,7 @@ def check_reference(plan: ParallelPlan) -> None:
         assert torch.equal(share.labels, batch.labels) and not share.extras["ref_logprobs"].requires_grad
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("plan", [ParallelPlan(tp=2), ParallelPlan(pp=2), ParallelPlan(cp=2)], ids=str)
 def test_reference_log_probs_are_those_of_one_rank(world, plan: ParallelPlan) -> None:
     world(check_reference, plan=plan)
@@ -389,7 +389,7 @@ def test_rollouts_are_trained_on_several_times(packed: bool) -> None:
     check_updates(ParallelPlan(), packed)
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize(("plan", "packed"), [(ParallelPlan(dp=2), True), (ParallelPlan(pp=2), False), (ParallelPlan(cp=2), True)], ids=str)
 def test_all_ranks_see_one_loss_of_each_update(world, plan: ParallelPlan, packed: bool) -> None:
     one, other = world(check_updates, plan=plan, packed=packed)
@@ -459,7 +459,7 @@ def refit_sliced() -> list[bool]:
     return on_their_way
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 def test_engines_take_no_weights_that_are_on_their_way(world) -> None:
     assert world(refit_sliced) == [[False]] * 2
 

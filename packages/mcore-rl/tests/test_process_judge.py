@@ -46,7 +46,7 @@ def rewards(judge: ProcessJudge, *responses: str) -> list[float | str]:
     return [one if isinstance(one, float) else f"{type(one).__name__}: {one}" for one in asyncio.run(all_at_once())]
 
 
-def test_it_judges_and_poses_what_the_environment_does() -> None:
+def test_it_judges_and_poses_what_the_environment_does_and_its_processes_end_with_it() -> None:
     make = CountdownConfig.small().build
     own, judge = make(), ProcessJudge(make, LIMITS)
     try:
@@ -57,9 +57,17 @@ def test_it_judges_and_poses_what_the_environment_does() -> None:
         judged = [asyncio.run(judge.get_reward(answer, problem)) for answer, problem in zip(answers, problems, strict=True)]
         assert judged == [own.judge(answer, problem) for answer, problem in zip(answers, problems, strict=True)]
         assert judge.num_restarts == 0
+        template, pids = judge._template._process, [worker.pid for worker in judge._idle]
+        assert template.is_alive() and pids
     finally:
         judge.close()
         judge.close()
+    # All processes end with it.
+    assert not template.is_alive()
+    end = time.monotonic() + 10
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -114,17 +122,6 @@ def test_the_first_process_is_started_again_too(judge: ProcessJudge) -> None:
     # Those that judge end with it.
     assert all(worker._pipe.closed or worker._pipe.poll(10) for worker in judge._idle)
     assert rewards(judge, "good", "bad", "kill", "good")[::3] == [1.0, 1.0]
-
-
-def test_all_processes_end_with_the_one_that_made_them() -> None:
-    made = ProcessJudge(Hostile, LIMITS)
-    template, pids = made._template._process, [worker.pid for worker in made._idle]
-    made.close()
-    assert not template.is_alive()
-    end = time.monotonic() + 10
-    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_processes_may_have_the_network() -> None:

@@ -180,7 +180,7 @@ def record_over_stages() -> str:
     return ""
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 def test_stages_of_a_pipeline_record_nothing(world) -> None:
     assert (
         world(record_over_stages)
@@ -331,7 +331,7 @@ def iterate(plan: ParallelPlan) -> list[float]:
     return [grpo_iteration(config, **parts, learner=learner, lr=1e-3).train.metrics["logprob_mismatch"] for _ in range(2)]
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize(
     "plan", [ParallelPlan(tp=2), ParallelPlan(pp=2), ParallelPlan(cp=2), ParallelPlan(dp=2, ep=2)], ids=["tp", "pp", "cp", "ep"]
 )

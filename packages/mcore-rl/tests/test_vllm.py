@@ -42,6 +42,7 @@ from mcore_rl.inference import OpenAIInference, WeightServer
 SIZES: dict[str, Any] = {
     "num_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "num_query_groups": 4, "ffn_hidden_size": 1024, "vocab_size": 256,
 }  # fmt: skip
+SMALL = {**SIZES, "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256}
 PROMPTS = [[65 + (7 * row + i) % 26 for i in range(12)] for row in range(8)]
 START_S = 300.0
 
@@ -59,8 +60,8 @@ class Bytes:
         return bytes(ids).decode("latin-1")
 
 
-def policy(seed: int, device: str, dtype: torch.dtype, **options: Any) -> GPTModel:
-    model = GPTModel(TransformerConfig(**SIZES), ProcessGroups.single(), device=device, dtype=dtype, seed=seed, **options)
+def policy(seed: int, device: str, dtype: torch.dtype, sizes: dict[str, Any] = SIZES, **options: Any) -> GPTModel:
+    model = GPTModel(TransformerConfig(**sizes), ProcessGroups.single(), device=device, dtype=dtype, seed=seed, **options)
     with torch.no_grad():
         # Distributions far from uniform, and from those of another seed.
         model.get_parameter("output.weight").mul_(6.0)
@@ -112,20 +113,21 @@ def check_server(interface: OpenAIInference, sink: ServedWeights, old: GPTModel,
     assert set(sink.versions.values()) == {2}
 
 
-def sink_of(server: WeightServer, folder: Path, dtype: torch.dtype | None = None) -> ServedWeights:
-    return ServedWeights([server], folder, family="llama", config=SIZES, dtype=dtype, in_flight="drain")
+def sink_of(server: WeightServer, folder: Path, dtype: torch.dtype | None = None, sizes: dict[str, Any] = SIZES) -> ServedWeights:
+    return ServedWeights([server], folder, family="llama", config=sizes, dtype=dtype, in_flight="drain")
 
 
 def test_the_check_holds_for_a_server_of_this_project(tmp_path: Path) -> None:
     root = tmp_path / "weights"
     root.mkdir()
-    context = DynamicInferenceContext(TransformerConfig(**SIZES), InferenceConfig(max_sequence_length=64, max_requests=8))
-    served = policy(0, "cpu", torch.float32, attention_core=PagedAttention())
+    context = DynamicInferenceContext(TransformerConfig(**SMALL), InferenceConfig(max_sequence_length=64, max_requests=8))
+    served = policy(0, "cpu", torch.float32, SMALL, attention_core=PagedAttention())
     engine = DynamicInferenceEngine(served, context, Bytes())
     with serve(engine, token="secret", weights=WeightFolders(root=root, read=lambda folder: import_hf(folder).tensors)) as running:
         interface = OpenAIInference(running.url, model="mcore", tokenizer=Bytes(), logprobs="processed", api_key="secret")
-        sink = sink_of(WeightServer(url=running.url, kind="mcore", api_key="secret"), root)
-        check_server(interface, sink, policy(0, "cpu", torch.float32), policy(1, "cpu", torch.float32), 1e-4)
+        sink = sink_of(WeightServer(url=running.url, kind="mcore", api_key="secret"), root, sizes=SMALL)
+        old, new = (policy(seed, "cpu", torch.float32, SMALL) for seed in (0, 1))
+        check_server(interface, sink, old, new, 1e-4)
 
 
 def python_with_vllm() -> str:
