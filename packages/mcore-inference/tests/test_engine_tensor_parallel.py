@@ -34,7 +34,7 @@ def make_engine(groups: ProcessGroups, seed: int = 0, config: TransformerConfig 
 
 
 def settings() -> list[SamplingParams]:
-    common = {"num_tokens_to_generate": 12, "return_log_probs": True, "skip_prompt_log_probs": False}
+    common = {"num_tokens_to_generate": 8, "return_log_probs": True, "skip_prompt_log_probs": False}
     return [SamplingParams(temperature=float(i % 2), top_p=0.9, **common) for i in range(4)]
 
 
@@ -63,7 +63,7 @@ def check_split_engine() -> list[list[int]]:
     return again
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 def test_tensor_parallel_engines_draw_the_tokens_of_one(world: Callable[..., list[Any]]) -> None:
     one, two = world(check_split_engine)
     assert one == two
@@ -91,20 +91,20 @@ def check_stages(tp: int, pp: int, config: TransformerConfig) -> list[list[int]]
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 def test_pipelined_engines_draw_the_tokens_of_one(world: Callable[..., list[Any]], tied: bool) -> None:
     config = dataclasses.replace(CONFIG, num_layers=4, share_embeddings_and_output_weights=tied)
     one, two = world(functools.partial(check_stages, 1, 2, config))
     assert one == two
 
 
-@pytest.mark.world(4)
+@pytest.mark.world(4, shared=True)
 def test_stages_of_split_layers_draw_the_tokens_of_one(world: Callable[..., list[Any]]) -> None:
     ranks = world(functools.partial(check_stages, 2, 2, CONFIG))
     assert all(tokens == ranks[0] for tokens in ranks)
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 def test_split_norms_across_heads_draw_the_tokens_of_one(world: Callable[..., list[Any]]) -> None:
     config = dataclasses.replace(CONFIG, qk_layernorm=True, qk_layernorm_across_heads=True)
     one, two = world(functools.partial(check_stages, 2, 1, config))
@@ -119,7 +119,7 @@ def check_unequal_memory() -> tuple[int, int]:
     return context.allocator.usable_count, context.max_requests
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 def test_stages_agree_on_the_smallest_memory(world: Callable[..., list[Any]]) -> None:
     assert world(check_unequal_memory) == [(9, 8), (9, 8)]
 
@@ -138,6 +138,6 @@ def check_refused_layouts() -> None:
         make_engine(ProcessGroups.build(ParallelPlan(pp=2)), config=hybrid_config("G-*-", delta_net=net, **sizes))
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 def test_layouts_that_cannot_serve_are_refused(world: Callable[..., list[Any]]) -> None:
     world(check_refused_layouts)

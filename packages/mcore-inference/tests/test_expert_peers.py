@@ -124,7 +124,7 @@ def vote_at_random(seed: int, seconds: float, spans: bool) -> tuple[int, list[in
 @pytest.mark.world(3)
 @pytest.mark.parametrize(("seed", "spans"), [(1, False), (2, True), (3, True)])
 def test_ranks_that_pause_work_and_load_at_random_step_equally_often(world: Callable[..., list[Any]], seed: int, spans: bool) -> None:
-    one, two, three = world(vote_at_random, seed=seed, seconds=2.0, spans=spans)
+    one, two, three = world(vote_at_random, seed=seed, seconds=1.0, spans=spans)
     assert one == two == three
     num_steps, steps_before, _, failures = one
     assert num_steps > 20 and len(steps_before) == 3 and not failures

@@ -236,7 +236,7 @@ def check_split(pattern: str) -> list[list[int]]:
     return [record.generated_tokens for record in records]
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("pattern", PATTERNS[:2])
 def test_two_tensor_parallel_ranks_serve_the_tokens_of_one(world: Callable[..., Any], pattern: str) -> None:
     one, two = world(check_split, pattern=pattern)

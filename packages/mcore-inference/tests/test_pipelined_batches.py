@@ -50,7 +50,7 @@ def settings(count: int = len(PROMPTS), **more: Any) -> list[SamplingParams]:
         {"temperature": 1.0, "skip_prompt_log_probs": False, "top_n_logprobs": 3},
         {"temperature": 1.0, "logit_bias": {5: 2.0}, "stop_token_ids": (7, 8, 9), "min_tokens": 3},
     ]
-    common = {"num_tokens_to_generate": 12, "return_log_probs": True, **more}
+    common = {"num_tokens_to_generate": 8, "return_log_probs": True, **more}
     return [SamplingParams(seed=index, **{**common, **kinds[index % len(kinds)]}) for index in range(count)]
 
 
@@ -110,13 +110,13 @@ SIZES = {
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 def test_two_batches_in_flight_draw_the_tokens_of_one_engine(world: World, sizes: str) -> None:
     one, two = world(functools.partial(check_equals_one_engine, 2, SIZES[sizes]))
     assert one == two
 
 
-@pytest.mark.world(4)
+@pytest.mark.world(4, shared=True)
 def test_four_batches_in_flight_do_so_too(world: World) -> None:
     ranks = world(functools.partial(check_equals_one_engine, 4, {}))
     assert ranks == ranks[:1] * 4
@@ -145,7 +145,7 @@ BYTES_OF_30_BLOCKS = 30 * (2 * 2 * 4 * 2 * 8 * 8)
 
 @pytest.mark.parametrize("sizes", [{"num_blocks": 60}, {"buffer_size_gb": BYTES_OF_30_BLOCKS / 2**30}], ids=["blocks", "bytes"])
 @pytest.mark.parametrize("num_first", [2, 1])
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 def test_stages_of_unequal_layers_draw_the_tokens_of_one_engine(world: World, num_first: int, sizes: dict[str, Any]) -> None:
     one, two = world(functools.partial(check_unequal_stages, num_first, sizes))
     assert one == two
@@ -193,7 +193,7 @@ def check_full_cache() -> float:
     return sum(numbers) / len(numbers)
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 def test_requests_that_find_no_blocks_leave_batches_apart(world: World) -> None:
     assert min(world(check_full_cache)) > 0.9
 
@@ -207,7 +207,7 @@ def check_one_at_a_time() -> None:
         assert num_in_flight(one) == 0
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 def test_without_running_ahead_one_batch_is_in_flight(world: World) -> None:
     world(check_one_at_a_time)
 
@@ -233,7 +233,7 @@ def check_aborts() -> list[list[int]]:
     return check_equal([records[number] for number in later], theirs[4:])
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 def test_an_abort_in_flight_harms_no_other_request(world: World) -> None:
     one, two = world(check_aborts)
     assert one == two
@@ -253,7 +253,7 @@ def check_suspend() -> list[list[int]]:
     return check_equal([records[number] for number in numbers], whole.generate(PROMPTS, settings()))
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 def test_nothing_is_in_flight_at_a_suspend_and_nothing_is_lost(world: World) -> None:
     one, two = world(check_suspend)
     assert one == two
@@ -282,7 +282,7 @@ def check_load(policy: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("policy", ["recompute", "keep", "drain"])
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 def test_new_weights_come_when_nothing_is_in_flight(world: World, policy: str) -> None:
     one, two = world(functools.partial(check_load, policy))
     assert one == two
@@ -300,7 +300,7 @@ def check_prefixes() -> float:
     return split.stats()["prefix_cache_hits"]
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 def test_batches_share_what_begins_alike(world: World) -> None:
     world(check_prefixes)
 

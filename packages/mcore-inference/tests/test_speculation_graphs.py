@@ -89,7 +89,7 @@ def build(
 def check_tokens(kind: str, device: str, dtype: torch.dtype, gap: float, sizes: dict[str, Any]) -> tuple[int, int]:
     """Steps, and those of them that were replayed."""
     rng = random.Random(0)
-    settings = [replace(one, num_tokens_to_generate=14 + i, return_log_probs=True) for i, one in enumerate(SETTINGS)]
+    settings = [replace(one, num_tokens_to_generate=9 + i, return_log_probs=True) for i, one in enumerate(SETTINGS)]
     # They repeat, so that n-grams have something to propose; prompts of one token, and in parts, are among them.
     prompts = [[1], *([rng.randrange(V) for _ in range(5 + 3 * i)] * 2 for i in range(5))]
     config = LATENT if "latent" in kind else CONFIG

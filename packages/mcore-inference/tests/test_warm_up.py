@@ -114,7 +114,7 @@ def check_split(plan: dict[str, int]) -> list[tuple[list[int], list[float]]]:
     return results(engine)
 
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("plan", [{"tp": 2}, {"pp": 2}], ids=["tp", "pp"])
 def test_ranks_of_one_model_warm_up_together(world: Callable[..., Any], plan: dict[str, int]) -> None:
     wanted = results(make_engine(max_tokens=32))
