@@ -146,7 +146,7 @@ def lent(parts: list[tuple[str, WeightSlice]]) -> Iterator[tuple[str, WeightSlic
 def check_updates() -> list[int]:
     engine = split_engine()
     # Chunks of many buckets.
-    _weight_broadcast._BUCKET_BYTES = 4096
+    _weight_broadcast._BUCKET_BYTES = 16384
     if engine.model.groups.tp.rank == 1:
         follow_runner(engine, PATIENT)
         return [engine.weight_version, engine.step_count]
@@ -175,9 +175,9 @@ def check_updates() -> list[int]:
                 stream = await runner.submit("abc", params)
                 await anext(aiter(stream))
                 parts = [
-                    (name, WeightSlice(tensor=tensor[at : at + 5].clone(), offsets=(at, *(0,) * (tensor.dim() - 1))))
+                    (name, WeightSlice(tensor=tensor[at : at + 11].clone(), offsets=(at, *(0,) * (tensor.dim() - 1))))
                     for name, tensor in (new if number % 2 else weights_of(make_engine(ProcessGroups.single())))
-                    for at in range(0, len(tensor), 5)
+                    for at in range(0, len(tensor), 11)
                 ]
                 await runner.load_weights(lent(parts[::-1]), in_flight=policy)
                 record = await stream.record()
