@@ -51,6 +51,8 @@ SIZES = TransformerConfig(
 CONFIG = GRPOConfig(
     num_groups=2, group_size=16, seq_len=16, micro_batch_size=8, generation_args=GenericGenerationArgs(temperature=1.0, max_tokens=8)
 )
+SMALLER = dataclasses.replace(CONFIG, group_size=8, micro_batch_size=4)
+"""As many micro-batches of half the rows."""
 OBJECTIVE = GRPOObjective()
 
 
@@ -117,7 +119,7 @@ def test_the_policy_learns_and_engine_and_trainer_agree() -> None:
 
 
 def test_engine_and_trainer_agree_bit_by_bit_with_a_batch_invariant_backend() -> None:
-    reports = iterate(ParallelPlan(), 2, batch_invariant=True)
+    reports = iterate(ParallelPlan(), 2, batch_invariant=True, config=SMALLER)
     assert [report.train.metrics["logprob_mismatch"] for report in reports] == [0.0, 0.0]
     assert [report.train.metrics["ratio"] for report in reports] == [1.0, 1.0]
 
@@ -150,7 +152,7 @@ def test_old_log_probs_of_a_batch_invariant_engine_save_a_pass_and_change_no_bit
 @pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("plan", [ParallelPlan(tp=2), ParallelPlan(pp=2), ParallelPlan(dp=2)])
 def test_ranks_see_the_same_rollouts_and_keep_one_policy(world, plan: ParallelPlan) -> None:
-    first, second = world(iterate, plan=plan, iterations=2)
+    first, second = world(iterate, plan=plan, iterations=2, config=SMALLER)
     for ours, theirs in zip(first, second, strict=True):
         assert (ours.mean_reward, ours.num_rollouts, ours.train.loss) == (theirs.mean_reward, theirs.num_rollouts, theirs.train.loss)
         assert ours.train.metrics["logprob_mismatch"] < 1e-5
@@ -356,10 +358,10 @@ def test_an_iteration_without_any_survivor_is_an_error() -> None:
 def check_updates(plan: ParallelPlan, packed: bool) -> list[float]:
     """The first of several updates is on policy, the later ones are not; every rank takes part in each."""
     config = dataclasses.replace(
-        CONFIG, num_epochs=2, num_mini_batches=2, kl_in_reward=0.05, advantage=AdvantageConfig(baseline="leave_one_out", scale="none")
+        SMALLER, num_epochs=2, num_mini_batches=2, kl_in_reward=0.05, advantage=AdvantageConfig(baseline="leave_one_out", scale="none")
     )
     if packed:
-        packing = PackingConfig(bin_size=48, alignment=2 * plan.cp if plan.cp > 1 else 1)
+        packing = PackingConfig(bin_size=24, alignment=2 * plan.cp if plan.cp > 1 else 1)
         config = dataclasses.replace(config, packing=packing, aggregation=Aggregation(mode="sequence_mean"))
     objective = GRPOObjective(kl_beta=0.01, kl_estimator="k2")
     first, second = iterate(plan, 2, config=config, objective=objective, swap_reference=packed)
