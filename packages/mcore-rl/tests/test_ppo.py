@@ -219,9 +219,9 @@ def test_the_critic_learns_before_the_policy_does() -> None:
 
 
 def losses(plan: ParallelPlan, packed: bool) -> list[float]:
-    config = dataclasses.replace(CONFIG, kl_in_reward=0.05, num_epochs=2)
+    config = dataclasses.replace(CONFIG, num_groups=16, micro_batch_size=4, kl_in_reward=0.05, num_epochs=2)
     if packed:
-        config = dataclasses.replace(config, packing=PackingConfig(bin_size=48, alignment=2 * plan.cp if plan.cp > 1 else 1))
+        config = dataclasses.replace(config, packing=PackingConfig(bin_size=24, alignment=2 * plan.cp if plan.cp > 1 else 1))
     return [update.loss for report in iterate(plan, 2, config) for update in (*report.updates, *report.critic_updates)]
 
 
