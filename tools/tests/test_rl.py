@@ -256,8 +256,9 @@ def test_problems_of_the_wheel_need_no_file(name: str, tmp_path: Path) -> None:
     assert row["num_rollouts"] == 8 and row["num_dropped"] == row["eval/num_dropped"] == 0
 
 
-def test_trainer_and_engine_of_a_batch_invariant_run_agree_to_the_last_bit(tmp_path: Path) -> None:
-    assert run(tmp_path / "run", "batch_invariant=true", "train.steps=1") == 0
+@pytest.mark.parametrize("changes", [(), ("moe.num_moe_experts=4", "moe.moe_ffn_hidden_size=32", "moe.moe_aux_loss_coeff=0.01")], ids=str)
+def test_trainer_and_engine_of_a_batch_invariant_run_agree_to_the_last_bit(changes: tuple[str, ...], tmp_path: Path) -> None:
+    assert run(tmp_path / "run", "batch_invariant=true", "train.steps=1", *changes) == 0
     [row] = rows(tmp_path / "run")
     assert row["logprob_mismatch"] == 0.0 and row["grad_norm"] > 0
     assert row["inference_ratio_min"] == row["inference_ratio"] == row["inference_ratio_max"] == 1.0

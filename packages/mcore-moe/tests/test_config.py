@@ -14,8 +14,8 @@ from mcore_moe import MoEConfig, TopKRouter, moe_feed_forward, sinkhorn
 from mcore_moe._config import ELSEWHERE, RESERVED
 from mcore_moe._routing import top
 from mcore_parallel import ParallelPlan, ProcessGroups
-from mcore_parallel.backends import check_grouped_width, choose_backend
-from mcore_parallel.models import GPTModel, TransformerConfig, check_layout
+from mcore_parallel.backends import check_grouped_width
+from mcore_parallel.models import TransformerConfig, check_layout
 from mcore_parallel.nn import Step
 
 MODEL = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=4, vocab_size=16)
@@ -286,15 +286,6 @@ def test_layouts_are_checked(degrees: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_layout(MODEL, ParallelPlan(**degrees), feed_forward=feed_forward)
     check_layout(MODEL, ParallelPlan(tp=2, ep=2, dp=2), feed_forward=feed_forward)
-
-
-def test_batch_invariant_models_name_the_experts_that_they_refuse() -> None:
-    backend = choose_backend(batch_invariant=True)
-    for freq in ((1, 0), (0, 1)):
-        mixture = moe_feed_forward(MoEConfig(num_moe_experts=4, moe_layer_freq=freq))
-        message = "batch_invariant=True .* a mixture of 4 experts, which take the tokens of all sequences together; leave that or batch_inv"
-        with pytest.raises(ValueError, match=message):
-            GPTModel(dataclasses.replace(MODEL, num_layers=2), ProcessGroups.single(), backend=backend, feed_forward=mixture)
 
 
 def test_widths_of_grouped_products() -> None:

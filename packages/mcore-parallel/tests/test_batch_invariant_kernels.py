@@ -35,6 +35,10 @@ def check_linear(device: str, dtype: torch.dtype, tolerance: float, shapes: tupl
         close(whole, x.double() @ weight.double().T, tolerance)
         assert torch.equal(linear(x, weight, finished), whole)
         assert torch.equal(linear(x, weight, finished, split=True), whole)
+        # What a router asks for: the sums as they are before they are rounded.
+        wide = linear(x, weight, finished, dtype=torch.float32)
+        assert wide.dtype == torch.float32 and torch.equal(wide.to(dtype), whole)
+        close(wide, x.double() @ weight.double().T, 1e-5)
         ranges = [(5, 6), (3, 3 + most_rows // 2)]
         if device != "cpu":
             ranges += [(0, 1), (most_rows - 1, most_rows), (1, most_rows), *((7, 7 + rows) for rows in (2, 17, 64, 65, 128, 129, 300))]
@@ -44,6 +48,38 @@ def check_linear(device: str, dtype: torch.dtype, tolerance: float, shapes: tupl
                 assert torch.equal(linear(x[first:last].clone(), weight, finished), whole[first:last]), (columns, depth, first, last)
         assert not finished.any()
         assert LinearTiling.of(columns, depth, dtype).slices > 1 or depth < 1024 or columns > 4000
+
+
+def check_grouped_linear(device: str, dtype: torch.dtype, tolerance: float, shapes: tuple[tuple[int, int], ...], experts: int) -> None:
+    """Against float64; a row has the same bits alone with its expert, and among any rows of that expert and of others."""
+    from mcore_parallel.tensor_parallel._triton_invariant import grouped_linear
+
+    def ends_of(counts: list[int]) -> Tensor:
+        return torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
+
+    def only(expert: int, number: int) -> Tensor:
+        return ends_of([number if other == expert else 0 for other in range(experts)])
+
+    numbers = (1, 2, 63, 64, 65, 128, 129, 257) if device != "cpu" else (1, 65)
+    for columns, depth in shapes:
+        torch.manual_seed(columns)
+        weight = torch.randn(experts, columns, depth, device=device).to(dtype)
+        x = torch.randn(257, depth, device=device).to(dtype)
+        # Each expert's results of all rows, 257 of them to an expert.
+        whole = [grouped_linear(x, weight, only(expert, len(x))) for expert in range(experts)]
+        for expert in range(experts):
+            close(whole[expert], x.double() @ weight[expert].double().T, tolerance)
+        for number in numbers:
+            first = 257 - number
+            # Rows behind the last expert belong to none.
+            rows = torch.cat((x[first:], x[:3]))
+            for expert in range(experts):
+                part = grouped_linear(rows, weight, only(expert, number))[:number]
+                assert torch.equal(part, whole[expert][first:]), (columns, depth, number)
+            spread = [(number + 3 * e) % (number + 1) for e in range(experts)]
+            rows = torch.cat([x[:count] for count in spread]) if sum(spread) else x[:0]
+            parts = grouped_linear(rows, weight, ends_of(spread)).split(spread)
+            assert all(torch.equal(part, whole[e][:count]) for e, (part, count) in enumerate(zip(parts, spread, strict=True)))
 
 
 def check_statistics(device: str, dtype: torch.dtype, widths: tuple[int, ...]) -> None:
@@ -187,6 +223,25 @@ def test_few_rows_and_many_run_the_same_instructions_of_hopper(
     assert all(other == few for other in many)
 
 
+@pytest.mark.parametrize(("columns", "depth"), [(1536, 2048), (24576, 256), (40, 100)])
+def test_few_rows_of_an_expert_and_many_run_the_same_instructions_of_hopper(
+    columns: int, depth: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton")
+    from mcore_parallel.tensor_parallel import _triton_invariant as kernels
+    from tests.support.hopper import CompiledLaunches
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches = CompiledLaunches(kernels._grouped_kernel)
+    monkeypatch.setattr(kernels, "_grouped_kernel", launches)
+    weight, ends = torch.zeros(2, columns, depth, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
+    for rows in (1, 129, 700):
+        kernels.grouped_linear(torch.zeros(rows, depth, dtype=torch.bfloat16), weight, ends)
+    few, *many = map(instructions, launches.ptx)
+    assert len(few) == 4 and all(name.startswith("wgmma.mma_async.sync.aligned.m64") for name in few)
+    assert all(other == few for other in many)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_attention_and_statistics_compile_for_hopper(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton")
@@ -219,6 +274,13 @@ def test_matmuls_have_the_same_bits_for_any_rows_on_a_gpu(dtype: torch.dtype, to
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3), (torch.float32, 1e-5)], ids=str)
+def test_matmuls_of_experts_have_the_same_bits_for_any_rows_on_a_gpu(dtype: torch.dtype, tolerance: float) -> None:
+    check_grouped_linear("cuda", dtype, tolerance, ((1536, 2048), (2048, 768), (104, 1096), (40, 104)), 5)
+    check_grouped_linear("cuda", dtype, tolerance, ((256, 128),), 130)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_statistics_have_the_same_bits_for_any_rows_on_a_gpu(dtype: torch.dtype) -> None:
     check_statistics("cuda", dtype, (99, 5000, 128256))
@@ -237,6 +299,8 @@ if __name__ == "__main__":
     round_dots_once()
     check_linear("cpu", torch.float32, 1e-5, ((33, 70),), 70)
     check_linear("cpu", torch.float16, 3e-3, ((40, 1030),), 70)
+    check_grouped_linear("cpu", torch.float32, 1e-5, ((33, 70),), 3)
+    check_grouped_linear("cpu", torch.float16, 3e-3, ((130, 40),), 2)
     check_statistics("cpu", torch.float32, (5000,))
     check_attention("cpu", torch.float32, 2e-5, (50,), **HEADS[1])
     check_attention("cpu", torch.float32, 2e-5, (40,), **HEADS[2])

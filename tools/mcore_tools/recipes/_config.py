@@ -313,7 +313,6 @@ class RunConfig:
         taken = {
             f"backend={self.backend!r}; set backend=torch": self.backend != "torch",
             "fp8, whose scales are of all tokens of a step; set fp8=none": self.fp8 is not None,
-            "moe, whose experts take the tokens of all sequences together; set moe=none": self.moe is not None,
             "masked, a BertModel; set masked=none": self.masked is not None,
         }
         if reasons := [reason for reason, found in taken.items() if found]:

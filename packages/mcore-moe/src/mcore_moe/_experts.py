@@ -14,6 +14,7 @@ from mcore_moe._lora import ExpertLora
 from mcore_moe._stability import experimental_api
 from mcore_parallel import ProcessGroups, ShardSpec
 from mcore_parallel.backends import (
+    BatchInvariantGroupedProducts,
     RowOrder,
     StoredGroupedProducts,
     choose_backend,
@@ -126,11 +127,16 @@ class _StackedExperts(nn.Module):
         chosen = {name: _grouped_products(layers, width, out, self.groups) for name, (_, out, width) in shapes.items()}
         self._products = {name: products for name, products in chosen.items() if products is not None}
         # They keep the rows in a form of their own, which no recomputation of the activation replaces.
-        if self._products and "moe_act" in self.memory.recomputed:
+        if self._products and not self.is_batch_invariant and "moe_act" in self.memory.recomputed:
             raise ValueError(
                 f"recompute.modules holds 'moe_act', and {type(layers).__name__} multiply experts in a form of their own, which they keep; "
                 "leave 'moe_act' out, or build the model without fp8 and without backend te"
             )
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether the result of a row has the same bits beside any others."""
+        return any(isinstance(products, BatchInvariantGroupedProducts) for products in self._products.values())
 
     def fp8_obstacle(self) -> str | None:
         """Why an engine cannot round the weights to fp8; None where it can, or has."""
@@ -138,6 +144,8 @@ class _StackedExperts(nn.Module):
             return None
         if self._stored:
             return "whose experts' weights are frozen in fp8 beside adapters (LoraConfig.base_dtype); merge them into a model without it"
+        if self.is_batch_invariant:
+            return "whose experts have batch-invariant matmuls, of weights as they are; build the model without batch_invariant"
         if self._products:
             return "whose experts are multiplied by products of the backend; build the model with backend=None"
         if self.up.grad is not None or self.down.grad is not None:
@@ -215,6 +223,8 @@ class _StackedExperts(nn.Module):
             raise ValueError(
                 "experts have redundant copies, which would have no adapters; give them to another model, and serve that merged"
             )
+        if self.is_batch_invariant:
+            raise ValueError("experts have batch-invariant matmuls, and an adapter none; build the model without batch_invariant")
         if config.base_dtype is not None and self._products:
             raise ValueError(
                 f"base_dtype={config.base_dtype!r} computes the products of experts, and so do the layers of {type(self).__name__}; build "
@@ -376,7 +386,7 @@ class GroupedMLP(_StackedExperts):
     @property
     def is_quantized(self) -> bool:
         """Whether the stacks are multiplied in fp8."""
-        return bool(self._products)
+        return bool(self._products) and not self.is_batch_invariant
 
 
 @experimental_api

@@ -10,30 +10,50 @@ from torch import Tensor
 from mcore_moe._stability import experimental_api
 from mcore_parallel import Group
 from mcore_parallel.comm import all_reduce
+from mcore_parallel.tensor_parallel import BatchInvariantMatmul
 
 # T tokens, D model, E experts, F = 2 * E.
 
 
-def gate(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, dtype: torch.dtype, valid_T: Tensor | None = None) -> Tensor:
+def gate(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    bias_E: Tensor | None,
+    dtype: torch.dtype,
+    valid_T: Tensor | None = None,
+    matmul: BatchInvariantMatmul | None = None,
+) -> Tensor:
     """[T, E] logits in ``dtype``; kept for the backward are the operands in their own dtypes, no wider copies.
 
     Where ``valid_T`` is False logits and gradients are 0, and no number of the token is read: it may be infinite, or none.
 
     On GPUs bfloat16 operands of float32 logits go to the tensor cores as they are: their products are exact in float32, in which they are
     added up. Their gradients then go as the sum of two bfloat16 numbers, which has 16 bits of each.
+
+    With ``matmul`` it computes the forward, on GPUs for all operands of 16 bits as they are.
     """
-    return _Gate.apply(x_TD, weight_ED, bias_E, dtype, valid_T)
+    return _Gate.apply(x_TD, weight_ED, bias_E, dtype, valid_T, matmul)
 
 
 class _Gate(torch.autograd.Function):
     """Matmul in a wider dtype, forwards and backwards."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, dtype: torch.dtype, valid_T: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        weight_ED: Tensor,
+        bias_E: Tensor | None,
+        dtype: torch.dtype,
+        valid_T: Tensor | None,
+        matmul: BatchInvariantMatmul | None,
+    ) -> Tensor:
         ctx.save_for_backward(x_TD, weight_ED, valid_T)
         ctx.dtype, ctx.bias_dtype = dtype, None if bias_E is None else bias_E.dtype
         ctx.narrow = dtype == torch.float32 and x_TD.is_cuda and x_TD.dtype == weight_ED.dtype == torch.bfloat16
-        if ctx.narrow:
+        if matmul is not None:
+            logits_TE = matmul(x_TD, weight_ED, dtype)
+        elif ctx.narrow:
             logits_TE = torch.mm(x_TD, weight_ED.t(), out_dtype=dtype)
         else:
             logits_TE = x_TD.to(dtype) @ weight_ED.to(dtype).t()
@@ -59,7 +79,7 @@ class _Gate(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 grad_weight = (grad_TE.t() @ x_TD.to(ctx.dtype)).to(weight_ED.dtype)
         grad_bias = grad_TE.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 def _of_valid(rows: Tensor, valid_T: Tensor | None) -> Tensor:

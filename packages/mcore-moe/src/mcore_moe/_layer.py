@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mcore_moe._batch_invariant import check_batch_invariant
 from mcore_moe._config import OF_FLEX, MoEConfig, check_experts
 from mcore_moe._experts import GroupedMLP, TEGroupedMLP, experts_class
 from mcore_moe._fp8_payload import rounded
@@ -35,7 +36,7 @@ from mcore_parallel.backends import AlignedRows, BackendLayers, quantization
 from mcore_parallel.comm import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
 from mcore_parallel.models import Aux, AuxSpec, FeedForwardBuilder, Site, TransformerConfig, dense_feed_forward
 from mcore_parallel.nn import MLP, Activation, Step, recompute
-from mcore_parallel.tensor_parallel import ReplicatedLinear
+from mcore_parallel.tensor_parallel import BatchInvariantProducts, ReplicatedLinear, each_row
 
 
 @experimental_api
@@ -82,7 +83,9 @@ class MoELayer(nn.Module):
         check_experts(config, site.config, groups.plan, dtype=dtype, device=device)
         hidden_size = site.config.hidden_size
         biased = site.config.add_bias_linear
-        self.router = TopKRouter(config, hidden_size, groups, layer=site.layer, bias=biased, dtype=dtype, device=device)
+        exact = site.batch_invariant
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.router = TopKRouter(config, hidden_size, groups, layer=site.layer, bias=biased, batch_invariant=exact, **place)
         # Ranks that hold the same tokens, and sum their parts of the result.
         self.replicas = self.router.replicas
         if exchange is None and config.moe_token_dispatcher_type == "flex" and _exchanges(groups):
@@ -93,7 +96,10 @@ class MoELayer(nn.Module):
         """Where the experts lie since ``add_redundant_experts``."""
         self._shares_tokens = self.replicas.size > 1 and _exchanges(groups)
         activation = Activation(
-            name=site.config.activation, offset=site.config.glu_linear_offset, clamp=site.config.activation_func_clamp_value
+            name=site.config.activation,
+            offset=site.config.glu_linear_offset,
+            clamp=site.config.activation_func_clamp_value,
+            batch_invariant=exact,
         )
         self._multiple = _row_multiple(config, site)
         self.experts: GroupedMLP | TEGroupedMLP = experts_class(site.layers, groups)(
@@ -105,19 +111,18 @@ class MoELayer(nn.Module):
             bias=site.config.add_bias_linear,
             memory=site.memory,
             layers=site.layers,
-            dtype=dtype,
-            device=device,
+            **place,
         )
-        place: dict[str, Any] = {"dtype": dtype, "device": device, "init": False}
+        place["init"] = False
         self.latent_down, self.latent_up = None, None
         if config.moe_latent_size is not None:
-            self.latent_down = ReplicatedLinear(hidden_size, config.moe_latent_size, groups, **place)
-            self.latent_up = ReplicatedLinear(config.moe_latent_size, hidden_size, groups, **place)
+            self.latent_down = _replicated(hidden_size, config.moe_latent_size, site, **place)
+            self.latent_up = _replicated(config.moe_latent_size, hidden_size, site, **place)
         self.shared_experts, self.shared_expert_gate = None, None
         if config.moe_shared_expert_intermediate_size is not None:
             size = config.moe_shared_expert_intermediate_size
             self.shared_experts = MLP(hidden_size, size, groups, activation=activation, layers=site.layers, **place)
-            self.shared_expert_gate = ReplicatedLinear(hidden_size, 1, groups, **place) if config.moe_shared_expert_gate else None
+            self.shared_expert_gate = _replicated(hidden_size, 1, site, **place) if config.moe_shared_expert_gate else None
         self._memory = site.memory
         if "shared_experts" in site.memory.recomputed and self.shared_experts is None:
             raise ValueError(
@@ -134,7 +139,8 @@ class MoELayer(nn.Module):
         """Whether a forward without gradients, of a step of ``equal_lengths``, waits for the device, to know how many rows an expert has:
         then no graph holds it."""
         experts = self.experts
-        return not (isinstance(experts, GroupedMLP) and experts.up.is_cuda and experts.dtype == torch.bfloat16)
+        on_device = experts.dtype == torch.bfloat16 or experts.is_batch_invariant
+        return not (isinstance(experts, GroupedMLP) and experts.up.is_cuda and on_device)
 
     def graph_obstacle(self) -> str | None:
         """As ``mcore_parallel.graphs.GraphChecked``: a forward or backward that waits for the device, or runs more than kernels."""
@@ -308,7 +314,16 @@ class MoELayer(nn.Module):
     def _run_shared(self, x_TD: Tensor, step: Step) -> Tensor:
         assert self.shared_experts is not None
         y_TD, _ = self.shared_experts(x_TD, step)
-        return y_TD if self.shared_expert_gate is None else self.shared_expert_gate(x_TD).sigmoid() * y_TD
+        if self.shared_expert_gate is None:
+            return y_TD
+        logits_T1 = self.shared_expert_gate(x_TD)
+        alone = self.router.batch_invariant and not logits_T1.is_cuda
+        return (each_row(torch.sigmoid, logits_T1) if alone else logits_T1.sigmoid()) * y_TD
+
+
+def _replicated(in_features: int, out_features: int, site: Site, **place: Any) -> ReplicatedLinear:
+    products = BatchInvariantProducts() if site.batch_invariant else None
+    return ReplicatedLinear(in_features, out_features, site.groups, products=products, **place)
 
 
 def _dispatcher(
@@ -407,6 +422,12 @@ class _MixtureBuilder:
 
     def check_layout(self, config: TransformerConfig, plan: ParallelPlan, *, dtype: torch.dtype, device: torch.device | str) -> None:
         check_experts(self.config, config, plan, dtype=dtype, device=device)
+
+    def check_batch_invariant(
+        self, config: TransformerConfig, plan: ParallelPlan, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        """As ``mcore_parallel.models.BatchInvariantChecked``."""
+        check_batch_invariant(self.config, plan, device=device)
 
     def aux_spec(self, layer: int, config: TransformerConfig) -> AuxSpec | None:
         if not self._is_moe(layer, config):

@@ -26,6 +26,7 @@ from mcore_parallel import Group, ProcessGroups, ShardSpec, in_backward
 from mcore_parallel.comm import all_gather, all_reduce
 from mcore_parallel.models import AuxLoss
 from mcore_parallel.nn import Step
+from mcore_parallel.tensor_parallel import BatchInvariantMatmul
 
 # T tokens of this rank, D model, E experts, K experts a token, S sequences.
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -43,6 +44,7 @@ class TopKRouter(nn.Module):
         groups: the tp and cp ranks share the statistics of the load-balancing loss.
         layer: global number.
         bias: whether the logits have a learned bias; ``config.moe_router_bias`` wins.
+        batch_invariant: compute logits and choice of every token as if it were alone.
         dtype: of the weight [E, D].
     """
 
@@ -56,11 +58,14 @@ class TopKRouter(nn.Module):
         *,
         layer: int = 0,
         bias: bool = False,
+        batch_invariant: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         self.config, self.groups, self.layer = config, groups, layer
+        self.batch_invariant = batch_invariant
+        self._matmul = BatchInvariantMatmul() if batch_invariant else None
         # Ranks that hold the same tokens.
         self.replicas = Group.single() if groups.sequence_parallel else groups.tp
         num_experts = config.num_moe_experts
@@ -97,7 +102,7 @@ class TopKRouter(nn.Module):
         dtype = torch.promote_types(_DTYPES.get(config.moe_router_dtype or "", x_TD.dtype), x_TD.dtype)
         if config.moe_input_jitter_eps and self.training:
             x_TD = jittered(x_TD, config.moe_input_jitter_eps, self.replicas)
-        logits_TE = gate(x_TD, self.weight, self.bias, dtype, tokens.valid_T)
+        logits_TE = gate(x_TD, self.weight, self.bias, dtype, tokens.valid_T, self._matmul)
         chosen_TE = apply_random_logits(logits_TE, self.replicas) if config.moe_router_force_load_balancing else logits_TE
         routing = self._routing(chosen_TE, step, tokens)
         if learns and config.moe_router_load_balancing_type == "quantile_balancing":
@@ -199,6 +204,7 @@ class TopKRouter(nn.Module):
                 scaling_factor=config.moe_router_topk_scaling_factor,
                 expert_bias=self.expert_bias,
                 experts_TK=experts_TK,
+                batch_invariant=self.batch_invariant,
             )
         probs_TK = routing.probs_TK
         if experts_TK is not None and weights_TK is not None:

@@ -2,7 +2,9 @@
 # Copyright (c) 2026 the mcore authors
 """Which experts a token goes to, and with what weight: pure functions of the router's logits."""
 
+import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -66,6 +68,7 @@ def choose_experts(
     scaling_factor: float | None = None,
     expert_bias: Tensor | None = None,
     experts_TK: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> Routing:
     """Score, select and weight.
 
@@ -82,6 +85,8 @@ def choose_experts(
         scaling_factor: multiplies the weights.
         expert_bias: [E], added to the scores of the selection, not to the weights.
         experts_TK: a choice that was made before, whose weights are computed; a row with a negative number is chosen here.
+        batch_invariant: choice and weights of a token have the bits that they have without the others: on a CPU each token is computed
+            alone, on a GPU sums have one order.
 
     Raises:
         ValueError: arguments that `MoEConfig` refuses in its fields too, and tensors of other shapes.
@@ -95,6 +100,37 @@ def choose_experts(
         check_shape("expert_bias", expert_bias.shape, logits_TE.shape[1:], "one number an expert")
     if experts_TK is not None:
         check_shape("experts_TK", experts_TK.shape, (len(logits_TE), topk), "tokens, topk")
+    options: dict[str, Any] = {
+        "pre_softmax": pre_softmax,
+        "score_function": score_function,
+        "num_groups": num_groups,
+        "group_topk": group_topk,
+        "scaling_factor": scaling_factor,
+        "expert_bias": expert_bias,
+    }
+    if batch_invariant and not logits_TE.is_cuda and len(logits_TE) > 1:
+        # Functions of vectors are not those of what is left over, so where a row begins would have a part in its bits.
+        recorded = [None] * len(logits_TE) if experts_TK is None else experts_TK.split(1)
+        rows = [row.clone(memory_format=torch.contiguous_format) for row in logits_TE.split(1)]
+        parts = [_choose(row, topk, experts_TK=own, in_order=True, **options) for row, own in zip(rows, recorded, strict=True)]
+        return Routing(torch.cat([part.experts_TK for part in parts]), torch.cat([part.probs_TK for part in parts]))
+    return _choose(logits_TE, topk, experts_TK=experts_TK, in_order=batch_invariant, **options)
+
+
+def _choose(
+    logits_TE: Tensor,
+    topk: int,
+    *,
+    pre_softmax: bool,
+    score_function: str,
+    num_groups: int | None,
+    group_topk: int | None,
+    scaling_factor: float | None,
+    expert_bias: Tensor | None,
+    experts_TK: Tensor | None,
+    in_order: bool,
+) -> Routing:
+    """``choose_experts`` of arguments that are checked; sums over the picks of a token one after the other, or as torch takes them."""
     scores_TE = selection_scores(logits_TE, score_function, pre_softmax=pre_softmax)
     with torch.no_grad():
         keys_TE = scores_TE.detach() if expert_bias is None else scores_TE.detach() + expert_bias
@@ -105,10 +141,17 @@ def choose_experts(
             chosen_TK = torch.where(experts_TK.min(-1, keepdim=True).values < 0, chosen_TK, experts_TK.to(chosen_TK.dtype))
     probs_TK = scores_TE.gather(-1, chosen_TK)
     if score_function != "softmax":
-        probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + 1e-20) if topk > 1 else probs_TK
+        total_T1 = sum_in_order(probs_TK) if in_order else probs_TK.sum(-1, keepdim=True)
+        probs_TK = probs_TK / (total_T1 + 1e-20) if topk > 1 else probs_TK
     elif not pre_softmax:
         probs_TK = probs_TK.softmax(-1)
     return Routing(chosen_TK, probs_TK if scaling_factor is None else probs_TK * scaling_factor)
+
+
+def sum_in_order(values: Tensor) -> Tensor:
+    """[..., K] -> [..., 1], added up one after the other."""
+    first, *rest = values.split(1, dim=-1)
+    return functools.reduce(torch.add, rest, first)
 
 
 def check_topk_of(logits_TE: Tensor, topk: int) -> None:
@@ -148,7 +191,7 @@ def top(keys_TE: Tensor, topk: int) -> Tensor:
 def limit_to_groups(keys_TE: Tensor, topk: int, num_groups: int, group_topk: int) -> Tensor:
     """The keys, -inf outside the best groups of each token."""
     keys_TGM = keys_TE.unflatten(-1, (num_groups, -1))
-    groups_TG = keys_TGM.sort(dim=-1, descending=True).values[..., : topk // group_topk].sum(-1)
+    groups_TG = sum_in_order(keys_TGM.sort(dim=-1, descending=True).values[..., : topk // group_topk]).squeeze(-1)
     outside_TG = torch.ones_like(groups_TG, dtype=torch.bool).scatter(-1, top(groups_TG, group_topk), False)
     return keys_TGM.masked_fill(outside_TG.unsqueeze(-1), float("-inf")).flatten(-2)
 

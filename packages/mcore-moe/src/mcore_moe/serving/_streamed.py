@@ -50,7 +50,8 @@ class StreamedExperts:
         chooses = chooses and config.moe_expert_capacity_factor is None and not config.moe_apply_probs_on_input
         chooses = chooses and not (config.moe_input_jitter_eps and router.training) and config.num_moe_experts <= _MOST_EXPERTS
         gated = activation.name == "swiglu" and not activation.offset and activation.clamp is None
-        plain = experts.up_bias is None and not experts.has_lora and not experts.is_quantized
+        plain = experts.up_bias is None and not experts.has_lora
+        plain = plain and not experts.is_quantized and not experts.is_batch_invariant
         held = {torch.bfloat16} if not experts.fp8 else {torch.float8_e4m3fn}
         dtypes = router.weight.dtype == experts.dtype == torch.bfloat16 and {experts.up.dtype, experts.down.dtype} == held
         here = experts.up.is_cuda and (not experts.fp8 or has_widening_kernel(experts.up.device, experts.dtype))

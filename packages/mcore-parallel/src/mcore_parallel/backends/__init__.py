@@ -9,7 +9,7 @@ from mcore_parallel.backends._fp8_config import RECIPES, Fp8Config
 from mcore_parallel.backends._fp8_grouped import Fp8GroupedProducts
 from mcore_parallel.backends._fp8_loss import Fp8LossProducts
 from mcore_parallel.backends._gathered import RowOrder, gathered_swiglu, has_gathered_kernel
-from mcore_parallel.backends._grouped import check_grouped_width, grouped_matmul, row_ranges
+from mcore_parallel.backends._grouped import BatchInvariantGroupedProducts, check_grouped_width, grouped_matmul, row_ranges
 from mcore_parallel.backends._protocol import Backend, BackendLayers, NormColumnLinear
 from mcore_parallel.backends._quantize import Scaled, quantize_rows, scaled_product
 from mcore_parallel.backends._quantize_groups import grouped_scaled_product
@@ -22,6 +22,7 @@ __all__ = [
     "AlignedRows",
     "Backend",
     "BackendLayers",
+    "BatchInvariantGroupedProducts",
     "Fp8Config",
     "Fp8GroupedProducts",
     "Fp8LossProducts",

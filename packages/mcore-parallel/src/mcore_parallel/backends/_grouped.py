@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_parallel.nn.kernels import has_kernel
-from mcore_parallel.tensor_parallel import DeferredWeightGrads, MainGradient
+from mcore_parallel.tensor_parallel import DeferredWeightGrads, MainGradient, batch_invariant_grouped_linear
 
 # R rows, N experts of this rank, I input features, O output features (of this rank)
 
@@ -86,15 +86,41 @@ def grouped_matmul(rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor, main_gra
     Raises:
         ValueError: ends that fall or lie behind the rows, where the host reads them.
     """
-    return _GroupedMatmul.apply(rows_RI, weight_NOI, ends_N, main_grad)
+    return _GroupedMatmul.apply(rows_RI, weight_NOI, ends_N, main_grad, False)
+
+
+class BatchInvariantGroupedProducts:
+    """``grouped_matmul`` whose result for a row depends on that row and its expert only; conforms to ``GroupedProducts``.
+
+    On a GPU nothing waits for the device in the forward. The backward is that of ``grouped_matmul``.
+    """
+
+    reads_sizes = False
+
+    def matmul(self, rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor, main_grad: MainGradient | None = None) -> Tensor:
+        """[R, I] -> [R, O]; arguments as of ``grouped_matmul``.
+
+        Raises:
+            RuntimeError: a GPU without kernels for the dtype, or a graph under compilation there.
+        """
+        return _GroupedMatmul.apply(rows_RI, weight_NOI, ends_N, main_grad, True)
+
+    def weight_changed(self) -> None:
+        """Nothing is kept."""
 
 
 class _GroupedMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor, main_grad: MainGradient | None) -> Tensor:
+    def forward(
+        ctx: Any, rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor, main_grad: MainGradient | None, batch_invariant: bool
+    ) -> Tensor:
         ctx.main_grad = main_grad
         ctx.later = None if torch.compiler.is_compiling() else DeferredWeightGrads()
         ctx.save_for_backward(rows_RI, weight_NOI, ends_N)
+        if batch_invariant:
+            if not rows_RI.is_cuda:
+                row_ranges(ends_N, len(rows_RI))
+            return batch_invariant_grouped_linear(rows_RI, weight_NOI, ends_N)
         return expert_product(rows_RI, weight_NOI.transpose(1, 2), ends_N)
 
     @staticmethod
@@ -111,7 +137,7 @@ class _GroupedMatmul(torch.autograd.Function):
                 grad_NOI = weight_grad()
             else:
                 jobs.append((1, weight_grad))
-        return grad_RI, grad_NOI, None, None
+        return grad_RI, grad_NOI, None, None, None
 
 
 def finish_weight_gradient(

@@ -14,11 +14,12 @@ from mcore_parallel.backends._fp8_config import Fp8Config
 from mcore_parallel.backends._fp8_grouped import Fp8GroupedProducts
 from mcore_parallel.backends._fp8_loss import Fp8LossProducts
 from mcore_parallel.backends._fp8_products import Fp8Products
+from mcore_parallel.backends._grouped import BatchInvariantGroupedProducts
 from mcore_parallel.backends._protocol import NormColumnLinear
 from mcore_parallel.backends._quantize import MULTIPLE
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn import TorchLayers
-from mcore_parallel.tensor_parallel import BatchInvariantProducts, ColumnParallelLinear, LinearProducts, RowParallelLinear
+from mcore_parallel.tensor_parallel import BatchInvariantProducts, ColumnParallelLinear, GroupedProducts, LinearProducts, RowParallelLinear
 
 RECIPES_OF_TORCH = ("tensorwise", "rowwise")
 
@@ -104,8 +105,10 @@ class TorchBackendLayers:
         linear = self.column_linear(in_features, out_features, groups, shard_dim=shard_dim, dtype=dtype, device=device, init=init)
         return NormColumnLinear(norm, linear)
 
-    def grouped_products(self, in_features: int, out_features: int, groups: ProcessGroups) -> Fp8GroupedProducts | None:
-        """As of ``LayerFactory``; features that do not come in multiples of 16 keep the dtype of the weights."""
+    def grouped_products(self, in_features: int, out_features: int, groups: ProcessGroups) -> GroupedProducts | None:
+        """As of ``LayerFactory``; in fp8, features that do not come in multiples of 16 keep the dtype of the weights."""
+        if self.batch_invariant:
+            return BatchInvariantGroupedProducts()
         if self.fp8 is None or in_features % MULTIPLE or out_features % MULTIPLE:
             return None
         return Fp8GroupedProducts(self.fp8, groups.expt_tp)

@@ -11,7 +11,7 @@ from mcore_parallel.models._gpt import GPTModel, init_parameters
 from mcore_parallel.models._hybrid import MambaModel, as_pattern, hybrid_config, pattern_name, plain_name
 from mcore_parallel.models._init import SelfInitialised
 from mcore_parallel.models._layer import TransformerLayer, dense_feed_forward, self_attention
-from mcore_parallel.models._layout import LayoutChecked, check_layout
+from mcore_parallel.models._layout import BatchInvariantChecked, LayoutChecked, check_layout
 from mcore_parallel.models._mixers import latent_attention
 from mcore_parallel.models._output import ModelOutput, OutputLayer
 from mcore_parallel.models._packed import check_follows_prefixes, check_takes_device_bounds
@@ -33,6 +33,7 @@ __all__ = [
     "Aux",
     "AuxLoss",
     "AuxSpec",
+    "BatchInvariantChecked",
     "BertModel",
     "BertOutput",
     "ConfigRule",

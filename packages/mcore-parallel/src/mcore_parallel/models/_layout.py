@@ -11,7 +11,6 @@ import torch
 
 from mcore_parallel.context_parallel import ContextParallelAttention, HeadSplitError, LayeredAttention, exchange_size
 from mcore_parallel.groups import ParallelPlan, ProcessGroups
-from mcore_parallel.models._aux import DeclaresAux
 from mcore_parallel.models._config import TransformerConfig
 from mcore_parallel.models._layer import dense_feed_forward
 from mcore_parallel.models._slots import FeedForwardBuilder
@@ -25,6 +24,19 @@ class LayoutChecked(Protocol):
     """A builder of feed-forwards that says before it builds whether a layout can divide them."""
 
     def check_layout(self, config: TransformerConfig, plan: ParallelPlan, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        """Raises:
+        ValueError: names the field, its value and what to change.
+        """
+        ...
+
+
+@runtime_checkable
+class BatchInvariantChecked(Protocol):
+    """A builder of feed-forwards that follow ``Site.batch_invariant``, and says before it builds whether they can."""
+
+    def check_batch_invariant(
+        self, config: TransformerConfig, plan: ParallelPlan, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
         """Raises:
         ValueError: names the field, its value and what to change.
         """
@@ -102,7 +114,7 @@ def check_batch_invariant(
     """
     kv_heads_cut = config.kv_heads % groups.tp.size != 0
     gpu = torch.device(device).type == "cuda"
-    num_experts = _num_experts(feed_forward, config)
+    follows = is_dense(feed_forward) or isinstance(feed_forward, BatchInvariantChecked)
     narrow_store = isinstance(feed_forward, functools.partial) and bool(feed_forward.keywords.get("fp8_input_store"))
     refused = {
         f"device={str(device)!r} without Triton": gpu and importlib.util.find_spec("triton") is None,
@@ -117,21 +129,14 @@ def check_batch_invariant(
         "qk_layernorm_across_heads=True": config.qk_layernorm_across_heads,
         "mtp_num_layers": config.mtp_num_layers > 0,
         "position_embedding_type='mrope'": config.position_embedding_type == "mrope",
-        f"a mixture of {num_experts} experts, which take the tokens of all sequences together": num_experts > 0,
-        "feed_forward of its own": not is_dense(feed_forward),
+        "feed_forward of its own": not follows,
         "attention_core or mixer of its own": own_core,
     }
     for what, wrong in refused.items():
         if wrong:
             raise ValueError(f"batch_invariant=True of the backend has no path for {what}; leave that or batch_invariant out")
-
-
-def _num_experts(feed_forward: FeedForwardBuilder, config: TransformerConfig) -> int:
-    """Of a layer that has most, as its builder declares; 0 for none."""
-    if not isinstance(feed_forward, DeclaresAux):
-        return 0
-    specs = [feed_forward.aux_spec(layer, config) for layer in range(config.num_layers)]
-    return max((spec.num_counts for spec in specs if spec is not None), default=0)
+    if isinstance(feed_forward, BatchInvariantChecked):
+        feed_forward.check_batch_invariant(config, groups.plan, dtype=dtype, device=device)
 
 
 def is_dense(feed_forward: FeedForwardBuilder) -> bool:

@@ -123,7 +123,7 @@ class Activation:
     fp8_input_store: bool = False
     """Keep the input for the backward as e4m3 with a float32 factor a row; under ``torch.compile`` the compiler chooses what to keep."""
     batch_invariant: bool = False
-    """Compute every row as if it were alone, so that its bits do not depend on the others; rows without bias and weights."""
+    """Compute every row as if it were alone, so that its bits do not depend on the others; rows without bias."""
 
     def __post_init__(self) -> None:
         if self.name not in ACTIVATIONS:
@@ -167,13 +167,22 @@ class Activation:
             x, bias = (x + bias).to(x.dtype), None
         rows = x.reshape(-1, x.shape[-1])
         rows = aligned_rows(rows) if self.batch_invariant else rows
-        if self.batch_invariant and bias is None and weights is None and not has_row_kernels(x):
-            y = each_row(lambda part: self.run(part, None, None, False), rows)
+        if self.batch_invariant and bias is None and not has_row_kernels(x):
+            y = self._each_row(rows, weights)
             return y.view(*x.shape[:-1], y.shape[-1])
         # Triton knows e4m3 from Ada on.
         kernels = has_kernel(x) and not (self.fp8_input_store and torch.cuda.get_device_capability(x.device) < (8, 9))
         y = self.run(rows, bias, None if weights is None else weights.reshape(-1), kernels, num_rows)
         return y.view(*x.shape[:-1], y.shape[-1])
+
+    def _each_row(self, x_NW: Tensor, weights: Tensor | None) -> Tensor:
+        """``run`` of every row by itself, without kernels."""
+        if weights is None:
+            return each_row(lambda part: self.run(part, None, None, False), x_NW)
+        # Rows and their weights beside one another, in a dtype that holds both.
+        wide = torch.promote_types(torch.promote_types(x_NW.dtype, torch.float32), weights.dtype)
+        whole = torch.cat((x_NW.to(wide), weights.reshape(-1, 1).to(wide)), dim=-1)
+        return each_row(lambda part: self.run(part[:, :-1], None, part[:, -1], False), whole).to(x_NW.dtype)
 
     def run(self, x_NW: Tensor, bias_W: Tensor | None, weights_N: Tensor | None, kernels: bool, num_rows: Tensor | None = None) -> Tensor:
         """``__call__`` on rows, with the kernels or without."""

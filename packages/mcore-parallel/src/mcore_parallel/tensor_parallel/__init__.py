@@ -3,8 +3,10 @@
 """Layers split over the tensor-parallel group, and the loss over a split vocabulary."""
 
 from mcore_parallel.tensor_parallel._batch_invariant import (
+    BatchInvariantMatmul,
     BatchInvariantProducts,
     aligned_rows,
+    batch_invariant_grouped_linear,
     batch_invariant_log_norms,
     batch_invariant_losses,
     each_row,
@@ -50,6 +52,7 @@ from mcore_parallel.tensor_parallel._weight_gradient import (
 )
 
 __all__ = [
+    "BatchInvariantMatmul",
     "BatchInvariantProducts",
     "BorrowedGradBuffer",
     "ColumnParallelLinear",
@@ -77,6 +80,7 @@ __all__ = [
     "adapted_layers",
     "add_lora",
     "aligned_rows",
+    "batch_invariant_grouped_linear",
     "batch_invariant_log_norms",
     "batch_invariant_losses",
     "column_product",

@@ -28,6 +28,31 @@ _ALIGNMENT = 64
 """Bytes; what torch's allocator of the CPU gives."""
 
 
+@internal_api
+class BatchInvariantMatmul:
+    """x W^T of one weight, whose result for a row depends on that row only; the forward only."""
+
+    def __init__(self) -> None:
+        self._finished: Tensor | None = None
+
+    def __call__(self, x: Tensor, weight_OI: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """[..., I] times the transposed weight: [..., O] in ``dtype``, which is that of x where it is None.
+
+        Raises:
+            RuntimeError: under compilation on a GPU, where what is fused rounds otherwise.
+        """
+        if not has_row_kernels(x):
+            dtype = x.dtype if dtype is None else dtype
+            return batch_invariant_linear(x.to(dtype), weight_OI.to(dtype))
+        from mcore_parallel.tensor_parallel import _triton_invariant as kernels
+
+        if self._finished is None or self._finished.device != x.device:
+            # Kept: its address is part of recorded graphs, and every launch leaves it as it was.
+            self._finished = torch.zeros(kernels.FEWEST_PROGRAMS, dtype=torch.int32, device=x.device)
+        rows, weight = aligned_rows(x.detach().flatten(0, -2)), aligned_rows(weight_OI.detach())
+        return kernels.linear(rows, weight, self._finished, dtype=dtype).view(*x.shape[:-1], weight_OI.shape[0])
+
+
 class BatchInvariantProducts:
     """Products of one layer whose result for a token depends on that token only; conforms to ``LinearProducts``.
 
@@ -35,7 +60,7 @@ class BatchInvariantProducts:
     """
 
     def __init__(self) -> None:
-        self._finished: Tensor | None = None
+        self._linear = BatchInvariantMatmul()
 
     def column(self, x: Tensor, weight_OI: Tensor, route: Route) -> Tensor:
         return column_product(x, weight_OI, dataclasses.replace(route, pieces=1, linear=self._linear))
@@ -45,22 +70,6 @@ class BatchInvariantProducts:
 
     def weight_changed(self) -> None:
         """Nothing is kept."""
-
-    def _linear(self, x: Tensor, weight_OI: Tensor) -> Tensor:
-        """[..., I] times the transposed weight: [..., O]; the forward only.
-
-        Raises:
-            RuntimeError: under compilation on a GPU, where what is fused rounds otherwise.
-        """
-        if not has_row_kernels(x):
-            return batch_invariant_linear(x, weight_OI)
-        from mcore_parallel.tensor_parallel import _triton_invariant as kernels
-
-        if self._finished is None or self._finished.device != x.device:
-            # Kept: its address is part of recorded graphs, and every launch leaves it as it was.
-            self._finished = torch.zeros(kernels.FEWEST_PROGRAMS, dtype=torch.int32, device=x.device)
-        y_TO = kernels.linear(aligned_rows(x.detach().flatten(0, -2)), aligned_rows(weight_OI.detach()), self._finished)
-        return y_TO.view(*x.shape[:-1], weight_OI.shape[0])
 
 
 @internal_api
@@ -97,6 +106,31 @@ def batch_invariant_linear(x: Tensor, weight_OI: Tensor) -> Tensor:
     weight_OI = _aligned(weight_OI.detach())
     y_TO = one_by_one(lambda row: F.linear(row, weight_OI), x_TI.detach())
     return y_TO.view(*x.shape[:-1], weight_OI.shape[0])
+
+
+@internal_api
+def batch_invariant_grouped_linear(rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor) -> Tensor:
+    """Rows [R, I] in expert order times the transposed weight of their expert: [R, O]; the forward only.
+
+    On a GPU nothing waits for the device.
+
+    Args:
+        rows_RI: those behind the last expert belong to none; their results hold anything.
+        weight_NOI: one matrix an expert.
+        ends_N: int32 on the rows' device, the rows of this expert and of all before it.
+
+    Raises:
+        RuntimeError: as of ``BatchInvariantMatmul``.
+    """
+    if has_row_kernels(rows_RI):
+        from mcore_parallel.tensor_parallel import _triton_invariant as kernels
+
+        return kernels.grouped_linear(aligned_rows(rows_RI.detach()), aligned_rows(weight_NOI.detach()), ends_N.contiguous())
+    y_RO, begin = rows_RI.new_zeros(len(rows_RI), weight_NOI.shape[1]), 0
+    for end, weight_OI in zip(ends_N.tolist(), weight_NOI, strict=True):
+        y_RO[begin:end] = batch_invariant_linear(rows_RI[begin:end], weight_OI)
+        begin = end
+    return y_RO
 
 
 @internal_api

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from mcore_parallel.groups import Group, ProcessGroups, ShardSpec
 from mcore_parallel.tensor_parallel._init import normal_shard_
 from mcore_parallel.tensor_parallel._lora_adapter import LoraAdapter
-from mcore_parallel.tensor_parallel._product import ProductLayer, column_product
+from mcore_parallel.tensor_parallel._product import LinearProducts, ProductLayer, column_product
 
 
 class ReplicatedLinear(ProductLayer):
@@ -29,6 +29,7 @@ class ReplicatedLinear(ProductLayer):
         device: of the weight.
         init: draw the weight from N(0, 1 / in_features); False leaves the memory uninitialised.
         seed: of that draw.
+        products: who computes the GEMM; None for torch in the dtype of the weight.
 
     Example:
         >>> ReplicatedLinear(4, 2, ProcessGroups.single())(torch.ones(3, 4)).shape
@@ -45,9 +46,10 @@ class ReplicatedLinear(ProductLayer):
         device: torch.device | str | None = None,
         init: bool = True,
         seed: int = 0,
+        products: LinearProducts | None = None,
     ) -> None:
         super().__init__()
-        self.groups = groups
+        self.groups, self.products = groups, products
         self.lora: LoraAdapter | None = None
         """Of ``add_lora``."""
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))

@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# T tokens (rows), I input and O output features, S slices of the input features, v columns of logits, K statistics a row.
+# T tokens (rows), I input and O output features, S slices of the input features, v columns of logits, K statistics a row; R rows in the
+# order of N experts.
 
 FEWEST_PROGRAMS = 96
 """A launch of fewer leaves multiprocessors idle: the input features are then cut into slices, which may be programs of their own."""
@@ -64,8 +65,8 @@ class LinearTiling:
         return cls(columns=columns, depth=depth, slices=slices, slice_depth=slice_depth, stages=stages)
 
 
-def linear(x_TI: Tensor, weight_OI: Tensor, finished: Tensor, *, split: bool | None = None) -> Tensor:
-    """x W^T [T, O] in the dtype of x.
+def linear(x_TI: Tensor, weight_OI: Tensor, finished: Tensor, *, split: bool | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """x W^T [T, O].
 
     Args:
         x_TI: contiguous.
@@ -73,9 +74,10 @@ def linear(x_TI: Tensor, weight_OI: Tensor, finished: Tensor, *, split: bool | N
         finished: [at least FEWEST_PROGRAMS, and one a tile of the result with split=True] int32 zeros, which the programs count in, and
             leave zero.
         split: give each slice a program of its own, where there are several; None where there are few programs. The bits are the same.
+        dtype: of the result, to which float32 sums are rounded; None for that of x.
     """
     (rows, depth), columns = x_TI.shape, weight_OI.shape[0]
-    y_TO = torch.empty((rows, columns), dtype=x_TI.dtype, device=x_TI.device)
+    y_TO = torch.empty((rows, columns), dtype=dtype or x_TI.dtype, device=x_TI.device)
     if not y_TO.numel():
         return y_TO
     tiling = LinearTiling.of(columns, depth, x_TI.dtype)
@@ -90,6 +92,34 @@ def linear(x_TI: Tensor, weight_OI: Tensor, finished: Tensor, *, split: bool | N
         PRECISION="ieee" if x_TI.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=tiling.stages,
     )  # fmt: skip
     return y_TO
+
+
+def grouped_linear(rows_RI: Tensor, weight_NOI: Tensor, ends_N: Tensor) -> Tensor:
+    """x W_e^T [R, O] of rows in the order of their experts, in the dtype of x.
+
+    Tiles of rows begin at the first row of each expert, and input features are added up in one order, from the first one on. The host
+    knows how many tiles there are at most; each program finds its expert by itself.
+
+    Args:
+        rows_RI: contiguous; the results of those behind the last expert are not written.
+        weight_NOI: contiguous, of the dtype of x.
+        ends_N: int32, the rows of this expert and of all before it.
+    """
+    (rows, depth), (experts, columns) = rows_RI.shape, weight_NOI.shape[:2]
+    y_RO = torch.empty((rows, columns), dtype=rows_RI.dtype, device=rows_RI.device)
+    if not y_RO.numel():
+        return y_RO
+    tiling = LinearTiling.of(columns, depth, rows_RI.dtype)
+    block_rows, warps = _row_tile(-(-rows // experts), rows_RI)
+    # Every expert may leave its last tile unfilled.
+    row_tiles = rows // block_rows + min(experts, rows)
+    _grouped_kernel[(row_tiles, -(-columns // tiling.columns))](
+        rows_RI, weight_NOI, ends_N, y_RO, columns, depth, experts,
+        ROWS=block_rows, COLUMNS=tiling.columns, DEPTH=tiling.depth, EXPERTS=triton.next_power_of_2(max(16, experts)),
+        WHOLE_COLUMNS=columns % tiling.columns == 0, WHOLE_DEPTH=depth % tiling.depth == 0,
+        PRECISION="ieee" if rows_RI.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=tiling.stages,
+    )  # fmt: skip
+    return y_RO
 
 
 def _row_tile(rows: int, x: Tensor) -> tuple[int, int]:
@@ -165,6 +195,39 @@ def _linear_kernel(
                 ROWS, COLUMNS, DEPTH, WHOLE_COLUMNS, WHOLE_DEPTH, PRECISION,
             )  # fmt: skip
         tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _grouped_kernel(
+    x_ptr, weight_ptr, ends_ptr, y_ptr, columns, depth, experts,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EXPERTS: tl.constexpr,
+    WHOLE_COLUMNS: tl.constexpr, WHOLE_DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    expert_lane = tl.arange(0, EXPERTS)
+    real = expert_lane < experts
+    ends = tl.load(ends_ptr + expert_lane, mask=real, other=0)
+    starts = tl.load(ends_ptr + expert_lane - 1, mask=real & (expert_lane > 0), other=0)
+    last_tiles = tl.cumsum(tl.where(real, (ends - starts + ROWS - 1) // ROWS, 0), 0)
+    # Experts whose tiles all lie before this one.
+    expert = tl.sum((real & (last_tiles <= tile)).to(tl.int32), 0)
+    if expert < experts:
+        before = tl.max(tl.where(expert_lane < expert, last_tiles, 0), 0)
+        end = tl.load(ends_ptr + expert)
+        start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+        row = start + (tile - before) * ROWS + tl.arange(0, ROWS)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        lane = tl.arange(0, DEPTH)
+        held_rows, held_columns = (row < end)[:, None], (column < columns)[None, :]
+        x_tile = x_ptr + row.to(tl.int64)[:, None] * depth + lane[None, :]
+        line = expert.to(tl.int64) * columns + column
+        weight_tile = weight_ptr + line[None, :] * depth + lane[:, None]
+        total = _slice(
+            x_tile, weight_tile, held_rows, held_columns, lane, 0, depth, depth,
+            ROWS, COLUMNS, DEPTH, WHOLE_COLUMNS, WHOLE_DEPTH, PRECISION,
+        )  # fmt: skip
+        at = row.to(tl.int64)[:, None] * columns + column[None, :]
+        tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=held_rows & held_columns)
 
 
 @triton.jit

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Engines over batch-invariant models of every family: the same bits in any company, and those of the trainer."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_inference import (
+    DynamicInferenceContext,
+    DynamicInferenceEngine,
+    ExecutionConfig,
+    InferenceConfig,
+    NgramSpeculation,
+    PagedAttention,
+    SamplingParams,
+)
+from mcore_moe import MoEConfig, moe_feed_forward
+from mcore_parallel import ProcessGroups
+from mcore_parallel.backends import choose_backend
+from mcore_parallel.models import GPTModel, ModelOutput, TransformerConfig
+from mcore_parallel.nn import Step
+
+SIZES = TransformerConfig(
+    num_layers=2, hidden_size=48, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=40, vocab_size=90, init_method_std=0.3
+)
+DEEPSEEK = MoEConfig(
+    num_moe_experts=8, moe_router_topk=4, moe_layer_freq=(0, 1), moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
+    moe_router_num_groups=4, moe_router_group_topk=2, moe_shared_expert_intermediate_size=24, moe_shared_expert_gate=True,
+)  # fmt: skip
+# Of each family the fields of its config, and its mixture.
+FAMILIES: dict[str, tuple[dict[str, Any], MoEConfig | None]] = {
+    "mixture": ({}, MoEConfig(num_moe_experts=8, moe_router_topk=3)),
+    "biased mixture": (
+        {"add_bias_linear": True, "activation": "quick_geglu", "glu_linear_offset": 1.0, "softmax_type": "learnable",
+         "window_size": (9, 0)},
+        MoEConfig(num_moe_experts=4),
+    ),
+    "deepseek's mixture": ({}, DEEPSEEK),
+}  # fmt: skip
+PARAMS = [
+    SamplingParams(temperature=1.0, num_tokens_to_generate=9, return_log_probs=True, processed_log_probs=True, seed=3),
+    SamplingParams(temperature=0.7, num_tokens_to_generate=12, return_log_probs=True, processed_log_probs=True, top_n_logprobs=2, seed=4),
+    SamplingParams(temperature=0, num_tokens_to_generate=7, return_log_probs=True, skip_prompt_log_probs=False, top_n_logprobs=2),
+    SamplingParams(temperature=0.9, top_k=20, num_tokens_to_generate=8, return_log_probs=True, seed=5),
+]
+
+
+def prompts(vocab_size: int = 90) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(2)
+    shared = torch.randint(vocab_size, (16,), generator=generator).tolist()
+    return [shared + torch.randint(vocab_size, (1 + 7 * i,), generator=generator).tolist() for i in range(4)]
+
+
+def model_of(family: str, core: PagedAttention | None, dtype: torch.dtype, device: str, **changes: Any) -> GPTModel:
+    fields, mixture = FAMILIES[family]
+    options: dict[str, Any] = {} if mixture is None else {"feed_forward": moe_feed_forward(mixture)}
+    config = dataclasses.replace(SIZES, **{**fields, **changes})
+    options |= {"attention_core": core, "backend": choose_backend(batch_invariant=True), "dtype": dtype, "device": device}
+    model = GPTModel(config, ProcessGroups.single(), **options)
+    generator = torch.Generator().manual_seed(3)
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith("bias"):
+            value.data.copy_(0.2 * torch.randn(value.shape, generator=generator))
+    return model
+
+
+def engine_of(model: GPTModel, max_tokens: int, *, caching: bool, block_size: int = 8, **execution: Any) -> DynamicInferenceEngine:
+    sizes = InferenceConfig(
+        max_sequence_length=80, max_requests=4, max_tokens=max_tokens, block_size_tokens=block_size, num_blocks=192 // block_size,
+        enable_prefix_caching=caching,
+    )  # fmt: skip
+    context = DynamicInferenceContext.for_model(model, sizes)
+    return DynamicInferenceEngine(model, context, execution=ExecutionConfig(**execution))
+
+
+def results(records: Any) -> list[Any]:
+    return [
+        (r.generated_tokens, r.generated_log_probs, r.prompt_log_probs, r.generated_top_n_logprobs, r.prompt_top_n_logprobs)
+        for r in records
+    ]
+
+
+def check_family(engine: Callable[..., DynamicInferenceEngine], trainer: GPTModel, ways: tuple[dict[str, Any], ...]) -> None:
+    """Each request alone, then all of them in every way, and the trainer's forward over the same tokens, alone and packed.
+
+    Args:
+        engine: makes one, of a model with the parameters of ``trainer``.
+        trainer: whose forward is compared.
+        ways: options of ``engine`` for all requests together.
+    """
+    texts, single = prompts(trainer.config.vocab_size), engine(80, caching=False)
+    alone = [result for prompt, params in zip(texts, PARAMS, strict=True) for result in results(single.generate([prompt], params))]
+    for way in ways:
+        assert results(engine(**way).generate(texts, PARAMS)) == alone, way
+    device, temperatures = next(trainer.parameters()).device, (1.0, 0.7, 1.0, 1.0)
+    whole = [torch.tensor([*text, *tokens], device=device) for text, (tokens, *_) in zip(texts, alone, strict=True)]
+    bounds = torch.tensor([0, *(len(row) - 1 for row in whole)]).cumsum(0)
+    positions = torch.cat([torch.arange(len(row) - 1, device=device) for row in whole])
+    step = Step(batch_size=1, seq_len=len(positions), positions=positions, cu_seqlens=bounds)
+    packed, _ = trainer(torch.cat([row[:-1] for row in whole]), step)
+    assert isinstance(packed, ModelOutput)
+    labels = torch.cat([row[1:] for row in whole])
+    spans = itertools.pairwise(bounds.tolist())
+    for row, text, temperature, own, (start, end) in zip(whole, texts, temperatures, alone, spans, strict=True):
+        output, _ = trainer(row[:-1], Step.causal(1, len(row) - 1, device))
+        assert isinstance(output, ModelOutput)
+        scores = output.log_probs(row[1:], temperature).detach()
+        assert torch.equal(scores, packed.log_probs(labels, temperature).detach()[start:end])
+        assert scores[len(text) - 1 :].tolist() == own[1]
+        if own[2]:
+            assert scores[: len(text) - 1].tolist() == list(own[2])
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        pytest.param(family, dtype, marks=() if dtype is torch.bfloat16 or "deepseek" in family else pytest.mark.slow)
+        for family in FAMILIES
+        for dtype in (torch.bfloat16, torch.float32)
+    ],
+    ids=str,
+)
+def test_requests_have_the_same_bits_in_any_company_and_as_the_trainer(family: str, dtype: torch.dtype) -> None:
+    def engine(*sizes: Any, **options: Any) -> DynamicInferenceEngine:
+        return engine_of(model_of(family, PagedAttention(), dtype, "cpu").eval(), *sizes, **options)
+
+    ways = ({"max_tokens": 80, "caching": False}, {"max_tokens": 7, "caching": False}, {"max_tokens": 11, "caching": True})
+    ways += ({"max_tokens": 9, "caching": True, "speculation": NgramSpeculation(num_tokens=3, min_ngram=1)},)
+    check_family(engine, model_of(family, None, dtype, "cpu"), ways)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_requests_have_the_same_bits_in_any_company_and_as_the_trainer_on_a_gpu(family: str) -> None:
+    large = {"hidden_size": 512, "num_attention_heads": 8, "num_query_groups": 4, "ffn_hidden_size": 256, "vocab_size": 8000}
+    place: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda", **large, "init_method_std": 0.05}
+
+    def engine(*sizes: Any, **options: Any) -> DynamicInferenceEngine:
+        return engine_of(model_of(family, PagedAttention(), **place).eval(), *sizes, block_size=16, **options)
+
+    ways: tuple[dict[str, Any], ...] = ({"max_tokens": 80, "caching": False}, {"max_tokens": 20, "caching": True})
+    ways += ({"max_tokens": 80, "caching": False, "use_graphs": False},)
+    check_family(engine, model_of(family, None, **place), ways)
+    made = engine(80, caching=False)
+    made.generate(prompts(8000), PARAMS)
+    # Nothing in a step waits for the device.
+    assert sum(made.cuda_graph_request_count_map.values()) > 5
