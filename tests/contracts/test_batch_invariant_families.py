@@ -41,6 +41,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], MoEConfig | None]] = {
         MoEConfig(num_moe_experts=4),
     ),
     "deepseek's mixture": ({}, DEEPSEEK),
+    "output gate": ({"attention_output_gate": True, "qk_layernorm": True, "layernorm_zero_centered_gamma": True}, None),
+    "norms across heads": ({"qk_layernorm": True, "qk_layernorm_across_heads": True}, None),
 }  # fmt: skip
 PARAMS = [
     SamplingParams(temperature=1.0, num_tokens_to_generate=9, return_log_probs=True, processed_log_probs=True, seed=3),

@@ -23,6 +23,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"window_size": (9, 0), "softmax_type": "learnable", "qk_layernorm": True},
     {"softmax_type": "off-by-one", "normalization": "LayerNorm", "add_bias_linear": True, "activation": "gelu"},
     {"share_embeddings_and_output_weights": True, "position_embedding_type": "learned_absolute", "max_position_embeddings": 80},
+    {"attention_output_gate": True, "qk_layernorm": True, "qk_layernorm_across_heads": True},
 ]
 
 
@@ -69,7 +70,7 @@ def alone_and_packed(groups: ProcessGroups | None = None, dtype: torch.dtype = t
         assert torch.equal(outcome(model, parts[3][:40], Step.causal(1, 40)), alone[3][:40])
 
 
-NAMES = ["plain", "window and sinks", "off-by-one", "tied"]
+NAMES = ["plain", "window and sinks", "off-by-one", "tied", "gate and norms across heads"]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,10 @@ def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(fields: dict[str, A
 
 
 def check_tensor_parallel() -> None:
-    alone_and_packed(ProcessGroups.build(ParallelPlan(tp=2, sequence_parallel=False)))
+    groups = ProcessGroups.build(ParallelPlan(tp=2, sequence_parallel=False))
+    alone_and_packed(groups)
+    with pytest.raises(ValueError, match="no path for tp=2 with qk_layernorm_across_heads=True"):
+        build(groups, qk_layernorm=True, qk_layernorm_across_heads=True)
 
 
 @pytest.mark.world(2)
@@ -142,8 +146,6 @@ def test_values_and_gradients_on_a_gpu_are_those_of_the_cpu_and_repeat_bit_by_bi
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"attention_output_gate": True}, "attention_output_gate=True"),
-        ({"qk_layernorm": True, "qk_layernorm_across_heads": True}, "qk_layernorm_across_heads=True"),
         ({"mtp_num_layers": 1}, "mtp_num_layers"),
         ({"attention_backend": "sdpa"}, "batch_invariant=True"),
         ({"hybrid_layer_pattern": "*-"}, "hybrid_layer_pattern"),

@@ -27,7 +27,7 @@ from mcore_parallel.nn.attention._packed import HeadNorms, PackedAttentionCore, 
 from mcore_parallel.nn.attention._qk_clip import LogitTracker, shared_key_factors
 from mcore_parallel.nn.attention._shared_kv import SharedKVProjection
 from mcore_parallel.nn.positions import apply_rotary, split_rotary
-from mcore_parallel.tensor_parallel import normal_shard_
+from mcore_parallel.tensor_parallel import each_row, normal_shard_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,9 +167,9 @@ class SelfAttention(nn.Module):
             if not c.qk_norm:
                 return None
             if c.qk_norm_across_heads:
-                return RMSNormAcrossHeads(
-                    num_heads, c.head_dim, groups, epsilon=c.norm_epsilon, zero_centered=c.norm_zero_centered, **place
-                )
+                exact = self.spec.batch_invariant
+                options = {"epsilon": c.norm_epsilon, "zero_centered": c.norm_zero_centered, "batch_invariant": exact}
+                return RMSNormAcrossHeads(num_heads, c.head_dim, groups, **options, **place)
             # A rank sees its share of the heads.
             kind = {"normalization": c.normalization, "zero_centered": c.norm_zero_centered, "epsilon": c.norm_epsilon}
             return layers.norm(c.head_dim, partial=("tp",), **kind, **place)
@@ -205,7 +205,9 @@ class SelfAttention(nn.Module):
                 self.logits.see(q, k, step)
             y = self._attend(q, k, v, step).flatten(1)
         if self.gate is not None:
-            y = y * torch.sigmoid(self.gate(x))
+            gate = self.gate(x)
+            alone = self.spec.batch_invariant and not gate.is_cuda
+            y = y * (each_row(torch.sigmoid, gate) if alone else torch.sigmoid(gate))
         return self.out(y)
 
     @experimental_api
