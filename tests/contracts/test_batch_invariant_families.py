@@ -23,11 +23,14 @@ from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ProcessGroups
 from mcore_parallel.backends import choose_backend
 from mcore_parallel.models import GPTModel, ModelOutput, TransformerConfig
-from mcore_parallel.nn import Step
+from mcore_parallel.nn import LatentAttentionConfig, Step
+from tests.support.decode_graphs import record_eagerly
+from tests.support.interpreter import round_dots_once, run_interpreted
 
 SIZES = TransformerConfig(
     num_layers=2, hidden_size=48, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=40, vocab_size=90, init_method_std=0.3
 )
+LATENT = LatentAttentionConfig(q_lora_rank=20, kv_lora_rank=24, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=12)
 DEEPSEEK = MoEConfig(
     num_moe_experts=8, moe_router_topk=4, moe_layer_freq=(0, 1), moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
     moe_router_num_groups=4, moe_router_group_topk=2, moe_shared_expert_intermediate_size=24, moe_shared_expert_gate=True,
@@ -41,6 +44,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], MoEConfig | None]] = {
         MoEConfig(num_moe_experts=4),
     ),
     "deepseek's mixture": ({}, DEEPSEEK),
+    "latent": ({"latent_attention": LATENT, "rotary_interleaved": True}, None),
+    "latent of full queries, windows": (
+        {"latent_attention": dataclasses.replace(LATENT, q_lora_rank=None, v_head_dim=16), "window_size": (9, 0)}, None,
+    ),
+    "deepseek's": ({"latent_attention": LATENT, "rotary_interleaved": True}, DEEPSEEK),
     "output gate": ({"attention_output_gate": True, "qk_layernorm": True, "layernorm_zero_centered_gamma": True}, None),
     "norms across heads": ({"qk_layernorm": True, "qk_layernorm_across_heads": True}, None),
 }  # fmt: skip
@@ -61,7 +69,9 @@ def prompts(vocab_size: int = 90) -> list[list[int]]:
 def model_of(family: str, core: PagedAttention | None, dtype: torch.dtype, device: str, **changes: Any) -> GPTModel:
     fields, mixture = FAMILIES[family]
     options: dict[str, Any] = {} if mixture is None else {"feed_forward": moe_feed_forward(mixture)}
-    config = dataclasses.replace(SIZES, **{**fields, **changes})
+    # Latents have no grouped queries.
+    groups = {"num_query_groups": None} if "latent_attention" in fields else {}
+    config = dataclasses.replace(SIZES, **{**fields, **changes, **groups})
     options |= {"attention_core": core, "backend": choose_backend(batch_invariant=True), "dtype": dtype, "device": device}
     model = GPTModel(config, ProcessGroups.single(), **options)
     generator = torch.Generator().manual_seed(3)
@@ -87,19 +97,25 @@ def results(records: Any) -> list[Any]:
     ]
 
 
-def check_family(engine: Callable[..., DynamicInferenceEngine], trainer: GPTModel, ways: tuple[dict[str, Any], ...]) -> None:
+def check_family(
+    engine: Callable[..., DynamicInferenceEngine], trainer: GPTModel, ways: tuple[dict[str, Any], ...], settings: list[SamplingParams]
+) -> None:
     """Each request alone, then all of them in every way, and the trainer's forward over the same tokens, alone and packed.
 
     Args:
         engine: makes one, of a model with the parameters of ``trainer``.
         trainer: whose forward is compared.
         ways: options of ``engine`` for all requests together.
+        settings: of the requests.
     """
-    texts, single = prompts(trainer.config.vocab_size), engine(80, caching=False)
-    alone = [result for prompt, params in zip(texts, PARAMS, strict=True) for result in results(single.generate([prompt], params))]
+    texts, single = prompts(trainer.config.vocab_size)[: len(settings)], engine(80, caching=False)
+    alone = [result for prompt, params in zip(texts, settings, strict=True) for result in results(single.generate([prompt], params))]
     for way in ways:
-        assert results(engine(**way).generate(texts, PARAMS)) == alone, way
-    device, temperatures = next(trainer.parameters()).device, (1.0, 0.7, 1.0, 1.0)
+        assert results(engine(**way).generate(texts, settings)) == alone, way
+    device, temperatures = (
+        next(trainer.parameters()).device,
+        [params.temperature if params.processed_log_probs else 1.0 for params in settings],
+    )
     whole = [torch.tensor([*text, *tokens], device=device) for text, (tokens, *_) in zip(texts, alone, strict=True)]
     bounds = torch.tensor([0, *(len(row) - 1 for row in whole)]).cumsum(0)
     positions = torch.cat([torch.arange(len(row) - 1, device=device) for row in whole])
@@ -133,7 +149,11 @@ def test_requests_have_the_same_bits_in_any_company_and_as_the_trainer(family: s
 
     ways = ({"max_tokens": 80, "caching": False}, {"max_tokens": 7, "caching": False}, {"max_tokens": 11, "caching": True})
     ways += ({"max_tokens": 9, "caching": True, "speculation": NgramSpeculation(num_tokens=3, min_ngram=1)},)
-    check_family(engine, model_of(family, None, dtype, "cpu"), ways)
+    check_family(engine, model_of(family, None, dtype, "cpu"), ways, PARAMS)
+
+
+def test_kernels_of_experts_and_of_latents_are_invariant_in_the_interpreter() -> None:
+    run_interpreted(__file__)
 
 
 @pytest.mark.gpu
@@ -147,8 +167,32 @@ def test_requests_have_the_same_bits_in_any_company_and_as_the_trainer_on_a_gpu(
 
     ways: tuple[dict[str, Any], ...] = ({"max_tokens": 80, "caching": False}, {"max_tokens": 20, "caching": True})
     ways += ({"max_tokens": 80, "caching": False, "use_graphs": False},)
-    check_family(engine, model_of(family, None, **place), ways)
+    check_family(engine, model_of(family, None, **place), ways, PARAMS)
     made = engine(80, caching=False)
     made.generate(prompts(8000), PARAMS)
     # Nothing in a step waits for the device.
     assert sum(made.cuda_graph_request_count_map.values()) > 5
+
+
+if __name__ == "__main__":
+    from mcore_inference.attention import _backends
+    from mcore_inference.sampling import _sampler
+    from mcore_parallel.nn.attention import _batch_invariant as attention
+    from mcore_parallel.tensor_parallel import _batch_invariant as rows
+
+    # Matmuls, attention, statistics and draws in the interpreter; torch computes norms, activations and the choice of experts.
+    round_dots_once()
+    _backends.has_kernels = _sampler.has_kernels = lambda *_: True
+    rows.has_row_kernels = attention.has_row_kernels = lambda _: True
+    record_eagerly()
+    small = {"hidden_size": 16, "ffn_hidden_size": 16, "num_attention_heads": 2}
+
+    def interpreted(max_tokens: int, *, caching: bool) -> DynamicInferenceEngine:
+        model = model_of("deepseek's", PagedAttention(), torch.float32, "cpu", **small).eval()
+        engine = engine_of(model, max_tokens, caching=caching, block_size=16)
+        assert engine.context.builder.has_kernel and engine.context.cache.pages.shape[-2:] == (2, 16)
+        return engine
+
+    brief = [dataclasses.replace(params, num_tokens_to_generate=3) for params in PARAMS[:2]]
+    check_family(interpreted, model_of("deepseek's", None, torch.float32, "cpu", **small), ({"max_tokens": 20, "caching": True},), brief)
+    print("same")

@@ -11,19 +11,22 @@ import torch
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.backends import Fp8Config, choose_backend
 from mcore_parallel.models import GPTModel, ModelOutput, TransformerConfig
-from mcore_parallel.nn import AttentionSpec, Step, choose_attention
+from mcore_parallel.nn import AttentionSpec, LatentAttentionConfig, Step, choose_attention
 from mcore_parallel.tensor_parallel import LoraConfig, add_lora
 
 SIZES = TransformerConfig(
     num_layers=2, hidden_size=48, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=72, vocab_size=90, init_method_std=0.2
 )
 LENGTHS = (1, 7, 30, 66)
+LATENT = LatentAttentionConfig(q_lora_rank=20, kv_lora_rank=24, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=12)
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"window_size": (9, 0), "softmax_type": "learnable", "qk_layernorm": True},
     {"softmax_type": "off-by-one", "normalization": "LayerNorm", "add_bias_linear": True, "activation": "gelu"},
     {"share_embeddings_and_output_weights": True, "position_embedding_type": "learned_absolute", "max_position_embeddings": 80},
     {"attention_output_gate": True, "qk_layernorm": True, "qk_layernorm_across_heads": True},
+    {"latent_attention": LATENT, "rotary_interleaved": True},
+    {"latent_attention": dataclasses.replace(LATENT, q_lora_rank=None, v_head_dim=11), "window_size": (9, 0), "add_bias_linear": True},
 ]
 
 
@@ -31,7 +34,8 @@ def build(
     groups: ProcessGroups | None = None, *, exact: bool = True, dtype: torch.dtype = torch.float32, device: str = "cpu", **fields: Any
 ) -> GPTModel:
     backend = choose_backend(batch_invariant=exact)
-    config = dataclasses.replace(SIZES, **fields)
+    # Latents have no grouped queries.
+    config = dataclasses.replace(SIZES, **{**({"num_query_groups": None} if "latent_attention" in fields else {}), **fields})
     return GPTModel(config, groups or ProcessGroups.single(), backend=backend, dtype=dtype, device=device, unpadded_vocab_size=87)
 
 
@@ -70,7 +74,7 @@ def alone_and_packed(groups: ProcessGroups | None = None, dtype: torch.dtype = t
         assert torch.equal(outcome(model, parts[3][:40], Step.causal(1, 40)), alone[3][:40])
 
 
-NAMES = ["plain", "window and sinks", "off-by-one", "tied", "gate and norms across heads"]
+NAMES = ["plain", "window and sinks", "off-by-one", "tied", "gate and norms across heads", "latent", "latent of full queries"]
 
 
 @pytest.mark.parametrize(
@@ -91,6 +95,7 @@ def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(fields: dict[str, A
 def check_tensor_parallel() -> None:
     groups = ProcessGroups.build(ParallelPlan(tp=2, sequence_parallel=False))
     alone_and_packed(groups)
+    alone_and_packed(groups, latent_attention=LATENT)
     with pytest.raises(ValueError, match="no path for tp=2 with qk_layernorm_across_heads=True"):
         build(groups, qk_layernorm=True, qk_layernorm_across_heads=True)
 

@@ -151,8 +151,21 @@ class EngineCapability:
             return
         name = f"{name}.{layer.mixer_name}"
         _check_class(name, layer.mixer, self.mixers, "serve a model whose mixers are all of these")
+        latent = layer.mixer.latent if isinstance(layer.mixer, LatentSelfAttention) and layer.mixer.spec.batch_invariant else None
+        if latent is not None and latent.v_head_dim > latent.qk_head_dim:
+            raise ValueError(
+                f"{name} has batch_invariant=True of the backend, and v_head_dim={latent.v_head_dim} is above the {latent.qk_head_dim} "
+                "channels of a key, which a cache of keys and values has room for; serve without batch_invariant"
+            )
         if isinstance(layer.mixer, (SelfAttention, LatentSelfAttention)):
             _check_class(f"{name}.core", layer.mixer.core, self.cores, "build the model with attention_core=PagedAttention()")
+
+
+def expands_latents(model: GPTModel) -> bool:
+    """Whether a cache holds the keys and values of every head in place of the latents that they are projected from: the bits of
+    batch-invariant models are those of the projected ones."""
+    exact = isinstance(model.backend, TorchBackend) and model.backend.batch_invariant
+    return exact and model.config.latent_attention is not None
 
 
 def graph_obstacle(model: GPTModel) -> str | None:
@@ -428,19 +441,26 @@ def check_cache(model: GPTModel, cache: PagedKVCache, max_sequence_length: int) 
         )
     for number, layer in model.layers.items():
         mixer = layer.mixer if isinstance(layer, TransformerLayer) else None
-        if isinstance(mixer, (SelfAttention, LatentSelfAttention)) and cache.holds_latents != isinstance(mixer, LatentSelfAttention):
+        keeps_latents = isinstance(mixer, LatentSelfAttention) and not mixer.spec.batch_invariant
+        if isinstance(mixer, (SelfAttention, LatentSelfAttention)) and cache.holds_latents != keeps_latents:
             kind = "latents" if cache.holds_latents else "keys and values"
             raise ValueError(
-                f"layers.{number} is a {type(mixer).__name__} and the cache holds {kind}; one cache serves one kind of attention"
+                f"layers.{number} is a {type(mixer).__name__} and the cache holds {kind}; use DynamicInferenceContext.for_model(model), and "
+                "one kind of attention for all layers"
             )
-        if isinstance(mixer, LatentSelfAttention) and mixer.latent.cache_width != head_dim:
+        if isinstance(mixer, LatentSelfAttention) and keeps_latents and mixer.latent.cache_width != head_dim:
             raise ValueError(
                 f"layers.{number} has latents of {mixer.latent.cache_width} channels and the cache {head_dim}; use "
                 "DynamicInferenceContext.for_model(model)"
             )
-        if isinstance(mixer, SelfAttention) and (mixer.local_kv_heads, mixer.head_dim) != (num_kv_heads, head_dim):
+        heads = None
+        if isinstance(mixer, SelfAttention):
+            heads = mixer.local_kv_heads, mixer.head_dim
+        elif isinstance(mixer, LatentSelfAttention) and not keeps_latents:
+            heads = mixer.local_heads, mixer.latent.qk_head_dim
+        if heads is not None and heads != (num_kv_heads, head_dim):
             raise ValueError(
-                f"layers.{number} has {mixer.local_kv_heads} key-value heads of {mixer.head_dim} channels and the cache {num_kv_heads} of "
+                f"layers.{number} has {heads[0]} key-value heads of {heads[1]} channels and the cache {num_kv_heads} of "
                 f"{head_dim}; use DynamicInferenceContext.for_model(model), and one size of heads for all layers"
             )
     positions = model.config.max_position_embeddings

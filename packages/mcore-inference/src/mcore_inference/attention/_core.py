@@ -27,8 +27,8 @@ class PagedAttention(nn.Module):
 
     It holds no state of requests; the cache travels in ``step.attention``. Without one (``None``) it is mcore_parallel's own attention over
     the step's sequences, so the same model can be scored or trained. Given to a model, it makes a core for each layer, with that
-    layer's window, sink, scale and soft cap; for latent attention it is the ``LatentCore`` of all layers. In steps of the kernels it is a
-    ``PackedAttentionCore``.
+    layer's window, sink, scale and soft cap; for latent attention it is the ``LatentCore`` of all layers, or of batch-invariant ones a core
+    for keys and values of every head, where those of the cache are as wide as keys. In steps of the kernels it is a ``PackedAttentionCore``.
 
     Args:
         spec: what a layer asks for; None for plain causal attention.
@@ -63,7 +63,9 @@ class PagedAttention(nn.Module):
     def build_core(self, spec: AttentionSpec, groups: ProcessGroups, layer: int) -> AttentionCore | SinkAttentionCore:
         """The core of one layer; mcore_parallel's own for what no step over a cache computes, by which an engine refuses the model."""
         plain = choose_attention(spec, groups)
-        if not spec.causal or spec.width != spec.head_dim:
+        # Values that are narrower than keys have a place in a cache only where no latents stand for both.
+        fits = spec.width == spec.head_dim or (spec.width < spec.head_dim and spec.batch_invariant)
+        if not spec.causal or not fits:
             return plain
         core = PagedAttention(spec, plain)
         # One object of a library, with its workspace and plans, for all layers.
@@ -85,7 +87,7 @@ class PagedAttention(nn.Module):
         return self._library is not None and self._library.plans_on_host
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, step: Step, *, sink: Tensor | None = None) -> Tensor:
-        """[T, A, d], [T, K, d], [T, K, d], sink [A] -> [T, A, d].
+        """[T, A, d], [T, K, d], [T, K, w], sink [A] -> [T, A, w].
 
         Raises:
             TypeError: ``step.attention`` is data for another core, or another backend.
@@ -100,7 +102,7 @@ class PagedAttention(nn.Module):
                 "use_flashinfer_fused_rope=True, and the engine runs this model by its own forward, which turns heads itself; "
                 "leave it at None"
             )
-        cached, rows, sink = paged.cache.layer(layer), paged.rows, self._sink(q, sink)
+        cached, rows, sink = paged.cache.layer(layer).of_value_width(v.shape[-1]), paged.rows, self._sink(q, sink)
         if isinstance(rows, TableRows) and self._library is not None:
             self._write(k, v, cached, paged.slots_T)
             return self._library.attend(q, cached, rows, scale=self._scale_of(q), window=self._window)
@@ -214,7 +216,7 @@ class PagedAttention(nn.Module):
         )
 
     def _one_by_one(self, q: Tensor, cached: LayerSlots, rows: GatheredRows, sink: Tensor | None) -> Tensor:
-        """[T, A, d] by the slots of a layer."""
+        """[T, A, w] by the slots of a layer."""
         contexts = []
         assert not isinstance(rows.decode, ContinuedRows), "an engine with batch_invariant copies no contexts"
         if rows.decode is not None:
@@ -230,9 +232,9 @@ class PagedAttention(nn.Module):
         return torch.stack(parts)
 
     def _by_tiles(self, q: Tensor, cached: LayerSlots, rows: TableRows, sink: Tensor | None) -> Tensor:
-        """[T, A, d] by the kernel that the trainer takes too, which reads all keys and values in the cache."""
+        """[T, A, w] by the kernel that the trainer takes too, which reads all keys and values in the cache."""
         assert self._invariant is not None
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty((*q.shape[:-1], cached.values.shape[-1]), dtype=q.dtype, device=q.device)
         where = {"tables_RB": rows.tables_RB, "starts_R": rows.starts_R, "contexts_R": rows.contexts_R}
         where |= {"block_size": rows.block_size, "in_step": False, "sink": sink}
         size = tile_tokens(q.shape[1] // cached.keys.shape[1])

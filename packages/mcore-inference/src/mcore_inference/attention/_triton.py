@@ -22,7 +22,10 @@ _LOG2_E = 1.4426950408889634
 
 
 def append(k_TKd: Tensor, v_TKd: Tensor, cached: LayerSlots, slots_T: Tensor) -> None:
-    """Write the step's keys and values into their slots of the cache; beside one in fp8 they become what it stands for."""
+    """Write the step's keys and values into their slots of the cache; beside one in fp8 they become what it stands for.
+
+    Values may be narrower than keys; the heads of a slot lie side by side.
+    """
     tokens, heads, width = k_TKd.shape
     keys_NKd, values_NKd = cached.keys, cached.values
     if tokens and cached.scales is not None:
@@ -32,9 +35,11 @@ def append(k_TKd: Tensor, v_TKd: Tensor, cached: LayerSlots, slots_T: Tensor) ->
                 BLOCK=triton.next_power_of_2(width), num_warps=1,
             )  # fmt: skip
     elif tokens:
+        block = triton.next_power_of_2(heads * width)
         _append_kernel[(tokens,)](
             k_TKd, v_TKd, keys_NKd, values_NKd, slots_T, k_TKd.stride(0), k_TKd.stride(1), v_TKd.stride(0), v_TKd.stride(1),
-            keys_NKd.stride(0), values_NKd.stride(0), heads, width, BLOCK=triton.next_power_of_2(heads * width), num_warps=4,
+            keys_NKd.stride(0), values_NKd.stride(0), heads, width, v_TKd.shape[-1], BLOCK=block,
+            num_warps=max(4, min(16, block // 1024)),
         )  # fmt: skip
 
 
@@ -152,17 +157,16 @@ def largest_power(size: int) -> int:
 @triton.jit
 def _append_kernel(
     k_ptr, v_ptr, keys_ptr, values_ptr, slots_ptr, k_token, k_head, v_token, v_head, keys_slot, values_slot, heads, width,
-    BLOCK: tl.constexpr,
+    value_width, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     at = tl.arange(0, BLOCK)
-    inside = at < heads * width
-    head, lane = at // width, at % width
-    k = tl.load(k_ptr + token * k_token + head * k_head + lane, mask=inside)
-    v = tl.load(v_ptr + token * v_token + head * v_head + lane, mask=inside)
+    inside, value_inside = at < heads * width, at < heads * value_width
+    k = tl.load(k_ptr + token * k_token + at // width * k_head + at % width, mask=inside)
+    v = tl.load(v_ptr + token * v_token + at // value_width * v_head + at % value_width, mask=value_inside)
     tl.store(keys_ptr + slot * keys_slot + at, k.to(keys_ptr.dtype.element_ty), mask=inside)
-    tl.store(values_ptr + slot * values_slot + at, v.to(values_ptr.dtype.element_ty), mask=inside)
+    tl.store(values_ptr + slot * values_slot + at, v.to(values_ptr.dtype.element_ty), mask=value_inside)
 
 
 @triton.jit

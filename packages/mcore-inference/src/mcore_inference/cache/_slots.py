@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Slots of one layer of the cache: how keys and values are written and read, in the model's dtype or in fp8."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -27,9 +28,17 @@ class LayerSlots:
     keys: Tensor
     """[N, K, d]."""
     values: Tensor
-    """[N, K, d]; the keys again where latents are both."""
+    """[N, K, d]; the keys again where latents are both. Narrower ones lie at the beginning of their slots (``of_value_width``)."""
     scales: tuple[Tensor, Tensor] | None = None
     """float32 [N, K] of the keys and of the values, side by side over the slots; None where they are not in fp8."""
+
+    def of_value_width(self, width: int) -> "LayerSlots":
+        """The same memory for values of ``width`` channels a head, [N, K, w], which lie side by side at the beginning of each slot."""
+        num_heads, most = self.values.shape[1:]
+        if width == most:
+            return self
+        assert width < most and self.scales is None, "slots hold values that are as wide as keys, or narrower, and no scales of others"
+        return dataclasses.replace(self, values=self.values.flatten(1)[:, : num_heads * width].unflatten(1, (num_heads, width)))
 
     def write(self, slots_T: Tensor, k: Tensor, v: Tensor) -> None:
         """Put keys and values [T, K, d] into their slots."""

@@ -10,7 +10,15 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from mcore_inference._capability import EngineCapability, attention_backend, check_attention, check_weights, head_rotation, shares_prefixes
+from mcore_inference._capability import (
+    EngineCapability,
+    attention_backend,
+    check_attention,
+    check_weights,
+    expands_latents,
+    head_rotation,
+    shares_prefixes,
+)
 from mcore_inference._stability import experimental_api
 from mcore_inference.attention import HeadRotation, PageFormat
 from mcore_inference.cache import (
@@ -62,6 +70,7 @@ class DynamicInferenceContext:
             model without.
         attention_backend: of the model's ``PagedAttention``.
         rotation: turns heads in place of this package's kernel; ``for_model`` finds it where ``use_flashinfer_fused_rope`` asks for it.
+        expands_latents: of latent attention, the cache holds keys and values of every head, as batch-invariant models need.
 
     Raises:
         UnifiedMemoryUnsupportedError: ``unified_memory_level`` is above 0 where no rank of the model has managed memory.
@@ -81,6 +90,7 @@ class DynamicInferenceContext:
         mamba_inference_state_config: MambaInferenceStateConfig | None = None,
         attention_backend: str | None = None,
         rotation: HeadRotation | None = None,
+        expands_latents: bool = False,
     ) -> None:
         config = config or InferenceConfig()
         if config.use_flashinfer_fused_rope and rotation is None:
@@ -95,16 +105,20 @@ class DynamicInferenceContext:
         if model_config.kv_heads % tp:
             raise ValueError(f"tp={tp} must divide num_query_groups={model_config.kv_heads}; lower tp")
         num_held, latent = model_config.num_layers if num_layers is None else num_layers, model_config.latent_attention
+        num_kv_heads, head_dim = model_config.kv_heads, model_config.head_dim
+        if latent is not None and expands_latents:
+            num_kv_heads, head_dim = model_config.num_attention_heads, latent.qk_head_dim
+        entries = None if expands_latents else latent
         if config.kv_cache_dtype is not None:
             _check_scaled(config.kv_cache_dtype, latent is not None, states)
         sizes = {
             # Without attention one layer of pages stays: blocks count tokens.
             "num_layers": max(1, num_held) if states is None else max(1, len(states.attention_layers)),
             "block_size": config.block_size_tokens,
-            "num_kv_heads": model_config.kv_heads // tp if latent is None else 1,
-            "head_dim": model_config.head_dim if latent is None else latent.cache_width,
+            "num_kv_heads": num_kv_heads // tp if entries is None else 1,
+            "head_dim": head_dim if entries is None else entries.cache_width,
             "dtype": dtype if config.kv_cache_dtype is None else torch.float8_e4m3fn,
-            "parts": 2 if latent is None else 1,
+            "parts": 2 if entries is None else 1,
         }
         self.block_size: int = config.block_size_tokens
         self.max_sequence_length: int = config.max_sequence_length
@@ -117,7 +131,7 @@ class DynamicInferenceContext:
         layers = None if states is None else states.attention_layers
         self.memory = cache_memory(self.device, config.unified_memory_level, None if groups is None else groups.tp_pp)
         """Of keys, values and states."""
-        rank = None if latent is None else latent.kv_lora_rank
+        rank = None if entries is None else entries.kv_lora_rank
         self.cache = PagedKVCache.allocate(
             num_blocks=held.num_blocks, device=self.device, layers=layers, memory=self.memory, latent_rank=rank,
             attention_backend=attention_backend, **sizes,
@@ -131,7 +145,7 @@ class DynamicInferenceContext:
                 max_requests=self.max_requests,
                 max_blocks=self.max_blocks_per_request,
                 # All heads read one latent, and its kernel cuts tiles of tokens itself.
-                group=1 if latent is not None else model_config.num_attention_heads // model_config.kv_heads,
+                group=1 if latent is not None else model_config.num_attention_heads // num_kv_heads,
                 dtype=dtype,
                 rotation=rotation,
             )
@@ -151,13 +165,14 @@ class DynamicInferenceContext:
         check_weights(model, None if config is None else config.weight_dtype)
         # Of another engine some may be in fp8.
         parameter = next(parameter for parameter in model.parameters() if parameter.dtype.itemsize > 1)
-        sizes, latent = config or InferenceConfig(), model.config.latent_attention
+        sizes, latent, expands = config or InferenceConfig(), model.config.latent_attention, expands_latents(model)
+        head_dim = model.config.head_dim if latent is None else latent.qk_head_dim
         pages = PageFormat(
             dtype=parameter.dtype if sizes.kv_cache_dtype is None else torch.float8_e4m3fn,
             device=parameter.device,
             block_size=sizes.block_size_tokens,
-            latent=None if latent is None else (latent.kv_lora_rank, latent.cache_width),
-            head_dim=None if latent is not None else model.config.head_dim,
+            latent=None if latent is None or expands else (latent.kv_lora_rank, latent.cache_width),
+            head_dim=head_dim if latent is None or expands else None,
         )
         check_attention(model, pages, parameter.dtype)
         return cls(
@@ -170,6 +185,7 @@ class DynamicInferenceContext:
             mamba_inference_state_config=get_mamba_inference_state_config_from_model(model),
             attention_backend=attention_backend(model),
             rotation=head_rotation(model, sizes.use_flashinfer_fused_rope, parameter.dtype, parameter.device),
+            expands_latents=expands,
         )
 
     def reset(self) -> None:

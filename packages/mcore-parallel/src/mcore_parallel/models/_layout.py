@@ -124,7 +124,6 @@ def check_batch_invariant(
         f"tp={groups.tp.size} with num_query_groups={config.kv_heads}": kv_heads_cut,
         f"cp={groups.cp.size}": groups.cp.size > 1,
         f"hybrid_layer_pattern={config.hybrid_layer_pattern!r}": config.hybrid_layer_pattern is not None,
-        "latent_attention": config.latent_attention is not None,
         f"tp={groups.tp.size} with qk_layernorm_across_heads=True": groups.tp.size > 1 and config.qk_layernorm_across_heads,
         "mtp_num_layers": config.mtp_num_layers > 0,
         "position_embedding_type='mrope'": config.position_embedding_type == "mrope",

@@ -81,7 +81,8 @@ def latent_attention(
         ValueError: when it builds: a field of the config that latent attention cannot follow, no core that can do it all, or a
             ``LatentCore`` with sequences split over cp or with a window.
     """
-    chooser = None if isinstance(core, LatentCore) else CoreChooser(core, manage=manage)
+    # A batch-invariant layer attends to keys and values of every head.
+    chooser = CoreChooser(core, manage=manage) if not isinstance(core, LatentCore) or isinstance(core, AttentionCoreBuilder) else None
 
     def build(site: Site) -> nn.Module:
         config = site.config
@@ -89,7 +90,7 @@ def latent_attention(
         scale = latent_softmax_scale(config)
         heads = config.num_attention_heads
         spec = attention_spec(site, num_kv_heads=heads, head_dim=latent.qk_head_dim, value_dim=latent.v_head_dim, softmax_scale=scale)
-        if chooser is not None:
+        if chooser is not None and (site.batch_invariant or not isinstance(core, LatentCore)):
             inner: Core | LatentCore = chooser.core(spec, site)
         elif site.groups.cp.size > 1:
             raise ValueError(f"cp={site.groups.cp.size} splits sequences, of which a cache of latents holds all tokens; decode with cp=1")

@@ -4,7 +4,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from mcore_parallel.nn._step import Step
 from mcore_parallel.nn.attention._cores import AttentionCore, AttentionSpec, causal_attention, check_device_bounds, check_prefixes
 from mcore_parallel.nn.attention._qk_clip import LogitTracker
 from mcore_parallel.nn.positions import apply_rotary
-from mcore_parallel.tensor_parallel import ReplicatedLinear
+from mcore_parallel.tensor_parallel import BatchInvariantProducts, ReplicatedLinear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,8 @@ class LatentSelfAttention(nn.Module):
     heads share. Without ``q_lora_rank`` one projection ``q`` [A, N + R, D] takes the place of ``q_down``, ``q_norm`` and ``q_up``.
 
     A core that is a ``LatentCore`` gets the latents themselves and queries that have been taken through ``kv_up``'s key part
-    ("absorbed"): the result is the same, the cache C + R channels a token, whatever the number of heads.
+    ("absorbed"): the result is the same, the cache C + R channels a token, whatever the number of heads. It gets keys and values of
+    every head where ``spec`` asks for batch-invariant bits, which are those of the plain form.
 
     Args:
         hidden_size: D.
@@ -159,10 +160,10 @@ class LatentSelfAttention(nn.Module):
         if q_rank is None:
             self.q = layers.column_linear(hidden_size, (num_heads, latent.qk_head_dim), groups, init=init, **place)
         else:
-            self.q_down = ReplicatedLinear(hidden_size, q_rank, groups, init=init, **place)
+            self.q_down = ReplicatedLinear(hidden_size, q_rank, groups, init=init, products=self._products(), **place)
             self.q_norm = layers.norm(q_rank, **norm, **place)
             self.q_up = layers.column_linear(q_rank, (num_heads, latent.qk_head_dim), groups, init=init, **place)
-        self.kv_down = ReplicatedLinear(hidden_size, rank + turned, groups, init=init, **place)
+        self.kv_down = ReplicatedLinear(hidden_size, rank + turned, groups, init=init, products=self._products(), **place)
         self.kv_norm = layers.norm(rank, **norm, **place)
         self.kv_up = layers.column_linear(rank, (num_heads, latent.qk_nope_head_dim + latent.v_head_dim), groups, init=init, **place)
         self.out = layers.row_linear(num_heads * latent.v_head_dim, hidden_size, groups, bias=out_bias, init=init, **place)
@@ -175,7 +176,7 @@ class LatentSelfAttention(nn.Module):
             check_device_bounds(self.core)
         q_nope, q_rope = self._queries(x, step)
         latent, k_rope = self._latents(x)
-        if isinstance(self.core, LatentCore):
+        if isinstance(self.core, LatentCore) and not self.spec.batch_invariant:
             entries = torch.cat((self._gathered(latent), self._turned(self._gathered(k_rope)[:, None], step)[:, 0]), dim=-1)
             out = self.core.attend_latent(self._absorb(q_nope, q_rope), entries, self.softmax_scale, self.layer, step)
             return self.out(self._expand(out[..., : self.latent.kv_lora_rank]).flatten(1))
@@ -186,7 +187,7 @@ class LatentSelfAttention(nn.Module):
         k = torch.cat((k_nope, k_rope.expand(-1, self.local_heads, -1)), dim=-1)
         if self.logits is not None:
             self.logits.see(q, k, step)
-        return self.out(self.core(q, k, v, self.layer, step).flatten(1))
+        return self.out(cast(AttentionCore, self.core)(q, k, v, self.layer, step).flatten(1))
 
     def qk_clip_factors(self, gamma: Tensor, alpha: float) -> Mapping[str, Tensor]:
         """By what the rows of queries and keys are to be multiplied so that each head's logits shrink by its ``gamma`` [A].
@@ -198,6 +199,9 @@ class LatentSelfAttention(nn.Module):
         queries = torch.cat(((gamma**alpha)[:, None].expand(-1, nope), gamma[:, None].expand(-1, rope)), dim=1)
         keys = torch.cat(((gamma ** (1 - alpha))[:, None].expand(-1, nope), keep[:, None].expand(-1, value)), dim=1)
         return {"q.weight" if self.q_up is None else "q_up.weight": queries[..., None], "kv_up.weight": keys[..., None]}
+
+    def _products(self) -> BatchInvariantProducts | None:
+        return BatchInvariantProducts() if self.spec.batch_invariant else None
 
     def _queries(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """[T, A, N] and [T, A, R], turned."""
