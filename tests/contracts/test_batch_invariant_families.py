@@ -50,6 +50,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], MoEConfig | None]] = {
     ),
     "deepseek's": ({"latent_attention": LATENT, "rotary_interleaved": True}, DEEPSEEK),
     "output gate": ({"attention_output_gate": True, "qk_layernorm": True, "layernorm_zero_centered_gamma": True}, None),
+    "mrope": ({"position_embedding_type": "mrope", "mrope_section": (2, 4, 2), "kv_channels": 16}, None),
     "norms across heads": ({"qk_layernorm": True, "qk_layernorm_across_heads": True}, None),
 }  # fmt: skip
 PARAMS = [

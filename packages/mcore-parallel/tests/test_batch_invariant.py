@@ -92,6 +92,33 @@ def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(fields: dict[str, A
     alone_and_packed(dtype=dtype, **fields)
 
 
+def mixed_positions(device: str, dtype: torch.dtype) -> None:
+    """Of images and text, whose three components differ; where they do not, the bits are those of one component."""
+    model, parts = build(dtype=dtype, device=device, position_embedding_type="mrope", mrope_section=(1, 3, 2)), sequences()
+    generator = torch.Generator().manual_seed(4)
+    places = [torch.randint(100, (3, len(part)), generator=generator) for part in parts]
+    with torch.no_grad():
+        alone = [
+            outcome(model, part, dataclasses.replace(Step.causal(1, len(part)), positions=place))
+            for part, place in zip(parts, places, strict=True)
+        ]
+        tokens, step = packed(parts)
+        assert torch.equal(outcome(model, tokens, dataclasses.replace(step, positions=torch.cat(places, dim=1))), torch.cat(alone))
+        text = outcome(model, tokens, dataclasses.replace(step, positions=step.positions.expand(3, -1)))
+        assert torch.equal(text, outcome(model, tokens, step)) and not torch.equal(text, torch.cat(alone))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_sequence_with_positions_of_three_components_has_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype) -> None:
+    mixed_positions("cpu", dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_positions_of_three_components_on_a_gpu(dtype: torch.dtype) -> None:
+    mixed_positions("cuda", dtype)
+
+
 def check_tensor_parallel() -> None:
     groups = ProcessGroups.build(ParallelPlan(tp=2, sequence_parallel=False))
     alone_and_packed(groups)

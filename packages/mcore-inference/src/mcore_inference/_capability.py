@@ -445,8 +445,8 @@ def check_cache(model: GPTModel, cache: PagedKVCache, max_sequence_length: int) 
         if isinstance(mixer, (SelfAttention, LatentSelfAttention)) and cache.holds_latents != keeps_latents:
             kind = "latents" if cache.holds_latents else "keys and values"
             raise ValueError(
-                f"layers.{number} is a {type(mixer).__name__} and the cache holds {kind}; use DynamicInferenceContext.for_model(model), and "
-                "one kind of attention for all layers"
+                f"layers.{number} is a {type(mixer).__name__} and the cache holds {kind}; use DynamicInferenceContext.for_model(model), "
+                "and one kind of attention for all layers"
             )
         if isinstance(mixer, LatentSelfAttention) and keeps_latents and mixer.latent.cache_width != head_dim:
             raise ValueError(

@@ -27,8 +27,8 @@ class PagedAttention(nn.Module):
 
     It holds no state of requests; the cache travels in ``step.attention``. Without one (``None``) it is mcore_parallel's own attention over
     the step's sequences, so the same model can be scored or trained. Given to a model, it makes a core for each layer, with that
-    layer's window, sink, scale and soft cap; for latent attention it is the ``LatentCore`` of all layers, or of batch-invariant ones a core
-    for keys and values of every head, where those of the cache are as wide as keys. In steps of the kernels it is a ``PackedAttentionCore``.
+    layer's window, sink, scale and soft cap; for latent attention it is the ``LatentCore`` of all layers, but for batch-invariant ones,
+    which attend to keys and values of every head. In steps of the kernels it is a ``PackedAttentionCore``.
 
     Args:
         spec: what a layer asks for; None for plain causal attention.

@@ -289,7 +289,8 @@ class GPTModel(nn.Module):
         if turns is None:
             return None
         if isinstance(self.backend, TorchBackend) and self.backend.batch_invariant and not positions.is_cuda:
-            cos, sin = one_by_one(lambda part: torch.stack(turns.tables(part), dim=1), positions).unbind(1)
+            # Components of a position are the first dim.
+            cos, sin = one_by_one(lambda part: torch.stack(turns.tables(part.movedim(0, -1)), dim=1), positions.movedim(-1, 0)).unbind(1)
             return cos.contiguous(), sin.contiguous()
         return turns.tables(positions)
 
