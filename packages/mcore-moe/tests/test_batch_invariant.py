@@ -13,7 +13,7 @@ from mcore_moe import MoEConfig, MoELayer, moe_feed_forward
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.backends import choose_backend
 from mcore_parallel.models import GPTModel, ModelOutput, TransformerConfig
-from mcore_parallel.nn import Step
+from mcore_parallel.nn import RecomputeConfig, Step
 from mcore_parallel.tensor_parallel import LoraConfig, add_lora
 
 SIZES = TransformerConfig(
@@ -44,12 +44,19 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def build(
-    kind: str, dtype: torch.dtype, *, exact: bool = True, device: str = "cpu", groups: ProcessGroups | None = None, **changes: Any
+    kind: str,
+    dtype: torch.dtype,
+    *,
+    exact: bool = True,
+    device: str = "cpu",
+    groups: ProcessGroups | None = None,
+    recompute: RecomputeConfig | None = None,
+    **changes: Any,
 ) -> GPTModel:
     fields, model_fields = KINDS[kind]
     mixture = dataclasses.replace(EXPERTS, **{**fields, **changes})
     config, backend = dataclasses.replace(SIZES, **model_fields), choose_backend(batch_invariant=exact)
-    place: dict[str, Any] = {"dtype": dtype, "device": device}
+    place: dict[str, Any] = {"dtype": dtype, "device": device, "recompute": recompute}
     model = GPTModel(config, groups or ProcessGroups.single(), feed_forward=moe_feed_forward(mixture), backend=backend, **place)
     generator = torch.Generator().manual_seed(3)
     for name, value in (*model.named_parameters(), *model.named_buffers()):
@@ -127,6 +134,18 @@ def test_values_losses_and_gradients_are_those_of_the_plain_backend(kind: str) -
         results.append([values.detach(), *losses, *aux.counts.values(), *(parameter.grad for parameter in model.parameters())])
     for ours, plain in zip(*results, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-9)
+
+
+def test_a_recomputed_activation_changes_no_bit() -> None:
+    tokens, step = packed(sequences())
+    results = []
+    for recompute in (None, RecomputeConfig(modules=("moe_act",))):
+        model = build("plain", torch.float32, recompute=recompute)
+        values = outcome(model, tokens, step)
+        values.sum().backward()
+        results.append([values.detach(), *(parameter.grad for parameter in model.parameters())])
+    for kept, again in zip(*results, strict=True):
+        assert torch.equal(kept, again)
 
 
 def test_a_recorded_routing_is_replayed_to_the_bit() -> None:

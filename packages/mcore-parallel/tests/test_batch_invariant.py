@@ -119,6 +119,33 @@ def test_positions_of_three_components_on_a_gpu(dtype: torch.dtype) -> None:
     mixed_positions("cuda", dtype)
 
 
+def further_heads(device: str, dtype: torch.dtype) -> None:
+    """Heads that predict further tokens have the same bits for a sequence alone and in a batch, and so has the model beside them."""
+    model, parts = build(dtype=dtype, device=device, mtp_num_layers=2, qk_layernorm=True).train(), sequences()
+
+    def outcomes(tokens: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, 3]: log-probabilities by the model and its heads."""
+        tokens = tokens.to(device)
+        output, _ = model(tokens, dataclasses.replace(step, positions=step.positions.to(device)))
+        assert isinstance(output, ModelOutput) and len(output.depths) == 2
+        return torch.stack([one.log_probs(tokens).detach() for one in (output, *output.depths)], dim=1)
+
+    alone = [outcomes(part, Step.causal(1, len(part))) for part in parts]
+    for order in ([0, 1, 2, 3], [3, 1]):
+        assert torch.equal(outcomes(*packed([parts[i] for i in order])), torch.cat([alone[i] for i in order]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_heads_of_further_tokens_have_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype) -> None:
+    further_heads("cpu", dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_heads_of_further_tokens_on_a_gpu(dtype: torch.dtype) -> None:
+    further_heads("cuda", dtype)
+
+
 def check_tensor_parallel() -> None:
     groups = ProcessGroups.build(ParallelPlan(tp=2, sequence_parallel=False))
     alone_and_packed(groups)
@@ -178,7 +205,6 @@ def test_values_and_gradients_on_a_gpu_are_those_of_the_cpu_and_repeat_bit_by_bi
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"mtp_num_layers": 1}, "mtp_num_layers"),
         ({"attention_backend": "sdpa"}, "batch_invariant=True"),
         ({"hybrid_layer_pattern": "*-"}, "hybrid_layer_pattern"),
     ],

@@ -125,7 +125,6 @@ def check_batch_invariant(
         f"cp={groups.cp.size}": groups.cp.size > 1,
         f"hybrid_layer_pattern={config.hybrid_layer_pattern!r}": config.hybrid_layer_pattern is not None,
         f"tp={groups.tp.size} with qk_layernorm_across_heads=True": groups.tp.size > 1 and config.qk_layernorm_across_heads,
-        "mtp_num_layers": config.mtp_num_layers > 0,
         "feed_forward of its own": not follows,
         "attention_core or mixer of its own": own_core,
     }

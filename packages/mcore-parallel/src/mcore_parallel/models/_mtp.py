@@ -3,6 +3,7 @@
 """Heads that predict further tokens than the next one (multi-token prediction, DeepSeek-V3, 2024)."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from mcore_parallel.models._layer import build_norm
 from mcore_parallel.models._memory import StageMemory
 from mcore_parallel.models._slots import Site
 from mcore_parallel.nn import Step
-from mcore_parallel.tensor_parallel import ReplicatedLinear
+from mcore_parallel.tensor_parallel import BatchInvariantProducts, ReplicatedLinear
 
 
 # T tokens, D model.
@@ -33,7 +34,9 @@ class TokenDepth(nn.Module):
         super().__init__()
         self.embedding_norm, self.hidden_norm = build_norm(site), build_norm(site)
         size = site.config.hidden_size
-        self.projection = ReplicatedLinear(2 * size, size, site.groups, init=False, dtype=site.dtype, device=site.device)
+        products = BatchInvariantProducts() if site.batch_invariant else None
+        place: dict[str, Any] = {"dtype": site.dtype, "device": site.device}
+        self.projection = ReplicatedLinear(2 * size, size, site.groups, init=False, products=products, **place)
         self.layers = nn.ModuleDict({str(number): layer for number, layer in enumerate(layers)})
         self.final_norm = build_norm(site)
 
