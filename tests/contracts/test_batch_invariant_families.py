@@ -20,7 +20,7 @@ from mcore_inference import (
     SamplingParams,
 )
 from mcore_moe import MoEConfig, moe_feed_forward
-from mcore_parallel import ProcessGroups
+from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.backends import choose_backend
 from mcore_parallel.models import GPTModel, ModelOutput, TransformerConfig
 from mcore_parallel.nn import LatentAttentionConfig, Step
@@ -50,6 +50,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], MoEConfig | None]] = {
     ),
     "deepseek's": ({"latent_attention": LATENT, "rotary_interleaved": True}, DEEPSEEK),
     "output gate": ({"attention_output_gate": True, "qk_layernorm": True, "layernorm_zero_centered_gamma": True}, None),
+    "pattern": ({"num_layers": 5, "hybrid_layer_pattern": "*E-*E"}, dataclasses.replace(DEEPSEEK, moe_layer_freq=1)),
     "mrope": ({"position_embedding_type": "mrope", "mrope_section": (2, 4, 2), "kv_channels": 16}, None),
     "norms across heads": ({"qk_layernorm": True, "qk_layernorm_across_heads": True}, None),
 }  # fmt: skip
@@ -151,6 +152,35 @@ def test_requests_have_the_same_bits_in_any_company_and_as_the_trainer(family: s
     ways = ({"max_tokens": 80, "caching": False}, {"max_tokens": 7, "caching": False}, {"max_tokens": 11, "caching": True})
     ways += ({"max_tokens": 9, "caching": True, "speculation": NgramSpeculation(num_tokens=3, min_ngram=1)},)
     check_family(engine, model_of(family, None, dtype, "cpu"), ways, PARAMS)
+
+
+def check_shared_experts() -> None:
+    options: dict[str, Any] = {
+        "feed_forward": moe_feed_forward(MoEConfig(num_moe_experts=4)),
+        "backend": choose_backend(batch_invariant=True),
+    }
+    model = GPTModel(SIZES, ProcessGroups.build(ParallelPlan(dp=2, ep=2)), attention_core=PagedAttention(), **options)
+    with pytest.raises(ValueError, match="batch_invariant=True of the backend is served with ep=1, found ep=2"):
+        DynamicInferenceContext.for_model(model.eval())
+
+
+@pytest.mark.world(2)
+def test_engines_that_share_experts_are_refused_by_name(world) -> None:
+    world(check_shared_experts)
+
+
+def test_values_that_are_wider_than_keys_are_refused_by_name() -> None:
+    wide = dataclasses.replace(LATENT, v_head_dim=20)
+    model = model_of("latent", PagedAttention(), torch.float32, "cpu", latent_attention=wide).eval()
+    with pytest.raises(ValueError, match="v_head_dim=20 is above the 16 channels of a key"):
+        DynamicInferenceContext.for_model(model)
+
+
+def test_a_cache_of_latents_is_refused_by_name() -> None:
+    model = model_of("latent", PagedAttention(), torch.float32, "cpu").eval()
+    sizes = InferenceConfig(max_sequence_length=80, max_requests=4, block_size_tokens=8, num_blocks=24)
+    with pytest.raises(ValueError, match="is a LatentSelfAttention and the cache holds latents; use DynamicInferenceContext.for_model"):
+        DynamicInferenceEngine(model, DynamicInferenceContext(model.config, sizes))
 
 
 def test_kernels_of_experts_and_of_latents_are_invariant_in_the_interpreter() -> None:

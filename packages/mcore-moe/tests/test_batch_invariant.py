@@ -182,7 +182,29 @@ def test_what_has_no_such_path_is_refused_by_name(changes: dict[str, Any], messa
         build("plain", torch.float32, **{"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None, **changes})
 
 
-@pytest.mark.parametrize(("plan", "message"), [({"ep": 2, "dp": 2}, "ep=2"), ({"etp": 2, "dp": 2}, "etp=2"), ({"tp": 2}, "tp=2")], ids=str)
+def check_expert_parallel(kind: str) -> None:
+    groups, parts = ProcessGroups.build(ParallelPlan(dp=2, ep=2)), sequences()
+    mine = [parts[i] for i in ((0, 2, 1) if groups.dp.rank else (3, 1))]
+    whole, cut = build(kind, torch.float32), build(kind, torch.float32, groups=groups)
+    for training in (False, True):
+        alone = [outcome(whole, part, Step.causal(1, len(part))) for part in mine]
+        assert torch.equal(outcome(cut.train(training), *packed(mine, padding=3))[:-3], torch.cat(alone))
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("kind", ["deepseek", "latent"])
+def test_tokens_that_travel_to_experts_of_other_ranks_have_the_bits_of_one_rank(world, kind: str) -> None:
+    world(check_expert_parallel, kind=kind)
+
+
+def test_exchanges_that_add_up_on_the_way_are_refused_by_name() -> None:
+    groups = dataclasses.replace(ProcessGroups.single(), plan=ParallelPlan(dp=2, ep=2))
+    for name in ("allgather", "flex"):
+        with pytest.raises(ValueError, match=f"no path for a mixture with moe_token_dispatcher_type='{name}': .* with ep=2 set 'alltoall'"):
+            build("plain", torch.float32, groups=groups, moe_token_dispatcher_type=name)
+
+
+@pytest.mark.parametrize(("plan", "message"), [({"etp": 2, "dp": 2}, "etp=2"), ({"tp": 2}, "tp=2")], ids=str)
 def test_layouts_without_such_a_path_are_refused_by_name(plan: dict[str, int], message: str) -> None:
     groups = dataclasses.replace(ProcessGroups.single(), plan=ParallelPlan(**plan))
     with pytest.raises(ValueError, match=f"no path for a mixture with {message}"):

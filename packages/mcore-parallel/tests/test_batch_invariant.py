@@ -11,7 +11,7 @@ import torch
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.backends import Fp8Config, choose_backend
 from mcore_parallel.models import GPTModel, ModelOutput, TransformerConfig
-from mcore_parallel.nn import AttentionSpec, LatentAttentionConfig, Step, choose_attention
+from mcore_parallel.nn import AttentionSpec, LatentAttentionConfig, MambaConfig, Step, choose_attention
 from mcore_parallel.tensor_parallel import LoraConfig, add_lora
 
 SIZES = TransformerConfig(
@@ -206,7 +206,10 @@ def test_values_and_gradients_on_a_gpu_are_those_of_the_cpu_and_repeat_bit_by_bi
     ("fields", "message"),
     [
         ({"attention_backend": "sdpa"}, "batch_invariant=True"),
-        ({"hybrid_layer_pattern": "*-"}, "hybrid_layer_pattern"),
+        (
+            {"num_layers": 3, "hybrid_layer_pattern": "M*-", "mamba": MambaConfig(state_dim=6, head_dim=8, num_groups=2)},
+            "the linear mixers of hybrid_layer_p",
+        ),
     ],
 )
 def test_what_has_no_such_path_is_refused_by_name(fields: dict[str, Any], message: str) -> None:

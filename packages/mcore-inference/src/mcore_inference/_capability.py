@@ -130,6 +130,11 @@ class EngineCapability:
             raise ValueError(f"fp8={fp8} of the backend scales a whole step at once; build the served model without fp8")
         if isinstance(model.backend, TorchBackend) and model.backend.batch_invariant and model.groups.tp.size > 1:
             raise ValueError(f"batch_invariant=True of the backend is served with tp=1, found tp={model.groups.tp.size}; set it")
+        if isinstance(model.backend, TorchBackend) and model.backend.batch_invariant and shares_experts(model):
+            raise ValueError(
+                f"batch_invariant=True of the backend is served with ep=1, found ep={model.groups.ep.size}: engines that share experts "
+                "add up what each gives; set it"
+            )
         if model.config.mtp_num_layers and model.training:
             raise ValueError(
                 f"mtp_num_layers={model.config.mtp_num_layers} predicts further tokens in training mode only; call model.eval() before"

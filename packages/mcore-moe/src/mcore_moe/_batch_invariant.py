@@ -25,8 +25,13 @@ def check_batch_invariant(config: MoEConfig, plan: ParallelPlan, *, device: torc
     gpu, types = torch.device(device).type == "cuda", config.moe_router_load_balancing_type
     refused = {
         "tp": (plan.tp, plan.tp > 1, "its ranks share out tokens or picks; set tp=1"),
-        "ep": (plan.ep, plan.ep > 1, "ranks exchange the tokens of all sequences together; set ep=1"),
-        "etp": (plan.expert_tp, plan.expert_tp > 1, "ranks exchange the tokens of all sequences together; set etp=1"),
+        "etp": (plan.expert_tp, plan.expert_tp > 1, "its ranks add up parts of a result; set etp=1"),
+        # All-to-alls bring each pick back by itself, and its token adds them up as on one rank.
+        "moe_token_dispatcher_type": (
+            config.moe_token_dispatcher_type,
+            plan.ep > 1 and config.moe_token_dispatcher_type != "alltoall",
+            f"ranks add up what their experts give; with ep={plan.ep} set 'alltoall', or set ep=1",
+        ),
         "moe_expert_capacity_factor": (
             config.moe_expert_capacity_factor,
             config.moe_expert_capacity_factor is not None,

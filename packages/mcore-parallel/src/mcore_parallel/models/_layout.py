@@ -112,6 +112,7 @@ def check_batch_invariant(
     Raises:
         ValueError: names the part that cannot, and what to change.
     """
+    linear = {"M", "G"} & set(config.hybrid_layer_pattern or "")
     kv_heads_cut = config.kv_heads % groups.tp.size != 0
     gpu = torch.device(device).type == "cuda"
     follows = is_dense(feed_forward) or isinstance(feed_forward, BatchInvariantChecked)
@@ -123,7 +124,7 @@ def check_batch_invariant(
         f"tp={groups.tp.size}, whose sums of more than two parts depend on the step,": groups.tp.size > 2,
         f"tp={groups.tp.size} with num_query_groups={config.kv_heads}": kv_heads_cut,
         f"cp={groups.cp.size}": groups.cp.size > 1,
-        f"hybrid_layer_pattern={config.hybrid_layer_pattern!r}": config.hybrid_layer_pattern is not None,
+        f"the linear mixers of hybrid_layer_pattern={config.hybrid_layer_pattern!r}": bool(linear),
         f"tp={groups.tp.size} with qk_layernorm_across_heads=True": groups.tp.size > 1 and config.qk_layernorm_across_heads,
         "feed_forward of its own": not follows,
         "attention_core or mixer of its own": own_core,
