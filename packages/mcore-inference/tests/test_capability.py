@@ -4,6 +4,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, EngineCapability, InferenceConfig, PagedAttention
-from mcore_inference._capability import check_batch_invariant, check_layout
+from mcore_inference._capability import check_batch_invariant, check_expanded_latents, check_layout
 from mcore_inference.attention import PageFormat
 from mcore_parallel import Group, ProcessGroups
 from mcore_parallel.backends import Fp8Config, TorchBackend
@@ -145,3 +146,20 @@ def test_an_exact_engine_needs_kernels_of_attention_on_a_gpu(
         return check_batch_invariant(dtype, pages)
     with pytest.raises(ValueError, match=message):
         check_batch_invariant(dtype, pages)
+
+
+@pytest.mark.parametrize(
+    ("value", "num_heads", "device", "message"),
+    [
+        (17, 4, "cpu", "v_head_dim=17 is above the 16 channels of a key"),
+        (11, 4, "cuda", "v_head_dim=11 and 16 channels of a key over 4 heads are not both a multiple of 16"),
+        (11, 4, "cpu", None),
+        (12, 4, "cuda", None),
+    ],
+)
+def test_latents_that_a_cache_of_keys_and_values_cannot_hold_are_refused(
+    value: int, num_heads: int, device: str, message: str | None
+) -> None:
+    sizes = LatentAttentionConfig(kv_lora_rank=8, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=value)
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        check_expanded_latents("layers.0.attention", sizes, num_heads, device)

@@ -257,9 +257,13 @@ def test_attention_and_statistics_compile_for_hopper(dtype: torch.dtype, monkeyp
         core = core_of("cpu", dtype, num_heads=8, num_kv_heads=2, head_dim=width, window=(100, 0), softmax_type="off-by-one")
         q, k = (torch.zeros(70, heads, width, dtype=dtype) for heads in (8, 2))
         core._attend_tiles(q, k, k, (0, 30, 70), None)
+    # Of latent attention, values are narrower.
+    core = core_of("cpu", dtype, num_heads=8, num_kv_heads=8, head_dim=192, value_dim=128)
+    q, v = (torch.zeros(70, 8, width, dtype=dtype) for width in (192, 128))
+    core._attend_tiles(q, q, v, (0, 30, 70), None)
     logits = torch.zeros(3, 5000, dtype=dtype)
     rows.row_statistics(logits, torch.ones(3), torch.zeros(3, dtype=torch.int64), 4990, -1e30)
-    assert len(attend.ptx) == (2 if dtype == torch.bfloat16 else 1) and len(statistics.ptx) == 1
+    assert len(attend.ptx) == (3 if dtype == torch.bfloat16 else 2) and len(statistics.ptx) == 1
     if dtype == torch.bfloat16:
         assert all(name.startswith("wgmma.mma_async.sync.aligned.m64") for text in attend.ptx for name in instructions(text))
 

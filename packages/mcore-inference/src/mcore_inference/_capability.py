@@ -16,7 +16,7 @@ from mcore_inference.cache import MambaInferenceStateConfig, PagedKVCache, get_m
 from mcore_parallel import Group
 from mcore_parallel.backends import TorchBackend
 from mcore_parallel.models import GPTModel, TransformerLayer
-from mcore_parallel.nn import MLP, GatedDeltaNet, LatentSelfAttention, LinearMixer, MambaMixer, SelfAttention
+from mcore_parallel.nn import MLP, GatedDeltaNet, LatentAttentionConfig, LatentSelfAttention, LinearMixer, MambaMixer, SelfAttention
 
 __all__ = ["EngineCapability"]
 
@@ -156,14 +156,36 @@ class EngineCapability:
             return
         name = f"{name}.{layer.mixer_name}"
         _check_class(name, layer.mixer, self.mixers, "serve a model whose mixers are all of these")
-        latent = layer.mixer.latent if isinstance(layer.mixer, LatentSelfAttention) and layer.mixer.spec.batch_invariant else None
-        if latent is not None and latent.v_head_dim > latent.qk_head_dim:
-            raise ValueError(
-                f"{name} has batch_invariant=True of the backend, and v_head_dim={latent.v_head_dim} is above the {latent.qk_head_dim} "
-                "channels of a key, which a cache of keys and values has room for; serve without batch_invariant"
-            )
+        if isinstance(layer.mixer, LatentSelfAttention) and layer.mixer.spec.batch_invariant:
+            check_expanded_latents(name, layer.mixer.latent, layer.mixer.local_heads, layer.mixer.spec.device)
         if isinstance(layer.mixer, (SelfAttention, LatentSelfAttention)):
             _check_class(f"{name}.core", layer.mixer.core, self.cores, "build the model with attention_core=PagedAttention()")
+
+
+def check_expanded_latents(name: str, latent: LatentAttentionConfig, num_heads: int, device: str) -> None:
+    """Whether a cache of keys and values can hold those of a layer of latent attention, in the bits of its trainer.
+
+    Args:
+        name: of the layer.
+        latent: its sizes.
+        num_heads: of this rank.
+        device: its type.
+
+    Raises:
+        ValueError: values are wider than keys, or on a GPU the kernel would be compiled for the trainer's values and the cache's apart.
+    """
+    key, value = latent.qk_head_dim, latent.v_head_dim
+    what = f"{name} has batch_invariant=True of the backend, and v_head_dim={value}"
+    if value > key:
+        raise ValueError(
+            f"{what} is above the {key} channels of a key, which a cache of keys and values has room for; serve without batch_invariant"
+        )
+    # A trainer's values lie beside one another, those of a cache as far apart as keys.
+    if device == "cuda" and (num_heads * value % 16 == 0) != (num_heads * key % 16 == 0):
+        raise ValueError(
+            f"{what} and {key} channels of a key over {num_heads} heads are not both a multiple of 16 channels a token, for which kernels "
+            "are compiled; serve without batch_invariant"
+        )
 
 
 def expands_latents(model: GPTModel) -> bool:
