@@ -101,13 +101,13 @@ class Service:
         """Of each server."""
         return [sum(self.group.cells[index * _ROW + _FIRST_STATUS : (index + 1) * _ROW]) for index in range(NUM_SERVERS)]
 
-    def join(self, timeout_s: float = 30.0) -> None:
+    def join(self, timeout_s: float = 60.0) -> None:
         self._thread.join(timeout_s)
         assert not self._thread.is_alive()
 
 
 @contextlib.contextmanager
-def service(coordinator: DataParallelInferenceCoordinator, serve: Any = serve_tiny, *, drain_s: float = 20.0) -> Iterator[Service]:
+def service(coordinator: DataParallelInferenceCoordinator, serve: Any = serve_tiny, *, drain_s: float = 60.0) -> Iterator[Service]:
     """Processes are forked from the worlds' server, which has torch loaded."""
     start_server()
     with pytest.MonkeyPatch.context() as patch:
