@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from mcore_ckpt.megatron._args import args_of
 from mcore_parallel.tensor_parallel import is_adapter
 from mcore_parallel.training import Batch, train_step
 from mcore_tools.assembly import assemble
@@ -102,6 +103,14 @@ def test_sizes_are_the_published_ones_and_the_model_can_be_exported(name: str) -
     config = recipe(name)
     assert model_sizes(config).num_parameters / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
     assert describe_model(config, None)["family"] == FAMILIES[name]
+
+
+def test_a_model_that_no_family_expresses_says_its_sizes_for_megatron() -> None:
+    config = override(recipe("qwen3_30b_a3b"), ["model.rotary_interleaved=true"])
+    described = describe_model(config, None)
+    assert described.keys() == {"config"}
+    args = args_of(described["config"])
+    assert args["rotary_interleaved"] is True and args["num_experts"] == 128 and args["moe_router_topk"] == 8
 
 
 SMALL = ["model.hidden_size=64", "model.vocab_size=128", "model.ffn_hidden_size=96", "train.dtype=float32", "train.seq_len=16"]

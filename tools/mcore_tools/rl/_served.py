@@ -33,7 +33,7 @@ def served_engines(
     Raises:
         ValueError: no family of Hugging Face expresses the model; a token file that cannot be read.
     """
-    if not model:
+    if "family" not in model:
         raise ValueError("rl.served sends weights by their Hugging Face names, and no family expresses this model; set rl.served=none")
     key = _key(served, "api_key_file")
     weights_key = _key(served, "weights_key_file") or key

@@ -21,7 +21,8 @@ from mcore_tools.training._stored import MOE_SIZES
 
 def describe_model(config: RunConfig, origin: Folder | HuggingFaceFolder | None) -> dict[str, Any]:
     """Family, sizes and config.json entries of a run's model, under the names by which `export_checkpoint_hf` and ``mcore convert
-    export-hf`` take them from a checkpoint; empty where no family can express it.
+    export-hf`` take them from a checkpoint; the sizes alone, which ``export-megatron`` reads, where no family can express it. Empty for an
+    encoder with a decoder.
 
     Args:
         config: the run.
@@ -32,9 +33,11 @@ def describe_model(config: RunConfig, origin: Folder | HuggingFaceFolder | None)
         sizes |= {name: value for name, value in dataclasses.asdict(config.moe).items() if name in MOE_SIZES}
         sizes["moe_ffn_hidden_size"] = config.moe.moe_ffn_hidden_size or config.model.ffn_size
     family, entries = _origin(origin)
-    families = [] if config.spans else families_of(sizes)
-    if not families:
+    if config.spans:
         return {}
+    families = families_of(sizes)
+    if not families:
+        return {"config": sizes}
     return {"family": family if family in families else families[0], "config": sizes, "hf_config": _entries(config, entries)}
 
 

@@ -7,68 +7,148 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from mcore_ckpt.megatron._args import LATENT, LLAMA3, OTHER_NAMES, ROUTER, SAME_NAMES, SHARED, YARN
 from mcore_ckpt.megatron._names import LAYERS
 
-__all__ = ["args_of", "family_of", "sizes_of"]
+__all__ = ["family_of", "sizes_of"]
 
-_SAME = (
-    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels", "norm_epsilon"),
-    *("normalization", "qk_layernorm", "add_bias_linear", "add_qkv_bias", "rotary_base", "rotary_percent", "init_method_std"),
-    *("softmax_type", "window_size", "window_attn_skip_freq"),
-)
-_ROUTER = (
-    *("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
-    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias"),
-)
-_SHARED = ("moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_latent_size")
-_RENAMED = MappingProxyType({"layernorm_epsilon": "norm_epsilon", "padded_vocab_size": "vocab_size"})
-_POSITIONS = MappingProxyType({"learned_absolute": "learned_absolute", "rope": "rope"})
-_LATENT = MappingProxyType(
+_POSITIONS = ("learned_absolute", "rope", "mrope", "yarn", "none")
+_GATED = MappingProxyType({"swiglu": True, "quick_geglu": True, "squared_relu": False})
+# Settings without a field of ours: the value that changes nothing, and what another one is.
+_NOT_HERE: Mapping[str, tuple[Any, str]] = MappingProxyType(
     {
-        "q_lora_rank": "q_lora_rank",
-        "kv_lora_rank": "kv_lora_rank",
-        "qk_head_dim": "qk_nope_head_dim",
-        "qk_pos_emb_head_dim": "qk_rope_head_dim",
-        "v_head_dim": "v_head_dim",
-    }
-)
-_YARN = MappingProxyType(
-    {
-        "rotary_scaling_factor": "factor",
-        **{name: name for name in ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")},
+        "qk_l2_norm": (False, "norms of queries and keys without weights"),
+        "apply_residual_connection_post_layernorm": (False, "residuals from behind the norms"),
+        "attention_output_gate": (False, "a gate whose rows lie between those of the queries"),
+        "experimental_attention_variant": (None, "another attention"),
+        "is_hybrid_model": (False, "a hybrid model"),
+        "hybrid_override_pattern": (None, "a hybrid model"),
+        "hybrid_layer_pattern": (None, "a hybrid model"),
+        "use_mup": (False, "factors of embeddings, scores and logits"),
     }
 )
 
 
 def sizes_of(settings: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], *, gated: bool) -> dict[str, Any]:
-    """Our config: what the run said, then what the shapes say, which nobody can contradict."""
-    sizes = {name: settings[name] for name in _SAME if settings.get(name) is not None}
-    sizes |= {ours: settings[theirs] for theirs, ours in _RENAMED.items() if settings.get(theirs) is not None and ours not in sizes}
-    if settings.get("position_embedding_type") in _POSITIONS:
-        sizes["position_embedding_type"] = settings["position_embedding_type"]
-        if settings["position_embedding_type"] == "learned_absolute" and "embedding.position_embeddings.weight" in shapes:
-            sizes["max_position_embeddings"] = shapes["embedding.position_embeddings.weight"][0]
+    """Our config: what the run said, then what the shapes say, which nobody can contradict.
+
+    Raises:
+        ValueError: a setting that no model of ours has, by its name and value; a size that is needed and not known.
+    """
+    for name, (only, what) in _NOT_HERE.items():
+        if (value := settings.get(name)) not in (None, only):
+            raise ValueError(f"{name}={value!r} is {what}, which a GPT model here does not have; only {only!r} can be imported")
+    sizes = {name: settings[name] for name in SAME_NAMES if settings.get(name) is not None}
+    for ours, names in OTHER_NAMES.items():
+        if values := [settings[theirs] for theirs in names if settings.get(theirs) is not None]:
+            sizes[ours] = values[0]
+    if settings.get("num_query_groups") is not None:
+        sizes["num_query_groups"] = settings["num_query_groups"]
+    sizes.pop("max_position_embeddings", None)
+    latent = _latent_of(settings, shapes)
+    sizes |= {} if latent else _positions_of(settings, shapes)
     layers = [int(key.split(".")[2]) for key in shapes if key.startswith(LAYERS)]
     sizes["num_layers"] = 1 + max(layers, default=-1)
     if (word := shapes.get("embedding.word_embeddings.weight")) is not None:
         sizes["vocab_size"], sizes["hidden_size"] = word
     sizes["share_embeddings_and_output_weights"] = "output_layer.weight" not in shapes
+    for field, part in (("add_bias_linear", "linear_proj"), ("add_qkv_bias", "linear_qkv")):
+        if any(key.endswith(f"self_attention.{part}.weight") for key in shapes):
+            sizes[field] = any(key.endswith(f"self_attention.{part}.bias") for key in shapes)
     if settings.get("group_query_attention") is False and "num_attention_heads" in sizes:
         sizes["num_query_groups"] = sizes["num_attention_heads"]
     experts = next((shape for key, shape in shapes.items() if key.endswith("experts.experts.linear_fc2.weight")), None)
+    dense = next((shape[-1] for key, shape in shapes.items() if key.endswith(".mlp.linear_fc2.weight")), None)
+    if dense is not None:
+        sizes["ffn_hidden_size"] = dense
     if experts is not None:
         sizes["num_moe_experts"], sizes["ffn_hidden_size"] = experts[0], experts[2]
-        dense = next((shape[-1] for key, shape in shapes.items() if key.endswith(".mlp.linear_fc2.weight")), None)
         if dense is not None:
             sizes |= {"ffn_hidden_size": dense, "moe_ffn_hidden_size": experts[2], "moe_layer_freq": _mixtures(shapes, sizes["num_layers"])}
-        sizes |= {name: settings[name] for name in _ROUTER if settings.get(name) is not None}
+        sizes |= {name: settings[name] for name in ROUTER if settings.get(name) is not None}
         sizes |= _shared_of(shapes)
-    if gated and settings.get("swiglu"):
-        sizes["activation"] = "swiglu"
-    if latent := _latent_of(settings, shapes):
-        # Each head has keys and values of its own.
-        sizes = {name: value for name, value in sizes.items() if name not in ("num_query_groups", "kv_channels")} | latent
+        biased = any(key.endswith(".router.bias") for key in shapes)
+        if biased != sizes.get("add_bias_linear", False):
+            sizes["moe_router_bias"] = biased
+        _check_router(settings)
+    sizes |= _activation_of(settings, shapes, gated=gated)
+    if latent:
+        # Each head has keys and values of its own; positions are not interpolated there.
+        dropped = ("num_query_groups", "kv_channels", "seq_len_interpolation_factor")
+        sizes = {name: value for name, value in sizes.items() if name not in dropped} | latent
     return {name: value for name, value in sizes.items() if isinstance(value, str | int | float | bool | tuple | list | dict)}
+
+
+def _positions_of(settings: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Of grouped queries, and the scale of their scores.
+
+    Raises:
+        ValueError: positions of another kind, or ones that say too little.
+    """
+    kind = settings.get("position_embedding_type")
+    if kind not in (None, *_POSITIONS):
+        raise ValueError(f"position_embedding_type={kind!r} is not there here; only {', '.join(_POSITIONS)} can be imported")
+    if settings.get("enable_gpt_oss") and kind != "yarn":
+        raise ValueError(
+            "enable_gpt_oss=True scales positions by numbers that it does not say; give position_embedding_type='yarn' and yarn_* in the "
+            "config"
+        )
+    sizes: dict[str, Any] = {} if kind is None else {"position_embedding_type": kind}
+    if kind == "learned_absolute" and "embedding.position_embeddings.weight" in shapes:
+        sizes["max_position_embeddings"] = shapes["embedding.position_embeddings.weight"][0]
+    sizes |= {name: settings[name] for name in ("softmax_scale", "no_rope_freq") if settings.get(name) is not None}
+    if kind == "mrope":
+        sizes["mrope_section"] = settings.get("mrope_section")
+    if kind == "yarn":
+        names = {**{f"yarn_{theirs}": ours for theirs, ours in YARN.items()}, "yarn_correction_range_round_to_int": None}
+        yarn = {ours or theirs[5:]: settings[theirs] for theirs, ours in names.items() if settings.get(theirs) is not None}
+        if missing := [name for name in ("factor", "original_max_position_embeddings") if name not in yarn]:
+            name = next(theirs for theirs, ours in names.items() if ours == missing[0])
+            raise ValueError(f"position_embedding_type='yarn', and the checkpoint does not say {name}; give it in the config")
+        sizes["yarn"] = yarn
+    if settings.get("use_rope_scaling") and kind in (None, "rope"):
+        factor = settings.get("rope_scaling_factor")
+        sizes["rope_scaling"] = {"factor": 8.0 if factor is None else factor, **LLAMA3}
+    return sizes
+
+
+def _activation_of(settings: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], *, gated: bool) -> dict[str, Any]:
+    """Empty where nothing says it.
+
+    Raises:
+        ValueError: settings that no activation of ours has, or that the weights contradict.
+    """
+    said = {name: bool(settings[name]) for name in _GATED if settings.get(name) is not None}
+    chosen = [name for name, on in said.items() if on]
+    if len(chosen) > 1:
+        raise ValueError(f"{' and '.join(f'{name}=True' for name in chosen)} exclude one another; set one of them in the config")
+    if not said or not any(key.endswith("linear_fc1.weight") for key in shapes):
+        return {}
+    if gated != (bool(chosen) and _GATED[chosen[0]]):
+        has, sets = ("a gate", ", ".join(chosen) or "none") if gated else ("no gate", chosen[0])
+        raise ValueError(
+            f"the feed-forward has {has}, and of {', '.join(_GATED)} the settings have {sets}; give the right one as True in the config"
+        )
+    tanh = bool(settings.get("bias_gelu_fusion")) and any(key.endswith("linear_fc1.bias") for key in shapes)
+    sizes: dict[str, Any] = {"activation": chosen[0] if chosen else "gelu_tanh" if tanh else "gelu"}
+    for name, only in (("glu_linear_offset", 0.0), ("activation_func_clamp_value", None)):
+        value = settings.get(name)
+        if value in (None, only):
+            continue
+        if sizes["activation"] != "quick_geglu":
+            raise ValueError(
+                f"{name}={value!r} is of quick_geglu alone here, and the activation is {sizes['activation']}; only {only!r} can"
+            )
+        sizes[name] = value
+    return sizes
+
+
+def _check_router(settings: Mapping[str, Any]) -> None:
+    kinds = settings.get("moe_router_load_balancing_type")
+    if "sinkhorn" in ([kinds] if isinstance(kinds, str) else kinds or ()):
+        raise ValueError(
+            "moe_router_load_balancing_type='sinkhorn' weighs experts in a way of its own; give another one in the config to import without"
+        )
 
 
 def _shared_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
@@ -106,17 +186,21 @@ def _latent_of(settings: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
             names = (f"{layer}.self_attention.{norm}_layernorm.weight", f"{layer}.self_attention.linear_{norm}_up_proj.layer_norm_weight")
             if not any(name in shapes for name in names):
                 raise ValueError(f"{names[0]} is missing: latents without norms (qk_layernorm=False) are a model that is not there here")
-    needed = [name for name in (*_LATENT, "rope_type") if name != "q_lora_rank" and settings.get(name) is None]
+    needed = [name for name in (*LATENT, "rope_type") if name != "q_lora_rank" and settings.get(name) is None]
     if needed:
         raise ValueError(f"the checkpoint has latent attention and does not say {', '.join(needed)}; give it in the config")
-    latent = {ours: settings.get(theirs) for theirs, ours in _LATENT.items()}
+    if settings.get("rotary_percent") not in (None, 1.0):
+        raise ValueError(
+            f"rotary_percent={settings['rotary_percent']!r}: all rotary channels of latent attention turn here; only 1.0 can be imported"
+        )
+    latent = {ours: settings.get(theirs) for theirs, ours in LATENT.items()}
     sizes: dict[str, Any] = {
         "latent_attention": latent,
         "rotary_interleaved": True,
         "qk_layernorm": False,
         "position_embedding_type": "rope",
     }
-    yarn = {ours: settings[theirs] for theirs, ours in _YARN.items() if settings.get(theirs) is not None}
+    yarn = {ours: settings[theirs] for theirs, ours in YARN.items() if settings.get(theirs) is not None}
     if settings["rope_type"] == "yarn":
         sizes |= {"position_embedding_type": "yarn", "yarn": yarn}
     elif (all_dims := yarn.get("mscale_all_dim")) and (factor := yarn.get("factor", 1.0)) > 1.0:
@@ -138,8 +222,10 @@ def family_of(settings: Mapping[str, Any], sizes: Mapping[str, Any], *, gated: b
         # All norms are of one epsilon there, and those of the latents of 1e-6 in the family.
         known = balanced if "num_moe_experts" in sizes else "moe_layer_freq" not in sizes
         return "deepseek3" if sizes.get("norm_epsilon") == 1e-6 and known else None
-    ordinary = {"moe_router_score_function": "softmax", "moe_router_pre_softmax": False}
-    if any(sizes.get(name) not in (None, ordinary.get(name)) for name in ("moe_layer_freq", *_SHARED, *_ROUTER[1:])):
+    ordinary = {"moe_router_score_function": "softmax", "rotary_percent": 1.0}
+    others = ("rotary_interleaved", "rotary_percent", "layernorm_zero_centered_gamma", "seq_len_interpolation_factor", "softmax_scale")
+    others = (*others, "no_rope_freq", "rope_scaling", "moe_router_bias", "moe_layer_freq", *SHARED, *ROUTER[1:])
+    if any((value := sizes.get(name)) and value != ordinary.get(name) for name in others):
         return None
     experts, qk_norm, bias = "num_moe_experts" in sizes, bool(sizes.get("qk_layernorm")), bool(sizes.get("add_qkv_bias"))
     if experts:
@@ -147,52 +233,3 @@ def family_of(settings: Mapping[str, Any], sizes: Mapping[str, Any], *, gated: b
     if qk_norm:
         return None if bias else "qwen3"
     return "qwen2" if bias else "llama"
-
-
-def args_of(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Their settings of a config of ours.
-
-    Raises:
-        ValueError: latent attention, or norms of queries and keys, that are not theirs.
-    """
-    if sizes.get("qk_layernorm_across_heads"):
-        raise ValueError("qk_layernorm_across_heads=True cannot be exported: norms of queries and keys are of single heads there")
-    args = {name: sizes[name] for name in (*_SAME, *_ROUTER, *_SHARED) if name in sizes}
-    args |= {theirs: sizes[ours] for theirs, ours in _RENAMED.items() if ours in sizes}
-    if "num_moe_experts" in sizes:
-        args["num_experts"] = sizes["num_moe_experts"]
-    if "num_query_groups" in sizes:
-        args["group_query_attention"] = sizes["num_query_groups"] != sizes.get("num_attention_heads")
-    if "share_embeddings_and_output_weights" in sizes:
-        args["untie_embeddings_and_output_weights"] = not sizes["share_embeddings_and_output_weights"]
-    # The fields that a config leaves out are at the defaults of ours.
-    args |= {"normalization": sizes.get("normalization", "RMSNorm"), "swiglu": sizes.get("activation", "swiglu") == "swiglu"}
-    args |= {name: sizes.get(name, default) for name, default in (("position_embedding_type", "rope"), ("add_bias_linear", False))}
-    args |= {name: sizes[name] for name in ("moe_layer_freq", "moe_ffn_hidden_size") if name in sizes}
-    args |= _latent_args(sizes)
-    if args.get("max_position_embeddings") is None and sizes.get("max_position_embeddings") is not None:
-        args["max_position_embeddings"] = sizes["max_position_embeddings"]
-    return args
-
-
-def _latent_args(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    latent = sizes.get("latent_attention")
-    if not isinstance(latent, Mapping):
-        return {}
-    kind, yarn = sizes.get("position_embedding_type", "rope"), sizes.get("yarn")
-    epsilon = sizes.get("norm_epsilon", 1e-5)
-    refused = {
-        "rotary_interleaved": (sizes.get("rotary_interleaved", False), True, "the rotary channels are pairs of neighbours there"),
-        "latent_attention.norm_epsilon": (latent.get("norm_epsilon") or epsilon, epsilon, "all norms have one epsilon there"),
-        "softmax_scale": (sizes.get("softmax_scale"), None, "the scale follows from the widths there"),
-    }
-    for name, (value, only, why) in refused.items():
-        if value != only:
-            raise ValueError(f"{name}={value!r} cannot be exported with latent attention: {why}; only {only!r} can")
-    if kind not in ("rope", "yarn"):
-        raise ValueError(f"position_embedding_type={kind!r} cannot be exported with latent attention; only 'rope' and 'yarn' can")
-    args = {theirs: latent.get(ours) for theirs, ours in _LATENT.items()}
-    args |= {"multi_latent_attention": True, "qk_layernorm": True, "rope_type": kind, "position_embedding_type": "rope"}
-    # Without a scaling the factor of the scores is 1.
-    scaling = yarn if kind == "yarn" and isinstance(yarn, Mapping) else {"factor": 1.0, "mscale_all_dim": 0.0}
-    return args | {theirs: scaling[ours] for theirs, ours in _YARN.items() if scaling.get(ours) is not None}

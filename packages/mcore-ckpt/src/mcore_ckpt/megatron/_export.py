@@ -15,7 +15,7 @@ from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._formats import Place, write_objects
 from mcore_ckpt._storage import Folder, WatchedFolder, dtype_of, open_folder
 from mcore_ckpt.chunks import Box
-from mcore_ckpt.megatron._config import args_of
+from mcore_ckpt.megatron._args import args_of
 from mcore_ckpt.megatron._fsdp_dtensor import fsdp_groups, fsdp_tensors, precision_of, write_values
 from mcore_ckpt.megatron._names import LAYERS, their_name, their_shape
 from mcore_ckpt.megatron._source import common_groups, make_groups

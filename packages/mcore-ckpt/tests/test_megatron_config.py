@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Every field of a model's config goes to Megatron-LM's settings and comes back, or is refused by name before anything is written."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from mcore_ckpt import CheckpointingException, read_tensor, save
+from mcore_ckpt.manifest import read_manifest
+from mcore_ckpt.megatron import export_checkpoint_megatron, import_checkpoint_megatron
+from mcore_ckpt.megatron._args import args_of
+
+parallel = pytest.importorskip("mcore_parallel", reason="compares with the configs and models of mcore-parallel")
+models = pytest.importorskip("mcore_parallel.models")
+step = pytest.importorskip("mcore_parallel.nn").Step
+
+BASE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": 32, "ffn_hidden_size": 24}
+LATENT = {"q_lora_rank": 6, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 8, "mscale_all_dim": 1.0}
+BIASED = {"add_bias_linear": True, "add_qkv_bias": True}
+WINDOW = {"window_size": (3, 0)}
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2}
+# field -> changes to BASE that take it off its default; a model of them comes back as it went.
+MAPPED = {
+    "num_layers": {"num_layers": 3},
+    "hidden_size": {"hidden_size": 24},
+    "num_attention_heads": {"num_attention_heads": 2},
+    "vocab_size": {"vocab_size": 64},
+    "num_query_groups": {"num_query_groups": 2},
+    "ffn_hidden_size": {"ffn_hidden_size": None},
+    "kv_channels": {"kv_channels": 6},
+    "normalization": {"normalization": "LayerNorm"},
+    "norm_epsilon": {"norm_epsilon": 1e-3},
+    "layernorm_zero_centered_gamma": {"layernorm_zero_centered_gamma": True},
+    "qk_layernorm": {"qk_layernorm": True},
+    "add_bias_linear": BIASED,
+    "add_qkv_bias": {"add_qkv_bias": True},
+    "activation": {"activation": "squared_relu"},
+    "glu_linear_offset": {"glu_linear_offset": 1.0, "activation": "quick_geglu"},
+    "activation_func_clamp_value": {"activation_func_clamp_value": 0.25, "activation": "quick_geglu"},
+    "softmax_type": {"softmax_type": "learnable"},
+    "window_size": WINDOW,
+    "window_attn_skip_freq": {"window_attn_skip_freq": (1, 0), **WINDOW},
+    "latent_attention": {"latent_attention": LATENT, "rotary_interleaved": True},
+    "position_embedding_type": {"position_embedding_type": "none"},
+    "max_position_embeddings": {"max_position_embeddings": 24, "position_embedding_type": "learned_absolute"},
+    "rotary_base": {"rotary_base": 100.0},
+    "rotary_percent": {"rotary_percent": 0.5},
+    "rotary_interleaved": {"rotary_interleaved": True},
+    "seq_len_interpolation_factor": {"seq_len_interpolation_factor": 4.0},
+    "rope_scaling": {"rope_scaling": {"factor": 32.0}, "kv_channels": 16, "rotary_base": 500_000.0},
+    "yarn": {"yarn": YARN, "position_embedding_type": "yarn", "latent_attention": LATENT, "rotary_interleaved": True},
+    "mrope_section": {"mrope_section": (2, 1, 1), "position_embedding_type": "mrope", "kv_channels": 8},
+    "no_rope_freq": {"no_rope_freq": 2, "num_layers": 3},
+    "init_method_std": {"init_method_std": 0.5},
+    "share_embeddings_and_output_weights": {"share_embeddings_and_output_weights": True},
+    "num_moe_experts": EXPERTS,
+    "moe_router_topk": {**EXPERTS, "moe_router_topk": 3},
+    "moe_ffn_hidden_size": {**EXPERTS, "moe_ffn_hidden_size": 12, "moe_layer_freq": (0, 1)},
+    "moe_layer_freq": {**EXPERTS, "moe_layer_freq": (1, 0)},
+    "moe_shared_expert_intermediate_size": {**EXPERTS, "moe_shared_expert_intermediate_size": 12},
+    "moe_shared_expert_gate": {**EXPERTS, "moe_shared_expert_intermediate_size": 12, "moe_shared_expert_gate": True},
+    "moe_latent_size": {**EXPERTS, "moe_latent_size": 8},
+    "moe_router_score_function": {**EXPERTS, "moe_router_score_function": "sigmoid"},
+    "moe_router_pre_softmax": {**EXPERTS, "moe_router_pre_softmax": True},
+    "moe_router_topk_scaling_factor": {**EXPERTS, "moe_router_topk_scaling_factor": 2.5},
+    "moe_router_num_groups": {**EXPERTS, "moe_router_num_groups": 2, "moe_router_group_topk": 1},
+    "moe_router_group_topk": {**EXPERTS, "moe_router_num_groups": 2, "moe_router_group_topk": 1},
+    "moe_router_enable_expert_bias": {**EXPERTS, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
+    "moe_apply_probs_on_input": {**EXPERTS, "moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True},
+}
+# Off their defaults these are in no setting there.
+REFUSED = {
+    "qk_layernorm_across_heads": {"qk_layernorm_across_heads": True, "qk_layernorm": True},
+    "sandwich_norm": {"sandwich_norm": True},
+    "post_norm": {"post_norm": True},
+    "softmax_scale": {"softmax_scale": 1.0},
+    "attn_logit_softcapping": {"attn_logit_softcapping": 50.0},
+    "attention_output_gate": {"attention_output_gate": True},
+    "rotary_base_window": {"rotary_base_window": 100.0, **WINDOW},
+    "hybrid_layer_pattern": {"hybrid_layer_pattern": "*-"},
+    "mamba": {"mamba": {"state_dim": 16}},
+    "delta_net": {"delta_net": {"num_key_heads": 2, "num_value_heads": 2}},
+    "embedding_multiplier": {"embedding_multiplier": 4.0},
+    "output_multiplier": {"output_multiplier": 0.5},
+    "final_logit_softcapping": {"final_logit_softcapping": 30.0},
+    "moe_router_bias": {**EXPERTS, "moe_router_bias": True},
+    "num_token_types": {"num_token_types": 2},
+    "add_binary_head": {"add_binary_head": True},
+}
+# They change no weight's meaning: which kernel computes it, and depths of multi-token prediction, whose weights are left out by name.
+FREE = {"attention_backend", "mtp_num_layers", "mtp_detach"}
+# Of fields above, other values and combinations.
+MORE_MAPPED = {
+    "quick_geglu": {"activation": "quick_geglu"},
+    "gelu": {"activation": "gelu", **BIASED},
+    "gelu_tanh": {"activation": "gelu_tanh", **BIASED},
+    "gelu without biases": {"activation": "gelu"},
+    "window of every third": {"window_attn_skip_freq": 3, "num_layers": 4, **WINDOW},
+    "off-by-one": {"softmax_type": "off-by-one"},
+    "the scale that follows": {"softmax_scale": 0.5},
+}
+MORE_REFUSED = {
+    "activation='geglu'": {"activation": "geglu"},
+    "activation='relu'": {"activation": "relu"},
+    "activation='gelu_tanh'": {"activation": "gelu_tanh"},
+    "activation='gelu_tanh' cannot be exported with experts": {"activation": "gelu_tanh", **BIASED, **EXPERTS},
+    "add_qkv_bias=False": {"add_bias_linear": True},
+    "position_embedding_type='yarn'": {"position_embedding_type": "yarn", "yarn": {"factor": 4.0}},
+    "rope_scaling.low_freq_factor=2.0": {"rope_scaling": {"low_freq_factor": 2.0}},
+    "window_attn_skip_freq='": {"window_attn_skip_freq": "([1]*1+[0]*1)*1", **WINDOW},
+    "rotary_percent=0.5": {"latent_attention": LATENT, "rotary_interleaved": True, "rotary_percent": 0.5},
+    "no_rope_freq=2": {"latent_attention": LATENT, "rotary_interleaved": True, "no_rope_freq": 2},
+    "yarn.correction_range_round_to_int=False": {**MAPPED["yarn"], "yarn": {"factor": 4.0, "correction_range_round_to_int": False}},
+    "yarn.mscale=None": {**MAPPED["yarn"], "yarn": {"factor": 4.0, "mscale": None, "mscale_all_dim": 1.0}},
+    "moe_shared_expert_intermediate_size=12": {**MAPPED["moe_shared_expert_intermediate_size"], **BIASED},
+    "moe_latent_size=8": {**MAPPED["moe_latent_size"], **BIASED},
+    "new_field=3": {"new_field": 3},
+}
+
+
+def split(config):
+    """The fields of the model, and those of the mixture or None."""
+    experts = {name: value for name, value in config.items() if "moe_" in name}
+    return {name: value for name, value in config.items() if name not in experts}, experts or None
+
+
+def model_of(config):
+    trunk, experts = split(config)
+    options = {}
+    if experts is not None:
+        moe = pytest.importorskip("mcore_moe")
+        options["feed_forward"] = moe.moe_feed_forward(moe.MoEConfig.from_dict(experts))
+    return models.GPTModel(models.TransformerConfig.from_dict(trunk), parallel.ProcessGroups.single(), **options).double()
+
+
+def logits(model):
+    tokens = torch.arange(20) % 32
+    with torch.no_grad():
+        return model.eval()(tokens, step.causal(1, 20))[0].logits()
+
+
+def meant(config):
+    """Fields of the model, spelled in one way, without those that say how it is trained or computed."""
+    full = models.TransformerConfig.from_dict(split(config)[0])
+    fields = {name: value for name, value in dataclasses.asdict(full).items() if name not in FREE}
+    fields |= {"num_query_groups": full.kv_heads, "kv_channels": full.head_dim, "ffn_hidden_size": full.ffn_size}
+    if full.no_rope_freq is not None:
+        fields["no_rope_freq"] = [models_bare(full, layer) for layer in range(full.num_layers)]
+    if full.softmax_scale == full.head_dim**-0.5:
+        fields["softmax_scale"] = None
+    return fields
+
+
+def models_bare(config, layer):
+    freq = config.no_rope_freq
+    return int((layer + 1) % freq == 0) if isinstance(freq, int) else freq[layer]
+
+
+def test_every_field_of_a_config_has_a_case():
+    names = {field.name for field in dataclasses.fields(models.TransformerConfig)}
+    mixture = {name for name in (*MAPPED, *REFUSED) if "moe_" in name}
+    assert {*MAPPED, *REFUSED, *FREE} == names | mixture | {"num_token_types", "add_binary_head"}
+    assert not set(MAPPED) & set(REFUSED)
+    defaults = models.TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4, vocab_size=32)
+    for name in names - FREE - {"ffn_hidden_size"}:
+        assert {**MAPPED, **REFUSED}[name][name] != getattr(defaults, name), name
+    # A config at the defaults of all its fields says what one that is silent says.
+    whole = json.loads(json.dumps(dataclasses.asdict(defaults)))
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": 32}
+    assert args_of(sizes).items() <= args_of(whole).items()
+    with pytest.raises(ValueError, match="new_field=3 cannot be exported: no setting of Megatron-LM is known for it"):
+        args_of({**sizes, "new_field": 3})
+
+
+@pytest.mark.parametrize("name", [*MAPPED, *MORE_MAPPED])
+def test_a_model_comes_back_as_it_went(name, tmp_path):
+    config = {**BASE, **{**MAPPED, **MORE_MAPPED}[name]}
+    torch.manual_seed(0)
+    model = model_of({**config, "init_method_std": 0.5})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Biases, sinks and norms are not at their first values either.
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    state = {f"model.{shard.name}": shard.parameter.detach() for shard in parallel.named_shards(model)}
+    save(state, tmp_path / "ours", extra={"config": json.loads(json.dumps(config))})
+    assert export_checkpoint_megatron(tmp_path / "ours", tmp_path / "theirs") == []
+    assert import_checkpoint_megatron(tmp_path / "theirs", tmp_path / "again") == []
+    manifest = read_manifest(tmp_path / "again")
+    back = manifest.extra["config"]
+    expected = meant(config)
+    if "num_moe_experts" in config:
+        # Where all layers have experts the width is theirs.
+        expected["ffn_hidden_size"] = config["ffn_hidden_size"]
+    assert meant(back) == expected and set(manifest.tensors) == set(state)
+    other = model_of(back)
+    with torch.no_grad():
+        for shard in parallel.named_shards(other):
+            shard.parameter.copy_(read_tensor(tmp_path / "again", f"model.{shard.name}"))
+    assert torch.equal(logits(model), logits(other))
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *MORE_REFUSED])
+def test_what_no_setting_says_is_refused_before_anything_is_written(name, tmp_path):
+    changes = {**REFUSED, **MORE_REFUSED}[name]
+    config = {**BASE, **changes}
+    save({"model.layers.0.mlp.down.weight": torch.ones(16, 24)}, tmp_path / "ours", extra={"config": json.loads(json.dumps(config))})
+    with pytest.raises(ValueError, match=r"cannot be exported.*(only .* can|leave it out|give one 0 or 1)") as caught:
+        export_checkpoint_megatron(tmp_path / "ours", tmp_path / "theirs")
+    assert str(caught.value).startswith(name if "=" in name else f"{name}={changes[name]!r}") and not (tmp_path / "theirs").exists()
+
+
+def test_depths_of_multi_token_prediction_are_left_out_by_name(tmp_path):
+    config = {**BASE, "mtp_num_layers": 1, "attention_backend": "torch", "mtp_detach": True}
+    model = model_of({**config, "attention_backend": "auto"})
+    state = {f"model.{shard.name}": shard.parameter.detach() for shard in parallel.named_shards(model)}
+    save(state, tmp_path / "ours", extra={"config": config})
+    further = sorted(name for name in state if name.startswith("model.mtp"))
+    assert further and export_checkpoint_megatron(tmp_path / "ours", tmp_path / "theirs") == further
+    import_checkpoint_megatron(tmp_path / "theirs", tmp_path / "again")
+    assert meant(read_manifest(tmp_path / "again").extra["config"]) == meant(BASE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"qk_l2_norm": True}, r"qk_l2_norm=True is norms of queries and keys without weights.*only False can be imported"),
+        ({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm=True is residuals"),
+        ({"attention_output_gate": True}, "attention_output_gate=True is a gate"),
+        ({"experimental_attention_variant": "dsa"}, "experimental_attention_variant='dsa' is another attention"),
+        ({"is_hybrid_model": True}, "is_hybrid_model=True is a hybrid model"),
+        ({"hybrid_override_pattern": "M*"}, r"hybrid_override_pattern='M\*' is a hybrid model"),
+        ({"hybrid_layer_pattern": "M*"}, r"hybrid_layer_pattern='M\*' is a hybrid model"),
+        ({"use_mup": True}, "use_mup=True is factors"),
+        ({"position_embedding_type": "relative"}, "position_embedding_type='relative' is not there here"),
+        ({"position_embedding_type": "yarn"}, "does not say yarn_rotary_scaling_factor; give it in the config"),
+        ({"enable_gpt_oss": True}, "enable_gpt_oss=True scales positions"),
+        ({"swiglu": False}, "the feed-forward has a gate, and of swiglu, quick_geglu, squared_relu the settings have none"),
+        ({"swiglu": False, "squared_relu": True}, "the feed-forward has a gate, .* the settings have squared_relu"),
+        ({"quick_geglu": True}, "swiglu=True and quick_geglu=True exclude one another"),
+        ({"activation_func_clamp_value": 7.0}, "activation_func_clamp_value=7.0 is of quick_geglu alone here, and .* is swiglu"),
+        ({"glu_linear_offset": 1.0}, "glu_linear_offset=1.0 is of quick_geglu alone here"),
+        ({"moe_router_load_balancing_type": ["sinkhorn"]}, "moe_router_load_balancing_type='sinkhorn' weighs experts"),
+    ],
+)  # fmt: skip
+def test_settings_that_no_model_has_are_refused_before_anything_is_written(settings, words, tmp_path):
+    config = {**BASE, **EXPERTS}
+    state = {f"model.{shard.name}": shard.parameter.detach() for shard in parallel.named_shards(model_of(config))}
+    save(state, tmp_path / "ours", extra={"config": config})
+    export_checkpoint_megatron(tmp_path / "ours", tmp_path / "theirs")
+    with pytest.raises(CheckpointingException, match=words):
+        import_checkpoint_megatron(tmp_path / "theirs", tmp_path / "again", config=settings)
+    assert not (tmp_path / "again").exists()
+
+
+def test_settings_that_have_no_argument_are_taken_from_the_config(tmp_path):
+    """What a program with a config of its own has, such as scaled positions of grouped queries."""
+    state = {f"model.{shard.name}": shard.parameter.detach() for shard in parallel.named_shards(model_of(BASE))}
+    save(state, tmp_path / "ours", extra={"config": BASE})
+    export_checkpoint_megatron(tmp_path / "ours", tmp_path / "theirs")
+    yarn = {"yarn_rotary_scaling_factor": 32.0, "yarn_original_max_position_embeddings": 4096, "yarn_correction_range_round_to_int": False}
+    settings = {"position_embedding_type": "yarn", "enable_gpt_oss": True, "softmax_scale": 0.25, **yarn}
+    import_checkpoint_megatron(tmp_path / "theirs", tmp_path / "again", config=settings)
+    again = read_manifest(tmp_path / "again").extra
+    back = models.TransformerConfig.from_dict(again["config"])
+    assert back.yarn is not None and back.yarn.factor == 32.0 and not back.yarn.correction_range_round_to_int and "family" not in again
+    assert back.yarn.original_max_position_embeddings == 4096 and back.softmax_scale == 0.25
