@@ -100,6 +100,8 @@ MORE_MAPPED = {
     "gelu_tanh": {"activation": "gelu_tanh", **BIASED},
     "gelu without biases": {"activation": "gelu"},
     "window of every third": {"window_attn_skip_freq": 3, "num_layers": 4, **WINDOW},
+    "biases of experts": {**EXPERTS, **BIASED, "activation": "quick_geglu", "glu_linear_offset": 1.0},
+    "biases of experts without a gate": {**EXPERTS, **BIASED, "activation": "squared_relu", "moe_router_bias": True},
     "off-by-one": {"softmax_type": "off-by-one"},
     "the scale that follows": {"softmax_scale": 0.5},
 }

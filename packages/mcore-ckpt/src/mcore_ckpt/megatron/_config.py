@@ -67,9 +67,15 @@ def sizes_of(settings: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], *
             sizes |= {"ffn_hidden_size": dense, "moe_ffn_hidden_size": experts[2], "moe_layer_freq": _mixtures(shapes, sizes["num_layers"])}
         sizes |= {name: settings[name] for name in ROUTER if settings.get(name) is not None}
         sizes |= _shared_of(shapes)
-        biased = any(key.endswith(".router.bias") for key in shapes)
-        if biased != sizes.get("add_bias_linear", False):
-            sizes["moe_router_bias"] = biased
+        all_biased = sizes.get("add_bias_linear", False)
+        router, biased = (any(key.endswith(end) for key in shapes) for end in (".router.bias", ".experts.linear_fc2.bias"))
+        if router != all_biased:
+            sizes["moe_router_bias"] = router
+        if biased != all_biased:
+            have, others = ("have", "no") if biased else ("lack", "some")
+            raise ValueError(
+                f"the experts {have} biases (experts.experts.linear_fc2.bias), and linear_proj has {others}; both do here, or none"
+            )
         _check_router(settings)
     sizes |= _activation_of(settings, shapes, gated=gated)
     if latent:

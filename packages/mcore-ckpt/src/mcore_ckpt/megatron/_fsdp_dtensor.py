@@ -44,7 +44,8 @@ META = "optimizer.param_to_group_meta.module.module.module."
 """Before a whole weight (of experts: of one) whose parameter group it is."""
 _EXPERT = re.compile(
     r"(?P<layer>decoder\.layers\.\d+\.mlp\.)experts\."
-    r"(?:(?P<grouped>linear_fc[12])\.weight(?P<at>\d+)|local_experts\.(?P<number>\d+)\.(?P<alone>linear_fc[12])\.weight)(?:_(?P<half>[wv]))?"
+    r"(?:(?P<grouped>linear_fc[12]\.(?:weight|bias))(?P<at>\d+)|local_experts\.(?P<number>\d+)\.(?P<alone>linear_fc[12]\.(?:weight|bias)))"
+    r"(?:_(?P<half>[wv]))?"
 )
 _HALF = re.compile(r"(?P<key>.+\.linear_fc1\.(?:weight|bias))_(?P<half>[wv])")
 _EXPERTS = ".mlp.experts.experts."
@@ -75,8 +76,9 @@ def piece_of(name: str) -> tuple[str, FsdpPiece]:
     match = _EXPERT.fullmatch(name)
     if match is not None:
         half = None if match["half"] is None else _HALVES.index(match["half"])
-        product = match["grouped"] or match["alone"]
-        return f"{match['layer']}experts.experts.{product}.weight", FsdpPiece(int(match["at"] or match["number"] or 0), half)
+        return f"{match['layer']}experts.experts.{match['grouped'] or match['alone']}", FsdpPiece(
+            int(match["at"] or match["number"] or 0), half
+        )
     match = _HALF.fullmatch(name)
     return (name, FsdpPiece()) if match is None else (match["key"], FsdpPiece(half=_HALVES.index(match["half"])))
 

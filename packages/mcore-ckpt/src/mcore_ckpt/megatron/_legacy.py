@@ -26,8 +26,10 @@ _MODEL_FILE = "model_optim_rng.pt"
 _STATE_FILE = "distrib_optim.pt"
 _LAYER = re.compile(re.escape(LAYERS) + r"(\d+)\.(.+)")
 _ONE_EXPERT = re.compile(
-    r"mlp\.experts\.(?:local_experts\.(?P<one>\d+)\.(?P<fc>linear_fc[12])\.weight|(?P<fc_>linear_fc[12])\.weight(?P<one_>\d+))"
+    r"mlp\.experts\.(?:local_experts\.(?P<one>\d+)\.(?P<fc>linear_fc[12]\.(?:weight|bias))|"
+    r"(?P<fc_>linear_fc[12]\.(?:weight|bias))(?P<one_>\d+))"
 )
+_ALL_EXPERTS = re.compile(r"(?P<layer>.*mlp\.)experts\.weight(?P<product>[12])")
 
 
 @dataclass(frozen=True)
@@ -126,11 +128,12 @@ def _parts(folder: Folder, ranks: Sequence[_Rank]) -> _Parts:
     firsts, total = {}, 0
     for place in sorted(counts):
         firsts[place], total = total, total + counts[place]
-    num_experts = 1 + max((_expert(str(key)) or 0 for rank in ranks for chunk in rank.chunks for key in chunk), default=0)
+    chunks = {(place, number): _apart(chunk, ranks) for place, rank in enumerate(ranks) for number, chunk in enumerate(rank.chunks)}
+    num_experts = 1 + max((_expert(str(key)) or 0 for chunk in chunks.values() for key in chunk), default=0)
     parts: _Parts = {}
-    for rank in ranks:
-        for number, chunk in enumerate(rank.chunks):
-            for key, value in chunk.items():
+    for place, rank in enumerate(ranks):
+        for number in range(len(rank.chunks)):
+            for key, value in chunks[place, number].items():
                 if not isinstance(value, Tensor) or key.endswith("_extra_state"):
                     continue
                 match, expert = _LAYER.fullmatch(key), _expert(key)
@@ -141,11 +144,36 @@ def _parts(folder: Folder, ranks: Sequence[_Rank]) -> _Parts:
                     continue
                 one = _ONE_EXPERT.search(key)
                 assert one is not None
-                key = f"{key[: one.start()]}mlp.experts.experts.{one['fc'] or one['fc_']}.weight"
+                key = f"{key[: one.start()]}mlp.experts.experts.{one['fc'] or one['fc_']}"
                 parts.setdefault(key, {}).setdefault((rank.ep * num_experts + expert, rank.tp), value)
     if not parts:
         raise CheckpointingException(f"{folder} holds no weights")
     return parts
+
+
+def _apart(chunk: Mapping[str, Any], ranks: Sequence[_Rank]) -> Mapping[str, Any]:
+    """A chunk, of whose GroupedMLP, if it has one, each expert has a name: all of a rank's experts are one after another in a tensor there,
+    ``weight1`` as [experts, D, W] and ``weight2`` as [experts, F, D], whatever its shape.
+
+    Raises:
+        CheckpointingException: no router says how many experts there are, or its number does not fit.
+    """
+    apart: dict[str, Any] = {}
+    for key, value in chunk.items():
+        match = _ALL_EXPERTS.fullmatch(str(key))
+        if match is None or not isinstance(value, Tensor):
+            apart[key] = value
+            continue
+        router, num_ranks = chunk.get(f"{match['layer']}router.weight"), 1 + max(rank.ep for rank in ranks)
+        if not isinstance(router, Tensor):
+            raise CheckpointingException(f"{key}: no {match['layer']}router.weight beside it says how many experts there are")
+        count, hidden = router.shape[0] // num_ranks, router.shape[1]
+        if count * num_ranks != router.shape[0] or value.numel() % (count * hidden):
+            raise CheckpointingException(f"{key} of shape {list(value.shape)} are no {router.shape[0]} experts on {num_ranks} ranks")
+        experts = value.reshape((count, hidden, -1) if match["product"] == "1" else (count, -1, hidden)).transpose(-1, -2)
+        for expert, weight in enumerate(experts):
+            apart[f"{match['layer']}experts.local_experts.{expert}.linear_fc{match['product']}.weight"] = weight
+    return apart
 
 
 def _expert(key: str) -> int | None:

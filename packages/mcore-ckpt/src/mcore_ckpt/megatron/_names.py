@@ -92,7 +92,9 @@ _IN_LAYER: Mapping[str, NameRule] = MappingProxyType(
         "mlp.fc1_latent_proj.weight": NameRule("mlp.latent_down.weight"),
         "mlp.fc2_latent_proj.weight": NameRule("mlp.latent_up.weight"),
         "mlp.experts.experts.linear_fc1.weight": NameRule("mlp.experts.up", Cut.GATED),
+        "mlp.experts.experts.linear_fc1.bias": NameRule("mlp.experts.up_bias", Cut.GATED),
         "mlp.experts.experts.linear_fc2.weight": NameRule("mlp.experts.down", Cut.COLUMNS),
+        "mlp.experts.experts.linear_fc2.bias": NameRule("mlp.experts.down_bias"),
     }
 )
 _EXPERT_PAIR = ("pre_mlp_layernorm", "mlp.linear_fc1.layer_norm")
@@ -189,6 +191,8 @@ def their_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
     place = {"attention.qkv.weight": 0, "attention.qkv.bias": 0, "mlp.up.weight": 0, "mlp.up.bias": 0, "mlp.experts.up": 1}.get(part)
     if part == "mlp.shared_experts.up.weight":
         place = 0
+    if part == "mlp.experts.up_bias":
+        place = 1
     if part in _HEADS:
         place = 0
     if place is None or len(shape) == place + (1 if part.endswith("bias") else 2):
