@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from mcore_moe import GroupedMLP, MoEConfig, SequentialMLP, moe_feed_forward
+from mcore_moe import GroupedMLP, MoEConfig, MoELayer, SequentialMLP, moe_feed_forward
 from mcore_moe.dispatch import MoEAlltoAllTokenDispatcher
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.backends import Fp8Config, choose_backend
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
-from mcore_parallel.models import BertModel, GPTModel, TransformerConfig
+from mcore_parallel.models import BertModel, GPTModel, Site, TransformerConfig
 from mcore_parallel.nn import Activation, LayerMemory, OffloadConfig, RecomputeConfig, Step
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.pipeline import PipelineConfig
@@ -205,6 +205,35 @@ def test_what_cannot_be_recomputed_is_refused_by_name() -> None:
         GroupedMLP(2, 16, 32, ALONE, layers=layers, memory=memory)
     with pytest.raises(ValueError, match="'moe_act', which keeps the input that fp8_input_store=True narrows"):
         GroupedMLP(4, 8, 12, ALONE, activation=Activation(name="swiglu", fp8_input_store=True), memory=memory)
+
+
+@pytest.mark.parametrize("config", [CONFIG, BIASED], ids=["swiglu", "quick_geglu"])
+def test_inputs_of_the_experts_activation_are_kept_in_fp8(config: TransformerConfig) -> None:
+    """Of routed and shared experts, and of the dense layer between mixtures; the output is the same, gradients are off by the rounding."""
+    mixture = dataclasses.replace(SHARED, moe_layer_freq=(1, 0))
+
+    def run(narrow: bool) -> tuple[list[Tensor | None], Counter[tuple[int, ...]]]:
+        experts = moe_feed_forward(mixture, fp8_input_store=narrow)
+        results, saved = gradients(GPTModel(config, ALONE, feed_forward=experts, dtype=torch.float64, seed=3))
+        return results, Counter(tuple(tensor.shape) for tensor in saved if tensor.dtype == torch.float8_e4m3fn)
+
+    (exact, none), (found, kept) = run(False), run(True)
+    # Rows of 2 experts a token, twice as wide as an expert with its gate; of the shared experts and of the dense layer, a row a token.
+    assert not none and kept == {(ROWS, 24): 1, (TOKENS, 40): 1, (TOKENS, 24): 1}
+    assert exact[0] is not None and found[0] is not None and torch.equal(exact[0], found[0])
+    off = [
+        (one - other).norm() / one.norm() for one, other in zip(exact[1:], found[1:], strict=True) if one is not None and other is not None
+    ]
+    assert 1e-4 < max(off) < 0.2
+
+
+def test_what_keeps_inputs_in_fp8_is_refused_beside_what_has_no_path_for_it() -> None:
+    experts = moe_feed_forward(MIXTURE, fp8_input_store=True)
+    with pytest.raises(ValueError, match="'moe_act', which keeps the input that fp8_input_store=True narrows; leave one out"):
+        GPTModel(CONFIG, ALONE, feed_forward=experts, recompute=RecomputeConfig(modules=("moe_act",)))
+    site = Site(layer=0, local_layer=0, config=CONFIG, groups=ALONE, batch_invariant=True)
+    with pytest.raises(ValueError, match="fp8_input_store=True has no path beside batch_invariant=True of the backend; leave one out"):
+        MoELayer(MIXTURE, site, fp8_input_store=True)
 
 
 @pytest.mark.gpu

@@ -60,10 +60,12 @@ class MoELayer(nn.Module):
         pause: called while tokens travel (``mcore_parallel.pipeline.Overlap.pause``); None waits for them.
         exchange: of ``mcore_moe.dispatch.choose_exchange``, for "flex"; layers may share one, and so its buffers. None for one of the
             layer's own.
+        fp8_input_store: keep the input of the activation, of the experts and of the shared ones, for the backward in fp8.
 
     Raises:
         ValueError: ep does not divide the experts, or etp their width; a backend that does not multiply experts; padding for quantisation
-            without a recipe; ``pause`` with another exchange than all-to-all; recomputed parts that the mixture or the backend has not.
+            without a recipe; ``pause`` with another exchange than all-to-all; recomputed parts that the mixture or the backend has not;
+            ``fp8_input_store`` with a recomputed activation or a batch-invariant backend.
     """
 
     def __init__(
@@ -75,9 +77,12 @@ class MoELayer(nn.Module):
         device: torch.device | str = "cpu",
         pause: Callable[[], None] | None = None,
         exchange: TokenExchange | None = None,
+        fp8_input_store: bool = False,
     ) -> None:
         super().__init__()
         _check_pause(config, pause)
+        if fp8_input_store and site.batch_invariant:
+            raise ValueError("fp8_input_store=True has no path beside batch_invariant=True of the backend; leave one out")
         groups = site.groups
         self.layer = site.layer
         check_experts(config, site.config, groups.plan, dtype=dtype, device=device)
@@ -100,6 +105,7 @@ class MoELayer(nn.Module):
             offset=site.config.glu_linear_offset,
             clamp=site.config.activation_func_clamp_value,
             batch_invariant=exact,
+            fp8_input_store=fp8_input_store,
         )
         self._multiple = _row_multiple(config, site)
         self.experts: GroupedMLP | TEGroupedMLP = experts_class(site.layers, groups)(
@@ -384,17 +390,17 @@ def _check_pause(config: MoEConfig, pause: Callable[[], None] | None) -> None:
 
 
 @experimental_api
-def moe_feed_forward(config: MoEConfig, *, pause: Callable[[], None] | None = None) -> FeedForwardBuilder:
+def moe_feed_forward(config: MoEConfig, *, pause: Callable[[], None] | None = None, fp8_input_store: bool = False) -> FeedForwardBuilder:
     """A feed-forward builder for `GPTModel` that puts the mixture into every layer that ``moe_layer_freq`` names, a dense one elsewhere.
 
     With ``pause=overlap.pause`` the all-to-alls of one micro-batch hide behind the computation of another, in the pairs of
-    ``combined_one_f_one_b``.
+    ``combined_one_f_one_b``. With ``fp8_input_store`` all of them keep the input of the activation for the backward in fp8.
 
     Raises:
         ValueError: ``pause`` with another ``moe_token_dispatcher_type`` than "alltoall".
     """
     _check_pause(config, pause)
-    return _MixtureBuilder(config, pause)
+    return _MixtureBuilder(config, pause, fp8_input_store)
 
 
 @dataclass(frozen=True)
@@ -403,17 +409,19 @@ class _MixtureBuilder:
 
     config: MoEConfig
     pause: Callable[[], None] | None
+    fp8_input_store: bool
     exchanges: dict[tuple[Group, torch.dtype, str], TokenExchange | None] = field(default_factory=dict, compare=False, repr=False)
     """Those of the groups that a layer was built for: layers share their buffers."""
 
     def __call__(self, site: Site) -> nn.Module:
         if not self._is_moe(site.layer, site.config):
-            return dense_feed_forward(site)
+            return dense_feed_forward(site, fp8_input_store=self.fp8_input_store)
         config, exchange = self.config, None
         if config.moe_token_dispatcher_type == "flex" and _exchanges(site.groups):
             exchange = self._exchange(site)
             config = config if exchange is not None else _by_all_to_all(config)
-        return MoELayer(config, site, dtype=site.dtype, device=site.device, pause=self.pause, exchange=exchange)
+        options: dict[str, Any] = {"pause": self.pause, "exchange": exchange, "fp8_input_store": self.fp8_input_store}
+        return MoELayer(config, site, dtype=site.dtype, device=site.device, **options)
 
     @property
     def noise_fields(self) -> str:
