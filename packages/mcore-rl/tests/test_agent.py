@@ -3,7 +3,10 @@
 """Agents over a scripted interface."""
 
 import asyncio
+import copy
+import dataclasses
 import math
+import pickle
 import random
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -14,6 +17,7 @@ from mcore_rl import (
     BestAndWorst,
     ContrastiveRollout,
     GenericGenerationArgs,
+    GRPOConfig,
     InferenceInterface,
     InferenceRequest,
     InferenceResponse,
@@ -306,6 +310,20 @@ def test_empty_answers_earn_nothing_and_empty_environments_are_refused() -> None
 def test_later_choices_override_only_where_made() -> None:
     merged = GenericGenerationArgs(temperature=0.5, top_k=3).add(GenericGenerationArgs(top_k=1, max_tokens=2))
     assert merged == GenericGenerationArgs(temperature=0.5, top_k=1, max_tokens=2)
+
+
+def test_a_none_that_is_passed_opens_a_choice_again() -> None:
+    first, opens = GenericGenerationArgs(temperature=0.5, top_k=3), GenericGenerationArgs(top_k=None)
+    assert first.add(opens) == GenericGenerationArgs(temperature=0.5) and first.add(GenericGenerationArgs()) == first
+    # What was opened stays so in what is added, and in copies.
+    for copied in (opens, GenericGenerationArgs(max_tokens=4).add(opens), copy.deepcopy(opens), pickle.loads(pickle.dumps(opens))):
+        assert first.add(copied).top_k is None
+    assert opens == GenericGenerationArgs() and hash(opens) == hash(GenericGenerationArgs())
+    # A copy or a file passes all fields, and says nothing by those that are None.
+    for whole in (dataclasses.replace(GenericGenerationArgs(), max_tokens=4), GenericGenerationArgs(**dataclasses.asdict(opens))):
+        assert first.add(whole).top_k == 3
+    config = GRPOConfig(num_groups=1, group_size=2, seq_len=8, generation_args=GenericGenerationArgs(temperature=None, top_k=None))
+    assert config.drawing_args == GenericGenerationArgs(temperature=1.0, top_k=0, top_p=1.0)
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])

@@ -3,7 +3,7 @@
 """What an iteration is told."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from mcore_rl._advantage import AdvantageConfig
 from mcore_rl._aggregation import Aggregation
@@ -115,7 +115,8 @@ class GRPOConfig:
     @property
     def drawing_args(self) -> GenericGenerationArgs:
         """``generation_args`` with what they leave open of the distribution said: that of the model, which no interface changes."""
-        return GenericGenerationArgs(temperature=1.0, top_k=0, top_p=1.0).add(self.generation_args)
+        said = {name: value for name, value in asdict(self.generation_args).items() if value is not None}
+        return GenericGenerationArgs(**{"temperature": 1.0, "top_k": 0, "top_p": 1.0, **said})
 
     @property
     def longest_trajectory(self) -> int:

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from numbers import Real
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ class GenericGenerationArgs:
     Example:
         >>> GenericGenerationArgs(temperature=0.0).add(GenericGenerationArgs(max_tokens=8))
         GenericGenerationArgs(temperature=0.0, top_k=None, top_p=None, max_tokens=8)
+        >>> GenericGenerationArgs(top_k=3).add(GenericGenerationArgs(top_k=None)).top_k is None
+        True
     """
 
     temperature: float | None = None
@@ -40,6 +42,14 @@ class GenericGenerationArgs:
     """Draw among the most likely tokens that together have this probability; 1 for all."""
     max_tokens: int | None = None
     """Tokens of an answer at most; None for what the engine allows."""
+    _opened: ClassVar[frozenset[str]] = frozenset()
+    """Names of fields to which None was passed; of an object, not of the class. No field, so that two that sample alike are equal."""
+
+    def __new__(cls, **values: Any) -> "GenericGenerationArgs":
+        made = super().__new__(cls)
+        none = frozenset(name for name, value in values.items() if value is None)
+        object.__setattr__(made, "_opened", none if len(values) < len(fields(cls)) else frozenset())
+        return made
 
     def __post_init__(self) -> None:
         if self.temperature is not None:
@@ -55,9 +65,17 @@ class GenericGenerationArgs:
         """The field that keeps tokens from being drawn; None where all may be."""
         return "top_k" if self.top_k else "top_p" if self.top_p not in (None, 1) else None
 
+    def _said(self) -> dict[str, float | int | None]:
+        """By field: every value, and each None that opens a choice."""
+        return {name: value for name, value in asdict(self).items() if value is not None or name in self._opened}
+
     def add(self, other: "GenericGenerationArgs") -> "GenericGenerationArgs":
-        """These choices, overridden by those that ``other`` makes; what it leaves open (None) stays as it is here."""
-        return GenericGenerationArgs(**{**asdict(self), **{name: value for name, value in asdict(other).items() if value is not None}})
+        """These choices, overridden by those that ``other`` makes. A None that it was given opens a choice again; where it was given all
+        fields, as ``dataclasses.replace`` and files do, a None says nothing."""
+        both = {**self._said(), **other._said()}
+        added = GenericGenerationArgs(**both)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        object.__setattr__(added, "_opened", frozenset(name for name, value in both.items() if value is None))
+        return added
 
 
 @experimental_api
