@@ -38,6 +38,13 @@ EXPERTS = {name: row for name, row in DENSE.items() if not name.startswith("mlp.
     "mlp.experts.up": ("mlp.experts.experts.linear_fc1.weight", (4, 48, 16)),
     "mlp.experts.down": ("mlp.experts.experts.linear_fc2.weight", (4, 16, 24)),
 }
+BIASED = EXPERTS | {
+    "attention.qkv.bias": ("self_attention.linear_qkv.bias", (32,)),
+    "attention.out.bias": ("self_attention.linear_proj.bias", (16,)),
+    "mlp.router.bias": ("mlp.router.bias", (4,)),
+    "mlp.experts.up_bias": ("mlp.experts.experts.linear_fc1.bias", (4, 48)),
+    "mlp.experts.down_bias": ("mlp.experts.experts.linear_fc2.bias", (4, 16)),
+}
 ENDS = {
     "embedding.weight": ("embedding.word_embeddings.weight", (32, 16)),
     "final_norm.weight": ("decoder.final_layernorm.weight", (16,)),
@@ -55,6 +62,9 @@ CASES = {
     "0.15_gathered_experts": (EXPERTS, False, True),
     "0.16_legacy": (DENSE, False, True),
     "0.16_legacy_experts": (EXPERTS, False, False),
+    "0.16_legacy_grouped": (EXPERTS, False, False),
+    "0.16_biased_experts": (BIASED, False, True),
+    "0.16_legacy_biased_experts": (BIASED, False, False),
 }
 
 
@@ -79,6 +89,7 @@ def expected(name, kind=""):
             else:
                 whole = values(f"{kind}decoder.layers.{key}", (2, *shape))[number]
             groups = {"attention.qkv.weight": (2, 16, 16), "mlp.up.weight": (2, 24, 16), "mlp.experts.up": (4, 2, 24, 16)}
+            groups |= {"attention.qkv.bias": (2, 16), "mlp.experts.up_bias": (4, 2, 24)}
             tensors[f"layers.{number}.{ours}"] = whole.reshape(groups.get(ours, shape))
     return tensors
 
@@ -109,7 +120,8 @@ def test_every_tensor_of_a_real_checkpoint_is_the_one_that_was_written(name, imp
     for tensor, value in wanted.items():
         assert torch.equal(read_tensor(ours, tensor), value), tensor
     assert manifest.extra["iteration"] == 7 and manifest.extra["config"]["num_query_groups"] == 2
-    assert manifest.extra["family"] == ("qwen3_moe" if CASES[name][0] is EXPERTS else "qwen3")
+    families = {"experts": "qwen3_moe", "grouped": "qwen3_moe", "biased_experts": None}
+    assert manifest.extra.get("family") == next((family for end, family in reversed(families.items()) if name.endswith(end)), "qwen3")
     if "legacy" not in name:
         assert manifest.extra["optimizer_step"] == 7
 
@@ -171,8 +183,9 @@ def test_parameter_groups_of_a_real_checkpoint_are_kept_and_given_back(name, imp
     written = {key: value for key, value in WRITTEN.items() if key != "default_config" or "0.15" not in name}
     dense = [{**written, "wd_mult": 1.0}, {**written, "wd_mult": 0.0}]
     entries = [{"optimizer": {"param_groups": dense}, "param_state_sharding_type": "fully_reshardable"}]
-    if CASES[name][0] is EXPERTS:
-        entries.append({**entries[0], "optimizer": {"param_groups": [{**dense[0], "is_expert_parallel": True}]}})
+    if CASES[name][0] is not DENSE:
+        of_experts = [{**group, "is_expert_parallel": True} for group in (dense if CASES[name][0] is BIASED else dense[:1])]
+        entries.append({**entries[0], "optimizer": {"param_groups": of_experts}})
     assert optimizer == (entries[0] if len(entries) == 1 else dict(enumerate(entries)))
     real = unpack(name, tmp_path / "again") / "common.pt"
     if real.exists() and "reshardable" in name:
