@@ -64,6 +64,7 @@ CASES = {
     "0.16_legacy_experts": (EXPERTS, False, False),
     "0.16_legacy_grouped": (EXPERTS, False, False),
     "0.16_biased_experts": (BIASED, False, True),
+    "0.16_biased_buckets": (BIASED, False, True),
     "0.16_legacy_biased_experts": (BIASED, False, False),
 }
 
@@ -120,7 +121,7 @@ def test_every_tensor_of_a_real_checkpoint_is_the_one_that_was_written(name, imp
     for tensor, value in wanted.items():
         assert torch.equal(read_tensor(ours, tensor), value), tensor
     assert manifest.extra["iteration"] == 7 and manifest.extra["config"]["num_query_groups"] == 2
-    families = {"experts": "qwen3_moe", "grouped": "qwen3_moe", "biased_experts": None}
+    families = {"experts": "qwen3_moe", "grouped": "qwen3_moe", "biased_experts": None, "biased_buckets": None}
     assert manifest.extra.get("family") == next((family for end, family in reversed(families.items()) if name.endswith(end)), "qwen3")
     if "legacy" not in name:
         assert manifest.extra["optimizer_step"] == 7

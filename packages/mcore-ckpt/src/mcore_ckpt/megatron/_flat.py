@@ -35,15 +35,17 @@ _QKV = tuple(f"self_attention.linear_qkv.{part}" for part in ("layer_norm_weight
 _PROJ = ("self_attention.linear_proj.weight", "self_attention.linear_proj.bias")
 _QK_NORM = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
 _NORM2 = ("pre_mlp_layernorm.weight", "pre_mlp_layernorm.bias")
+_ROUTER = ("mlp.router.weight", "mlp.router.bias")
 _FC1 = tuple(f"mlp.linear_fc1.{part}" for part in ("layer_norm_weight", "layer_norm_bias", "weight", "bias"))
 _FC2 = ("mlp.linear_fc2.weight", "mlp.linear_fc2.bias")
-_FUSED_NORMS = (*_NORM1, *_PROJ, *_QKV, *_QK_NORM, *_NORM2, "mlp.router.weight", *_FC1, *_FC2)
+_FUSED_NORMS = (*_NORM1, *_PROJ, *_QKV, *_QK_NORM, *_NORM2, *_ROUTER, *_FC1, *_FC2)
 # Norms of their own are stored under the names that they have inside the products which follow them.
 _OWN_NORMS = (
-    *(*_NORM1, *_QKV[:2]), *_PROJ, *_QKV[2:], *_QK_NORM, *(*_NORM2, *_FC1[:2]), "mlp.router.weight", *_FC1[2:], *_FC2,
+    *(*_NORM1, *_QKV[:2]), *_PROJ, *_QKV[2:], *_QK_NORM, *(*_NORM2, *_FC1[:2]), *_ROUTER, *_FC1[2:], *_FC2,
 )  # fmt: skip
 _ORDERS = (_FUSED_NORMS, _OWN_NORMS)
-_EXPERTS = ("mlp.experts.experts.linear_fc1.weight", "mlp.experts.experts.linear_fc2.weight")
+_EXPERTS = tuple(tuple(f"mlp.experts.experts.linear_fc{product}.{part}" for part in ("weight", "bias")) for product in (1, 2))
+"""Of each product."""
 
 
 @dataclass(frozen=True)
@@ -195,12 +197,15 @@ class _Model:
         return [_FlatUnit(key, None, rank) for key in keys if key in self.tensors]
 
     def _experts(self, layer: str, rank: int, expert_rank: int, grouped: bool) -> list[_FlatUnit]:
-        keys = [layer + name for name in _EXPERTS if layer + name in self.tensors]
-        if not keys:
+        products = [[layer + name for name in names if layer + name in self.tensors] for names in _EXPERTS]
+        if not products[0]:
             return []
-        each = self.tensors[keys[0]].global_shape[0] // self.ep
+        each = self.tensors[products[0][0]].global_shape[0] // self.ep
         experts = range(expert_rank * each, (expert_rank + 1) * each)
-        pairs = [(key, one) for key in keys for one in experts] if grouped else [(key, one) for one in experts for key in keys]
+        if grouped:
+            pairs = [(key, one) for keys in products for one in experts for key in keys]
+        else:
+            pairs = [(key, one) for one in experts for keys in products for key in keys]
         return [_FlatUnit(key, one, rank) for key, one in pairs]
 
     def _fill(self, units: Sequence[_FlatUnit], buckets: Sequence[Mapping[str, Flat]], placed: dict[_FlatUnit, _Placed]) -> bool:
