@@ -61,7 +61,7 @@ class Group:
     """A core with the messages that each peer got."""
 
     def __init__(self, config: CoordinatorConfig = CONFIG, engines: int = 0, clients: int = 0) -> None:
-        self.core, self.now = CoordinatorCore(config), 0.0
+        self.core, self.now = CoordinatorCore(config, seed=0), 0.0
         self.inbox: dict[bytes, list[Message]] = defaultdict(list)
         for index in range(engines):
             self.send(b"e%d" % index, register(f"dp-{index}"))

@@ -9,8 +9,8 @@ The folder of a run, of its steps (the newest is taken), one checkpoint that kee
 With --tp N and --pp M the model is split over N x M processes, one a GPU, which are started here or by torchrun. USE_COORDINATOR=1 in
 the environment puts the engine into a process of its own, behind a coordinator as of `mcore serve --data-parallel`.
 --input has a prompt a line, or JSON objects with a "prompt" (.jsonl). --output gets a JSON object a line, in the order in which they end;
-the same command again goes on with the prompts that it has not. What the texts depend on is kept beside it, in FILE.settings.json: a
-command with other settings is refused.
+the same command again goes on with the prompts that it has not, and draws what it would have drawn. What the texts depend on is kept beside
+it, in FILE.settings.json: a command with other settings is refused.
 Exit code: 0 done; 1 failed, or a prompt was refused; 2 an input cannot be used, and why; 75 the engine failed several times in a row, or
 hangs.
 """
@@ -55,6 +55,7 @@ from mcore_tools.serving import (
     coordinated,
     end_process,
     open_engine,
+    params_of,
     served_address,
     served_length,
     served_model,
@@ -75,7 +76,8 @@ def generate(engine: DynamicInferenceEngine, options: argparse.Namespace) -> int
     """
     longest = engine.context.max_sequence_length
     # All ranks make the same calls, and get the same tokens.
-    records = engine.generate(list(options.prompt), _params(options, longest))
+    params = _params(options, longest)
+    records = engine.generate(list(options.prompt), [params_of(params, number) for number in range(len(options.prompt))])
     if not engine.model.groups.tp_pp.is_first:
         return 0
     return _show(options.prompt, records, longest)
@@ -97,6 +99,7 @@ def _params(options: argparse.Namespace, longest: int) -> SamplingParams:
         temperature=options.temperature or 0.0,
         num_tokens_to_generate=min(_NUM_TOKENS, longest) if options.max_tokens is None else options.max_tokens,
         bad_words=options.bad_word,
+        seed=options.seed or 0,
     )
 
 
@@ -107,6 +110,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
         "--max-tokens": options.max_tokens,
         "--max-length": options.max_length,
         "--temperature": options.temperature or 0.0,
+        "--seed": options.seed or 0,
         "--bad-word": options.bad_word,
         "--weight-dtype": options.weight_dtype,
         "--kv-cache-dtype": options.kv_cache_dtype,
@@ -276,6 +280,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", action="append", default=[], help="continue this text; may be given again")
     parser.add_argument("--max-tokens", type=integer(1), help="of a continuation (default: 64)")
     parser.add_argument("--temperature", type=number(least=0), help="of a continuation (default: 0, the likeliest token)")
+    parser.add_argument("--seed", type=integer(0, 2**63 - 1), help="of the draws, each prompt's of this and its number (default: 0)")
     parser.add_argument("--bad-word", metavar="TEXT", action="append", help="that no continuation holds; may be given again")
 
 

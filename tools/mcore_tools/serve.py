@@ -84,6 +84,7 @@ _SERVER = "a server"
 _USES = {
     "max_tokens": ["--prompt"],
     "temperature": ["--prompt"],
+    "seed": ["--prompt"],
     "bad_word": ["--prompt"],
     "name": ["--join"],
     "max_waiting": ["--join", _SERVER],

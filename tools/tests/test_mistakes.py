@@ -133,6 +133,7 @@ MISTAKES = [
     ("serve published --host 0.0.0.0", "give --token-file, or --host 127.0.0.1"),
     ("serve published --max-tokens 8", "--max-tokens is of --prompt; give both, or leave it out"),
     ("serve published --temperature 0", "--temperature is of --prompt; give both, or leave it out"),
+    ("serve published --seed 1", "--seed is of --prompt; give both, or leave it out"),
     ("serve published --bad-word x", "--bad-word is of --prompt; give both, or leave it out"),
     ("serve published --name me", "--name is of --join; give both, or leave it out"),
     ("serve published --name me --prompt x", "--name is of --join; give both, or leave it out"),

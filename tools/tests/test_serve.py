@@ -117,6 +117,32 @@ def test_prompts_of_a_file_are_continued_once(
 
 
 @pytest.mark.timeout(120)
+def test_a_file_that_goes_on_gets_the_draws_of_one_that_was_not_ended(
+    saved_run: tuple[RunConfig, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    _, folder = saved_run
+    source, target = tmp_path / "prompts.txt", tmp_path / "texts.jsonl"
+    source.write_text("what a\n" * 6)
+    words = ["generate", str(folder), "--max-tokens", "8", "--temperature", "1", "--input", str(source), "--output", str(target)]
+    assert cli.main(words) == 0
+    lines = target.read_text().splitlines(keepends=True)
+    texts = {entry["number"]: entry["text"] for entry in map(json.loads, lines)}
+    assert len(set(texts.values())) == 6
+    target.write_text("".join(lines[:2]))
+    assert cli.main(words) == 0
+    assert {entry["number"]: entry["text"] for entry in map(json.loads, target.read_text().splitlines())} == texts
+    # By --prompt the same, and by another seed others.
+    capsys.readouterr()
+    prompts = ["--max-tokens", "8", "--temperature", "1", *["--prompt", "what a"] * 6]
+    assert main([str(folder), *prompts]) == 0
+    drawn = capsys.readouterr().out
+    assert drawn == "".join(f"what a{texts[number]}\n" for number in range(6))
+    assert main([str(folder), *prompts, "--seed", "1"]) == 0 and capsys.readouterr().out != drawn
+    target.write_text("".join(lines[:2]))
+    assert cli.main([*words, "--seed", "1"]) == 2 and "--seed is 1, and was 0 for the texts" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(120)
 def test_one_engine_behind_a_coordinator_says_the_same(
     saved_run: tuple[RunConfig, Path], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

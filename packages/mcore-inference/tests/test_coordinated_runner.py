@@ -88,6 +88,26 @@ async def ten(runner: CoordinatedRunner, count: int = 1) -> None:
         assert len((await stream.record()).generated_tokens) == 10
 
 
+def test_requests_without_a_seed_are_all_drawn_anew_whichever_engine_and_start_of_a_coordinator(runners: list[EngineRunner]) -> None:
+    open_params = SamplingParams(num_tokens_to_generate=10, ignore_eos=True)
+
+    def drawn(count: int) -> list[tuple[int, ...]]:
+        async def ask(address: str) -> list[tuple[int, ...]]:
+            async with InferenceClient(address) as client:
+                records = await asyncio.gather(*(client.add_request([1, 2, 3], open_params) for _ in range(count)))
+                assert all(record.sampling_params == open_params for record in records)
+                return [tuple(record.generated_tokens) for record in records]
+
+        with ExitStack() as stack:
+            coordinator = start(stack)
+            for at, each in enumerate(runners):
+                join(stack, each, coordinator, f"dp-{at}")
+            coordinator.wait_for_engines(2)
+            return asyncio.run(ask(coordinator.address))
+
+    assert len({*drawn(8), *drawn(8)}) == 16
+
+
 def test_figures_are_those_of_all_engines_and_counters_outlive_them(runners: list[EngineRunner]) -> None:
     with ExitStack() as stack:
         coordinator = start(stack)

@@ -69,6 +69,31 @@ def test_equal_engines_take_turns() -> None:
     assert [len(group.got(b"e%d" % index, SubmitRequest)) for index in range(4)] == [100] * 4
 
 
+def test_a_request_without_a_seed_gets_one_and_keeps_it_when_its_engine_is_lost() -> None:
+    group = Group(engines=2, clients=2)
+    for number in range(4):
+        group.send(b"c%d" % (number % 2), submit(number))
+    group.send(b"c0", submit(4))
+    own = submit(5)
+    own.sampling_params["seed"] = 7
+    group.send(b"c0", own)
+    full = submit(6)
+    # One more than a message may have.
+    full.sampling_params |= {f"field {index}": 0 for index in range(MAX_FIGURES - 1)}
+    group.send(b"c0", full)
+
+    def seeds() -> list[Any]:
+        return [message.sampling_params.get("seed") for engine in (b"e0", b"e1") for message in group.got(engine, SubmitRequest)]
+
+    drawn = seeds()
+    assert len(set(drawn)) == 7 and {7, None} < set(drawn)
+    assert not set(drawn) - {7, None} & {*range(10)}
+    group.inbox[b"e1"].clear()
+    group.lose(b"e0")
+    before = [message.sampling_params.get("seed") for message in group.got(b"e0", SubmitRequest)]
+    assert before == [message.sampling_params.get("seed") for message in group.got(b"e1", SubmitRequest)]
+
+
 def test_prompts_that_begin_alike_meet_while_the_load_allows() -> None:
     group = Group(CoordinatorConfig(prefix_slack_tokens=1000), engines=4, clients=1)
     for number in range(4):
@@ -448,7 +473,7 @@ def test_each_kind_of_message_has_its_longest() -> None:
 
 def test_by_default_health_is_red_within_five_seconds_of_a_hung_step_a_stopped_engine_and_a_stopped_coordinator() -> None:
     config = CoordinatorConfig()
-    core, now = CoordinatorCore(config), 0.0
+    core, now = CoordinatorCore(config, seed=0), 0.0
     core.receive(b"e", register(worker="w"), now)
     while core.num_engines:
         # As the coordinator's thread does.
@@ -459,7 +484,7 @@ def test_by_default_health_is_red_within_five_seconds_of_a_hung_step_a_stopped_e
 
 
 def test_one_that_asked_several_times_before_it_was_heard_is_one_engine() -> None:
-    core = CoordinatorCore(CoordinatorConfig(engine_timeout_s=10.0))
+    core = CoordinatorCore(CoordinatorConfig(engine_timeout_s=10.0), seed=0)
     core.receive(b"c", connect(), 0.0)
     core.receive(b"c", submit(1), 0.0)
     first = core.receive(b"e", register(worker="w"), 0.0)

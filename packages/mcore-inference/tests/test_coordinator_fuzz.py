@@ -81,7 +81,7 @@ class _Fuzz:
         self.begin()
 
     def begin(self) -> None:
-        self.core, self.numbers = CoordinatorCore(CoordinatorConfig()), [0]
+        self.core, self.numbers = CoordinatorCore(CoordinatorConfig(), seed=0), [0]
         for peer in CLIENTS:
             self.core.receive(peer, connect(), self.now)
         for index, peer in enumerate(ENGINES):

@@ -93,6 +93,16 @@ def test_a_completion_is_what_the_engine_gives(client: openai.OpenAI, reference:
     assert len(client.completions.create(prompt="x", **COMMON).choices[0].text) == 16
 
 
+def test_answers_without_a_seed_are_drawn_anew_after_each_start(make_model: Make, make_engine: Make) -> None:
+    texts: list[str] = []
+    for _ in range(2):
+        with serve(make_small_engine(make_model, make_engine), model_name="mcore") as server:
+            for body in ({"prompt": ["a", "a"], "n": 3}, {"prompt": "a"}):
+                answer = httpx.post(f"{server.url}/v1/completions", json={**body, "max_tokens": 12, "logit_bias": LETTERS}, timeout=30)
+                texts += [choice["text"] for choice in answer.json()["choices"]]
+    assert len(set(texts)) == 14
+
+
 def test_several_prompts_and_choices_come_in_order(client: openai.OpenAI) -> None:
     answer = client.completions.create(prompt=["a", "b"], n=2, seed=3, max_tokens=8, **COMMON)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]

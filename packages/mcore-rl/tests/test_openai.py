@@ -64,15 +64,16 @@ def ask(url: str, request: InferenceRequest = REQUEST, **settings: Any) -> Any:
 
 
 def test_tokens_and_log_probs_are_those_of_the_engine_in_the_process() -> None:
-    # Fresh engines draw alike when they get the same requests one after the other.
+    # Requests of one seed, one after the other.
     requests = [
         InferenceRequest(prompts=[list(TOKENIZER.tokenize(text))], generation_args=GenericGenerationArgs(max_tokens=12))
         for text in ("hello", "a", "of several tokens")
     ]
-    interface = MegatronLocal(engine())
+    interface = MegatronLocal(engine(), seed=3)
     local = [asyncio.run(interface.agenerate(request)) for request in requests]
     with serve(engine()) as server:
-        remote = [ask(server.url, request) for request in requests]
+        asked = client(server.url, seeds=RequestSeeds(3))
+        remote = [asyncio.run(asked.agenerate(request)) for request in requests]
     for [[mine]], [[theirs]] in zip(local, remote, strict=True):
         assert len(mine.logprobs) > 0
         assert (mine.token_ids, mine.prompt_length, mine.response) == (theirs.token_ids, theirs.prompt_length, theirs.response)

@@ -5,7 +5,7 @@
 from mcore_tools.serving._api_servers import ApiServers, ApiServersError
 from mcore_tools.serving._coordinated import CoordinatedEngines, coordinated, uses_coordinator
 from mcore_tools.serving._engine import Served, build_engine, frozen_heap, serve_exported, short_turns
-from mcore_tools.serving._files import PromptFile, continue_prompts
+from mcore_tools.serving._files import PromptFile, continue_prompts, params_of
 from mcore_tools.serving._hang import given_up_when_hung
 from mcore_tools.serving._job import Job
 from mcore_tools.serving._layout import EngineLayout
@@ -32,6 +32,7 @@ __all__ = [
     "given_up_when_hung",
     "open_engine",
     "open_served_tokenizer",
+    "params_of",
     "serve_exported",
     "served_address",
     "served_length",

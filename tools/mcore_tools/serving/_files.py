@@ -3,6 +3,7 @@
 """Prompts of a file, continued in any order, by a command that can be ended and goes on where it was."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 from mcore_inference import DynamicInferenceRequestRecord, EngineRunner, RequestError, SamplingParams
 from mcore_inference.coordinator import CoordinatedRunner
+from mcore_inference.sampling import request_seed
 
 _MAX_OPEN = 512
 """Requests that wait or run."""
@@ -28,7 +30,7 @@ def continue_prompts(runner: AnyRunner, prompts: Mapping[int, str], params: Samp
     Args:
         runner: an engine, or the engines of a coordinator.
         prompts: by number.
-        params: of all.
+        params: of all, with the seed that ``params_of`` makes theirs of.
         on_end: gets each prompt's number, and its record or why it was refused, as they end.
 
     Raises:
@@ -38,13 +40,18 @@ def continue_prompts(runner: AnyRunner, prompts: Mapping[int, str], params: Samp
     asyncio.run(_continue(runner, prompts, params, on_end))
 
 
+def params_of(params: SamplingParams, number: int) -> SamplingParams:
+    """Settings of one prompt of many: its seed is a function of the seed of all and its number, whatever was continued before."""
+    return params if params.seed is None else dataclasses.replace(params, seed=request_seed(params.seed, number))
+
+
 async def _continue(runner: AnyRunner, prompts: Mapping[int, str], params: SamplingParams, on_end: End) -> None:
     waiting = iter(prompts.items())
 
     async def work() -> None:
         for number, prompt in waiting:
             try:
-                stream = await runner.submit(prompt, params, stream=False)
+                stream = await runner.submit(prompt, params_of(params, number), stream=False)
                 record = await stream.record()
             except RequestError as error:
                 on_end(number, error)

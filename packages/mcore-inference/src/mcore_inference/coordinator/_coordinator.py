@@ -5,6 +5,7 @@
 import asyncio
 import contextlib
 import logging
+import secrets
 import threading
 import time
 from collections import deque
@@ -63,7 +64,8 @@ class DataParallelInferenceCoordinator:
 
     def __init__(self, config: CoordinatorConfig | None = None) -> None:
         self.config = CoordinatorConfig() if config is None else config
-        self._core = CoordinatorCore(self.config)
+        # Another one at each start, which would repeat the answers of the last one.
+        self._core = CoordinatorCore(self.config, seed=secrets.randbits(63))
         # An engine that sends signs of life has time for another one behind a shorter pause.
         self._clock = _AwakeClock(self.config.engine_timeout_s / 2)
         self._ready = threading.Event()

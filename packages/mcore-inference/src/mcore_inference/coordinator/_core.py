@@ -46,14 +46,15 @@ class CoordinatorCore:
 
     Args:
         config: time-outs, limits, the job's secret.
+        seed: of requests that bring none.
     """
 
-    def __init__(self, config: CoordinatorConfig) -> None:
+    def __init__(self, config: CoordinatorConfig, *, seed: int) -> None:
         self._config = config
         self._admission = Admission(config.security)
         self._group = Group()
         self._send = self._group.send
-        self._requests = OpenRequests(self._group, config)
+        self._requests = OpenRequests(self._group, config, seed=seed)
         self._operations = Operations(self._group, self._requests, config)
         self._num_refused_peers = 0
         self.num_refused_messages = 0

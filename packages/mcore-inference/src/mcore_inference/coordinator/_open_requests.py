@@ -9,9 +9,10 @@ import msgspec
 from mcore_inference.coordinator._config import CoordinatorConfig
 from mcore_inference.coordinator._entries import Client, Engine, Request
 from mcore_inference.coordinator._group import Group
-from mcore_inference.coordinator._messages import Abort, EngineReply, Failure, Partials, Refusal, SubmitRequest
+from mcore_inference.coordinator._messages import MAX_FIGURES, Abort, EngineReply, Failure, Partials, Refusal, SubmitRequest
 from mcore_inference.coordinator._routing import PrefixRouter
 from mcore_inference.coordinator._states import GroupState
+from mcore_inference.sampling import request_seed
 
 _DEFAULT_BUDGET = 256
 _CHARACTERS_PER_TOKEN = 4
@@ -26,10 +27,12 @@ class OpenRequests:
     Args:
         group: whose engines serve them.
         config: limits.
+        seed: request n of those without a seed gets one of this and n, whichever engine draws its answer.
     """
 
-    def __init__(self, group: Group, config: CoordinatorConfig) -> None:
+    def __init__(self, group: Group, config: CoordinatorConfig, *, seed: int) -> None:
         self._group, self._config = group, config
+        self._seed, self._num_seeded = seed, 0
         self._attempts: dict[int, Request] = {}
         self._homeless: deque[Request] = deque()
         self._router = PrefixRouter(config.prefix_slack_tokens)
@@ -58,9 +61,18 @@ class OpenRequests:
             budget = message.sampling_params.get("num_tokens_to_generate")
             budget = min(budget, _MAX_BUDGET) if isinstance(budget, int) and budget >= 0 else _DEFAULT_BUDGET
             length = len(message.prompt) // (_CHARACTERS_PER_TOKEN if isinstance(message.prompt, str) else 1)
+            self._give_seed(message)
             request = Request(client=peer, message=message, tokens=length + budget, arrived=now)
             client.requests[number] = request
             self._route(request, now)
+
+    def _give_seed(self, message: SubmitRequest) -> None:
+        """To one that brings none: engines, which each count their own, would draw the same answers."""
+        settings = message.sampling_params
+        # No settings have as many as a message may hold; an engine refuses those by name.
+        if settings.get("seed") is None and len(settings) < MAX_FIGURES:
+            settings["seed"] = request_seed(self._seed, self._num_seeded)
+            self._num_seeded += 1
 
     def drop(self, request: Request) -> None:
         """Nobody waits for a request any more."""

@@ -75,7 +75,7 @@ class SamplingParams:
     """Nothing else is drawn, the ids that end the output neither unless they are among them; None for all. Not with
     ``structured_output``."""
     seed: int | None = None
-    """None for one derived from the engine's seed and the request's number."""
+    """None for one derived from the engine's seed and the request's number; over a coordinator of a number drawn at its start."""
     n: int = 1
     """Completions of one prompt, each a request of its own (``choices``) with a seed of its own; they share the prompt's cache blocks."""
     num_tokens_to_generate: int | None = None

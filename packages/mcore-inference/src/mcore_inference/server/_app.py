@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from mcore_inference.engine import Increment, RequestStream
 from mcore_inference.requests import DynamicInferenceRequestRecord, FinishReason, Status, StructuredOutputError
-from mcore_inference.sampling import SamplingParams
+from mcore_inference.sampling import SamplingParams, request_seed
 from mcore_inference.server._bodies import BodyReader
 from mcore_inference.server._combinations import check_budget, check_chat, check_completion
 from mcore_inference.server._errors import ApiError
@@ -79,6 +79,7 @@ class Routes:
         metrics: what ``/metrics`` answers.
         counts: told of each answer.
         created: when the model was, in seconds since the epoch: the same for all servers of an address.
+        seed: choice n of all without a seed is drawn with one of this and n.
         tool_format: how the model writes calls of tools; None to refuse tools.
         weights: takes new weights from folders; None for no such route.
     """
@@ -93,6 +94,7 @@ class Routes:
         metrics: ServerMetrics,
         counts: ServerCounts,
         created: int,
+        seed: int,
         tool_format: ToolFormat | None = None,
         weights: WeightRoute | None = None,
     ) -> None:
@@ -107,6 +109,7 @@ class Routes:
         self._metrics = metrics
         self._tool_format = tool_format
         self._counts, self._created = counts, created
+        self._seed, self._num_seeded = seed, 0
 
     def app(self, allowed_hosts: Sequence[str]) -> ASGIApp:
         """The ASGI application; ``allowed_hosts`` are the values of the Host header it answers to."""
@@ -384,10 +387,16 @@ class Routes:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def _params(self, body: CompletionBody | ChatBody, budget: int, choice: int, more: dict[str, Any]) -> SamplingParams:
+        seed = {} if body.seed is not None else {"seed": self._following_seed()}
         try:
-            return body.sampling_params(budget=budget, choice=choice, **more)
+            return body.sampling_params(budget=budget, choice=choice, **seed, **more)
         except ValueError as error:
             raise ApiError.of(error) from error
+
+    def _following_seed(self) -> int:
+        """Engines, which each count their own requests, would draw the same answers."""
+        self._num_seeded += 1
+        return request_seed(self._seed, self._num_seeded - 1)
 
     async def _api_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)

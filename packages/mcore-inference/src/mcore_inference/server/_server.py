@@ -4,6 +4,7 @@
 
 import asyncio
 import contextlib
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -279,7 +280,8 @@ def serve_runner(
     route = WeightRoute(reader, runner, weights) if weights is not None and isinstance(runner, WeightLoader) else None
     routes = Routes(
         runner, reader=reader, encoder=encoder, token=token, metrics=ServerMetrics(runner, counts), counts=counts, created=group.created,
-        tool_format=form, weights=route,
+        # Another one at each start, which would repeat the answers of the last one.
+        seed=secrets.randbits(63), tool_format=form, weights=route,
     )  # fmt: skip
     protocol = ConnectionGuard(limits.connections, counts)
     config = uvicorn.Config(
