@@ -28,7 +28,7 @@ from mcore_inference.coordinator._messages import (
 
 __all__ = ["CONFIG", "Group", "acknowledge", "bucket", "connect", "load", "partials", "register", "reply", "report", "submit"]
 
-CONFIG = CoordinatorConfig(prefix_slack_tokens=0)
+CONFIG = CoordinatorConfig()
 
 
 def submit(number: int, prompt: str | list[int] = "x", budget: int = 8, *, stream: bool = False) -> SubmitRequest:
@@ -36,7 +36,7 @@ def submit(number: int, prompt: str | list[int] = "x", budget: int = 8, *, strea
 
 
 def register(name: str = "dp", state: str = "running", **more: Any) -> Register:
-    return Register(protocol=PROTOCOL, secret="", name=name, state=state, max_sequence_length=64, **more)
+    return Register(protocol=PROTOCOL, secret="", name=name, state=state, **{"max_sequence_length": 64, "max_requests": 8, **more})
 
 
 def connect(control_secret: str = "") -> Connect:

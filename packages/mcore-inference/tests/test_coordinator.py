@@ -104,6 +104,26 @@ def test_answers_are_those_of_one_engine(runners: list[EngineRunner], make_model
         assert coordinator.num_open_requests == 0
 
 
+def test_what_a_full_engine_refuses_is_answered_by_another(make_model: Make, make_engine: Make) -> None:
+    engines = [make_engine(make_model(vocab_size=272, dtype=torch.float32, layers=1), ByteTokenizer()) for _ in range(2)]
+
+    async def ask(address: str, full: EngineRunner) -> None:
+        await full.pause()
+        async with InferenceClient(address) as client:
+            answers = [client.add_request("alike " * 8, TEN) for _ in range(12)]
+            deadline = time.monotonic() + 30.0
+            while sum(answer.done() for answer in answers) < 10 and time.monotonic() < deadline:
+                await asyncio.sleep(0.01)
+            assert [answer.done() and len(answer.result().generated_tokens) for answer in answers].count(10) == 10
+            await full.unpause()
+            assert all([len((await answer).generated_tokens) == 10 for answer in answers])
+
+    with ExitStack() as stack:
+        full = stack.enter_context(EngineRunner(engines[0], max_waiting_requests=2, stall_timeout_s=100.0))
+        coordinator = serve(stack, [full, stack.enter_context(EngineRunner(engines[1]))])
+        asyncio.run(ask(coordinator.address, full))
+
+
 def test_a_message_has_the_tokens_of_a_step_of_all_streams(runners: list[EngineRunner], monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 

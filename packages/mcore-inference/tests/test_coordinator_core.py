@@ -95,14 +95,76 @@ def test_a_request_without_a_seed_gets_one_and_keeps_it_when_its_engine_is_lost(
 
 
 def test_prompts_that_begin_alike_meet_while_the_load_allows() -> None:
-    group = Group(CoordinatorConfig(prefix_slack_tokens=1000), engines=4, clients=1)
-    for number in range(4):
+    group = Group(clients=1)
+    for index in range(4):
+        group.send(b"e%d" % index, register(f"dp-{index}", max_requests=16))
+
+    def counts() -> list[int]:
+        return sorted(len(group.got(b"e%d" % index, SubmitRequest)) for index in range(4))
+
+    for number in range(2):
         group.send(b"c0", submit(number, [7] * 64 + [number]))
-    assert sorted(len(group.got(b"e%d" % index, SubmitRequest)) for index in range(4)) == [0, 0, 0, 4]
-    for number in range(4, 44):
+    assert counts() == [0, 0, 0, 2]
+    # An engine computes 16 at a time: an eighth of them is what the whole prompt is worth.
+    for number in range(2, 40):
         group.send(b"c0", submit(number, [7] * 64 + [number]))
-    counts = [len(group.got(b"e%d" % index, SubmitRequest)) for index in range(4)]
-    assert min(counts) > 0 and max(counts) <= 18
+        assert counts()[-1] <= max(3, counts()[0] + 3)
+    assert counts()[0] >= 9
+
+
+def test_the_size_of_a_cache_bounds_what_an_engine_computes_at_a_time() -> None:
+    group = Group(clients=1)
+    for index, cache_tokens in enumerate((100, 300)):
+        group.send(b"e%d" % index, register(f"dp-{index}", cache_tokens=cache_tokens))
+    for number in range(8):
+        group.send(b"c0", submit(number, [number] * 10, budget=40))
+    counts = [len(group.got(b"e%d" % index, SubmitRequest)) for index in range(2)]
+    assert counts == [2, 6]
+    # A budget that no engine has counts as what it has.
+    group.send(b"c0", submit(8, [8] * 10, budget=2**40))
+    group.send(b"c0", AskStatus(call=1))
+    assert sum(engine.open_tokens for engine in group.got(b"c0", Status)[-1].engines) == 8 * 50 + 64
+
+
+def full(number: int) -> Failure:
+    return Failure(request_id=number, kind="QueueFullError", message="too many wait", is_transient=True)
+
+
+def test_a_request_goes_round_the_engines_whose_queues_are_full() -> None:
+    group = Group(engines=3, clients=1)
+    # One behind another would meet the first again, by its beginning.
+    group.send(b"c0", submit(5, [7] * 64, stream=True))
+    asked = []
+    while not group.got(b"c0", Failure):
+        [(engine, message)] = [(peer, each) for peer in (b"e0", b"e1", b"e2") for each in group.got(peer, SubmitRequest)]
+        asked.append(engine)
+        group.inbox[engine].clear()
+        group.send(engine, full(message.request_id))
+        # Once only: it is at another one.
+        group.send(engine, full(message.request_id))
+    assert sorted(asked) == [b"e0", b"e1", b"e2"]
+    [failure] = group.got(b"c0", Failure)
+    assert (failure.request_id, failure.kind, failure.is_transient) == (5, "QueueFullError", True)
+    assert not group.core.num_open_requests
+    group.send(b"c0", AskStatus(call=1))
+    status = group.got(b"c0", Status)[-1]
+    assert [engine.open_requests for engine in status.engines] == [0, 0, 0]
+    # The number is free, and each engine is asked again.
+    group.send(b"c0", submit(5, [7] * 64))
+    [engine] = [peer for peer in (b"e0", b"e1", b"e2") if group.got(peer, SubmitRequest)]
+    # One that is lost was asked by nobody else.
+    group.send(engine, full(group.got(engine, SubmitRequest)[0].request_id))
+    [second] = [peer for peer in (b"e0", b"e1", b"e2") if peer != engine and group.got(peer, SubmitRequest)]
+    group.lose(second)
+    assert sum(len(group.got(peer, SubmitRequest)) for peer in (b"e0", b"e1", b"e2")) == 3
+
+
+def test_another_failure_of_an_engine_is_the_answer() -> None:
+    group = Group(engines=2, clients=1)
+    group.send(b"c0", submit(5))
+    [engine] = [peer for peer in (b"e0", b"e1") if group.got(peer, SubmitRequest)]
+    group.send(engine, Failure(request_id=group.got(engine, SubmitRequest)[0].request_id, kind="X", message="", is_transient=True))
+    assert [failure.kind for failure in group.got(b"c0", Failure)] == ["X"]
 
 
 def test_two_clients_may_use_one_number() -> None:

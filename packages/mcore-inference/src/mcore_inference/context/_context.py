@@ -201,10 +201,15 @@ class DynamicInferenceContext:
 
     # -- what fits ---------------------------------------------------------------------------------------------------
 
+    @property
+    def cache_tokens(self) -> int:
+        """That the cache holds, of all requests together."""
+        return self.allocator.usable_count * self.block_size
+
     def room(self, num_prompt_tokens: int) -> int:
         """New tokens that a prompt of this length can get at most; below 1 when there is no room."""
         # The last token is never fed back, so it takes no slot.
-        in_cache = self.allocator.usable_count * self.block_size - num_prompt_tokens + 1
+        in_cache = self.cache_tokens - num_prompt_tokens + 1
         return min(self.max_sequence_length - num_prompt_tokens, in_cache)
 
     def check_fits(self, num_prompt_tokens: int, budget: int, request_id: int | None = None) -> int:

@@ -80,15 +80,12 @@ class CoordinatorConfig:
     """Requests of all clients; more are refused."""
     max_message_bytes: int = MAX_MESSAGE_BYTES
     """Longest message, of records, tokens and weights; the connection of a longer one is cut. Requests have 8 MiB of it, others 1 MiB."""
-    prefix_slack_tokens: int = 16_384
-    """Open tokens by which an engine that had the beginning of a prompt may be busier than the least busy one; 0 for no affinity."""
 
     def __post_init__(self) -> None:
         as_integer("port", self.port, 0, 2**16 - 1)
         as_integer("max_retries", self.max_retries, 0, 100)
         as_integer("max_open_requests", self.max_open_requests, 1, 2**31)
         as_integer("max_message_bytes", self.max_message_bytes, 1024, 2**40)
-        as_integer("prefix_slack_tokens", self.prefix_slack_tokens, 0, 2**40)
         for name in ("heartbeat_s", "engine_timeout_s", "client_timeout_s", "signal_timeout_s", "load_timeout_s", "no_engine_timeout_s"):
             as_number(name, getattr(self, name), 1e-3, 1e6)
         for name in ("engine_timeout_s", "client_timeout_s"):

@@ -48,9 +48,9 @@ class DataParallelInferenceCoordinator:
     """Spreads requests of many clients over many engines, and pauses, suspends and stops all engines together.
 
     It runs in a thread of its own from ``start`` to ``close``; also a context manager. Engines join by ``EngineWorker`` and may come and
-    go at any time, each with a name of its own; clients use ``InferenceClient``. A request goes to the engine that had the longest
-    beginning of its prompt, of those whose open tokens are few enough (``prefix_slack_tokens``), else to the least busy one. When an engine
-    is lost its requests go to others; those whose tokens were sent already fail with ``EngineLostError``. One that leaves in order
+    go at any time, each with a name of its own; clients use ``InferenceClient``. A request goes to an engine that had the beginning of its
+    prompt, unless another one is that much less busy; one whose queue is full leaves it to the others. When an engine is lost its requests
+    go to others; those whose tokens were sent already fail with ``EngineLostError``. One that leaves in order
     (``EngineWorker.close(drain_s=...)``) ends the requests that it has before.
 
     Args:

@@ -177,6 +177,8 @@ class CoordinatorCore:
             worker=message.worker,
             registration=message.registration,
             stats=message.stats,
+            max_requests=message.max_requests,
+            cache_tokens=message.cache_tokens,
         )
         self._group.newest = max(self._group.newest, message.weight_version)
         if not self._group.is_loading and not self._group.eligible():
@@ -260,7 +262,7 @@ class CoordinatorCore:
         if isinstance(message, Partials):
             self._requests.forward(peer, engine, message)
         elif isinstance(message, EngineReply | Failure):
-            self._requests.finish(peer, engine, message)
+            self._requests.finish(peer, engine, message, now)
         elif isinstance(message, SignalAck):
             self._operations.acknowledge(peer, message, now)
         elif isinstance(message, WeightAck):

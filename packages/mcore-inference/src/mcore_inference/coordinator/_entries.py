@@ -5,6 +5,7 @@
 from dataclasses import dataclass, field
 
 from mcore_inference.coordinator._messages import EngineStatus, Signal, SubmitRequest
+from mcore_inference.coordinator._routing import EngineLoad
 from mcore_inference.coordinator._states import GroupState, MemberState
 
 
@@ -17,6 +18,8 @@ class Engine:
     requests: dict[int, int] = field(default_factory=dict)
     """Number of the attempt -> its tokens."""
     open_tokens: int = 0
+    max_requests: int
+    cache_tokens: int
     finished: int = 0
     weight_version: int = 0
     worker: str = ""
@@ -25,6 +28,10 @@ class Engine:
     stats: dict[str, float] = field(default_factory=dict)
     """Of its last report."""
     last_step_age_s: float | None = None
+
+    @property
+    def load(self) -> EngineLoad:
+        return EngineLoad(share=max(len(self.requests) / self.max_requests, self.open_tokens / self.cache_tokens), tokens=self.open_tokens)
 
     def status(self, now: float) -> EngineStatus:
         """What clients may know."""
@@ -61,6 +68,8 @@ class Request:
     attempt: int = -1
     """Number that the engine knows it by; each attempt has its own, so that an answer of a lost engine fits none."""
     retries: int = 0
+    full_engines: set[bytes] = field(default_factory=set)
+    """That refused it for their queues, since it began to look for one."""
     started: bool = False
     """Whether the client has tokens of it."""
 

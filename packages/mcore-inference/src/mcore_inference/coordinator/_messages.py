@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from mcore_inference._stability import experimental_api
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Version that both sides name when they meet."""
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Default of the longest message: a record with log-probabilities, the tokens of a step, a bucket of weights."""
@@ -34,6 +34,7 @@ MAX_TEXT = MAX_TOKENS = MAX_REQUEST_BYTES
 Number = Annotated[int, Meta(ge=-1, le=MAX_NUMBER)]
 """-1 where there is none."""
 Size = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
+Count = Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 _Scalar = None | bool | int | float | str
@@ -192,6 +193,10 @@ class Register(Message, tag=17):
     stats: Figures = {}
     registration: Size = 0
     """Grows each time that the worker has to register again: several of one may wait in the queue of a connection."""
+    max_requests: Count = 1
+    """That it computes at a time; others wait."""
+    cache_tokens: Count = MAX_NUMBER
+    """That its cache holds, of all requests together."""
 
 
 class Report(Message, tag=25):

@@ -35,7 +35,7 @@ class OpenRequests:
         self._seed, self._num_seeded = seed, 0
         self._attempts: dict[int, Request] = {}
         self._homeless: deque[Request] = deque()
-        self._router = PrefixRouter(config.prefix_slack_tokens)
+        self._router = PrefixRouter()
 
     def __len__(self) -> int:
         return len(self._attempts) + len(self._homeless)
@@ -84,8 +84,15 @@ class OpenRequests:
 
     # -- of engines --------------------------------------------------------------------------------------------------
 
-    def finish(self, peer: bytes, engine: Engine, message: EngineReply | Failure) -> None:
-        """An engine's last word on a request."""
+    def finish(self, peer: bytes, engine: Engine, message: EngineReply | Failure, now: float) -> None:
+        """An engine's last word on a request; one whose queue is full leaves it to those that did not say so."""
+        if isinstance(message, Failure) and message.kind == "QueueFullError" and (request := self._attempts.get(message.request_id)):
+            others = request.full_engines | {peer}
+            if request.engine == peer and not others.issuperset(self._group.eligible()):
+                self._take(peer, message.request_id)
+                request.full_engines = others
+                self._route(request, now)
+                return
         client = self._end(peer, engine, message)
         if client is not None:
             self._group.send(client, message)
@@ -129,6 +136,7 @@ class OpenRequests:
                 self._fail(request, "EngineLostError", f"engine {engine.name} was lost ({reason}) and {why}")
             else:
                 request.retries += 1
+                request.full_engines.clear()
                 self._route(request, now)
 
     def forget_prefixes(self) -> None:
@@ -163,6 +171,7 @@ class OpenRequests:
         engines = group.eligible()
         if not engines:
             request.engine = None
+            request.full_engines.clear()
             if group.serving and not group.is_loading:
                 text = f"no engine has the weights of version {group.loaded}, which were loaded last, since one was lost; load them again"
                 self._fail(request, "StaleWeightsError", text)
@@ -170,12 +179,13 @@ class OpenRequests:
                 request.arrived = now
                 self._homeless.append(request)
             return
-        load = {peer: group.engines[peer].open_tokens for peer in engines}
-        peer = request.engine = self._router.choose(request.message.prompt, load)
+        loads = {peer: group.engines[peer].load for peer in engines if peer not in request.full_engines}
+        peer = request.engine = self._router.choose(request.message.prompt, loads)
         request.attempt = group.next_number()
         engine = group.engines[peer]
-        engine.requests[request.attempt] = request.tokens
-        engine.open_tokens += request.tokens
+        # No answer is longer, whatever was asked for.
+        tokens = engine.requests[request.attempt] = min(request.tokens, max(1, engine.max_sequence_length))
+        engine.open_tokens += tokens
         self._attempts[request.attempt] = request
         group.send(peer, msgspec.structs.replace(request.message, request_id=request.attempt))
 

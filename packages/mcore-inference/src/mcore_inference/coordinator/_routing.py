@@ -1,46 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Which engine gets a request: of those that are not too busy, the one that had the longest beginning of its prompt."""
+"""Which engine gets a request: one that had the beginning of its prompt, unless others are that much less busy."""
 
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 _BLOCK_TOKENS = 16
 _BLOCK_CHARACTERS = 64
 _MAX_BLOCKS = 1024
 """Of a prompt that are looked at."""
+_WORTH = 0.125
+"""Share of an engine's places for which it has the whole prompt: so much busier it may be than one that has nothing of it. A beginning is
+computed once more in a part of a step, while each request beside it is in every step of its answer; an eighth costs these little."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLoad:
+    """How busy an engine is."""
+
+    share: float
+    """Of what it computes at a time: 1 where the next request waits, above where some do."""
+    tokens: int
+    """Of its open requests; decides between equal shares."""
 
 
 class PrefixRouter:
-    """Chooses by the beginnings of prompts that each engine had, and by open tokens.
+    """Chooses by the beginnings of prompts that each engine had, and by load.
 
-    Engines that have at most ``slack_tokens`` open tokens more than the least busy one may be chosen. Of these it is the one that had the
-    longest beginning, in whole blocks, of equal ones the least busy, and of those each in turn. The chosen engine then knows the prompt.
+    It is the engine with the smallest ``share - 0.125 * match``, where ``match`` is the share of the prompt, in whole blocks, that the engine
+    had before; of equal ones that with the fewest tokens, and of those each in turn. So an engine that computes as many requests as it can
+    is never chosen beside an idle one. The chosen engine then knows the prompt.
 
     Args:
-        slack_tokens: open tokens that an engine may have more than the least busy one; 0 for no affinity.
         max_blocks: that are remembered of each engine; the longest unused go first, of one prompt the last ones.
     """
 
-    def __init__(self, slack_tokens: int, max_blocks: int = 65_536) -> None:
-        self._slack, self._limit = slack_tokens, max_blocks
+    def __init__(self, max_blocks: int = 65_536) -> None:
+        self._limit = max_blocks
         self._known: dict[bytes, OrderedDict[int, None]] = {}
         """Of each engine, hashes of beginnings; with one all shorter ones are there, and later in the order."""
         self._turn = 0
 
-    def choose(self, prompt: str | Sequence[int], open_tokens: Mapping[bytes, int]) -> bytes:
+    def choose(self, prompt: str | Sequence[int], loads: Mapping[bytes, EngineLoad]) -> bytes:
         """An engine for a prompt.
 
         Args:
             prompt: text or tokens.
-            open_tokens: of every engine that takes requests; at least one.
+            loads: of every engine that may get it; at least one.
         """
-        limit = min(open_tokens.values()) + self._slack
-        blocks = _blocks(prompt) if self._slack else []
-        scores = {name: (-self._num_known(name, blocks), tokens) for name, tokens in open_tokens.items() if tokens <= limit}
-        best = min(scores.values())
-        equal = [name for name, score in scores.items() if score == best]
+        blocks = _blocks(prompt)
+        each = max(1, len(blocks))
+        costs = {name: (load.share - _WORTH * self._num_known(name, blocks) / each, load.tokens) for name, load in loads.items()}
+        best = min(costs.values())
+        equal = [name for name, cost in costs.items() if cost == best]
         self._turn += 1
         chosen = equal[self._turn % len(equal)]
         if blocks:

@@ -230,6 +230,7 @@ class EngineWorker:
     def _sign_of_life(self, health: EngineHealth) -> Register | Report:
         if self._member is not MemberState.JOINING:
             return Report(is_alive=health.alive, last_step_age_s=health.last_step_age_s, stats=self._stats())
+        context = self.runner.engine.context
         return Register(
             protocol=PROTOCOL,
             secret=self._security.secret,
@@ -240,6 +241,8 @@ class EngineWorker:
             worker=self._id,
             stats=self._stats(),
             registration=self._registration,
+            max_requests=context.max_requests,
+            cache_tokens=context.cache_tokens,
         )
 
     def _stats(self) -> dict[str, float]:
