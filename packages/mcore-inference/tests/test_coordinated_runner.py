@@ -108,6 +108,28 @@ def test_requests_without_a_seed_are_all_drawn_anew_whichever_engine_and_start_o
     assert len({*drawn(8), *drawn(8)}) == 16
 
 
+def test_the_room_is_that_of_the_smallest_cache_and_fits(make_model: Make, make_engine: Make) -> None:
+    with ExitStack() as stack:
+        coordinator, own = start(stack), []
+        # 16 blocks of 8, where the last token takes no place, and more than the longest sequence.
+        for at, num_blocks in enumerate((16, 64)):
+            engine = make_engine(make_model(vocab_size=272, dtype=torch.float32, layers=1), num_blocks=num_blocks, max_sequence_length=192)
+            own.append(stack.enter_context(EngineRunner(engine, stall_timeout_s=100.0)))
+            join(stack, own[at], coordinator, f"dp-{at}")
+        coordinator.wait_for_engines(2)
+        runner = stack.enter_context(CoordinatedRunner(coordinator.address))
+        assert [each.max_sequence_length for each in (*own, runner)] == [129, 192, 129]
+        assert [each.room(100) for each in (*own, runner)] == [29, 92, 29]
+
+        async def fill() -> None:
+            # Each of both gets some.
+            params = SamplingParams(num_tokens_to_generate=runner.room(100), seed=1, ignore_eos=True)
+            streams = [await runner.submit([number] * 100, params) for number in range(1, 5)]
+            assert [len((await stream.record()).generated_tokens) for stream in streams] == [29] * 4
+
+        asyncio.run(fill())
+
+
 def test_figures_are_those_of_all_engines_and_counters_outlive_them(runners: list[EngineRunner]) -> None:
     with ExitStack() as stack:
         coordinator = start(stack)

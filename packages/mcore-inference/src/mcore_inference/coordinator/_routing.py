@@ -29,7 +29,7 @@ class EngineLoad:
 class PrefixRouter:
     """Chooses by the beginnings of prompts that each engine had, and by load.
 
-    It is the engine with the smallest ``share - 0.125 * match``, where ``match`` is the share of the prompt, in whole blocks, that the engine
+    It is the engine with the smallest ``share - 0.125 * match``, where ``match`` is the share of the prompt's whole blocks that the engine
     had before; of equal ones that with the fewest tokens, and of those each in turn. So an engine that computes as many requests as it can
     is never chosen beside an idle one. The chosen engine then knows the prompt.
 

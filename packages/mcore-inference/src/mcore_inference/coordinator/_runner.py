@@ -82,7 +82,7 @@ class CoordinatedRunner:
         return self._client.max_sequence_length
 
     def room(self, num_prompt_tokens: int) -> int:
-        """New tokens that a prompt of this length can get at most; the engine refuses what its cache cannot hold."""
+        """New tokens that a prompt of this length can get at most; below 1 when there is no room."""
         return self.max_sequence_length - num_prompt_tokens
 
     @property

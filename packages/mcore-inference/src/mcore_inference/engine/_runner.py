@@ -397,8 +397,8 @@ class EngineRunner:
 
     @property
     def max_sequence_length(self) -> int:
-        """Tokens of a prompt and its output together."""
-        return self.engine.context.max_sequence_length
+        """Tokens of a prompt and its output together, of which the cache may hold fewer than the context's ``max_sequence_length``."""
+        return self.room(0)
 
     def room(self, num_prompt_tokens: int) -> int:
         """New tokens that a prompt of this length can get at most; below 1 when there is no room."""
