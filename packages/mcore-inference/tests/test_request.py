@@ -8,13 +8,16 @@ import random
 import pytest
 
 from mcore_inference import (
+    BlockOverflowError,
     DynamicInferenceEvent,
     DynamicInferenceRequest,
     DynamicInferenceRequestRecord,
     EventType,
     FinishReason,
+    RequestError,
     SamplingParams,
     Status,
+    StepFailedError,
 )
 
 
@@ -59,6 +62,17 @@ def test_records_survive_json() -> None:
     assert back.status is Status.FAILED and back.finish_reason is FinishReason.ERROR
     assert str(back.error) == "ValueError: boom"
     assert (back.generated_text, back.latency, back.generated_top_n_logprobs) == ("hello", 1.5, [{7: -0.5, 9: -1.5}])
+
+
+@pytest.mark.parametrize("is_transient", [False, True])
+@pytest.mark.parametrize("kind", [StepFailedError, BlockOverflowError, RequestError])
+def test_whether_an_error_passes_survives_json(kind: type[RequestError], is_transient: bool) -> None:
+    request = DynamicInferenceRequest(request_id=1, prompt_tokens=[5], sampling_params=SamplingParams())
+    request.status, request.finish_reason, request.error = Status.FAILED, FinishReason.ERROR, kind(1, "boom", is_transient=is_transient)
+    request.add_event_error(request.error)
+    assert [event.type for event in request.events] == [EventType.ERROR_TRANSIENT if is_transient else EventType.ERROR_NONTRANSIENT]
+    back = DynamicInferenceRequest.deserialize(json.loads(json.dumps(request.serialize())))
+    assert type(back.error) is kind and back.error.message == "boom" and back.error.is_transient is is_transient
 
 
 def test_only_error_events_have_a_payload() -> None:

@@ -15,6 +15,7 @@ from mcore_inference import (
     DynamicInferenceRequestRecord,
     EngineDeadError,
     EngineRunner,
+    EventType,
     FinishReason,
     Increment,
     InvalidTokenError,
@@ -299,6 +300,7 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(engine: Dyna
                     record = await asyncio.wait_for(stream.record(), 30)
                     assert isinstance(record.error, StepFailedError) and "RuntimeError: out of memory" in str(record.error)
                     assert record.status is Status.FAILED and record.finish_reason is FinishReason.ERROR
+                    assert [event.type for event in record[-1].events][-2:] == [EventType.ERROR_TRANSIENT, EventType.FAIL]
                 output.error = None
                 assert await runner.call(lambda: engine.context.allocator.total_used) == 0
                 assert (await (await runner.submit("abc", TEN)).record()).generated_tokens == wanted

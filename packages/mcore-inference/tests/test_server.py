@@ -468,7 +468,8 @@ def test_a_full_queue_is_429_and_a_dead_engine_503(make_model: Make, make_engine
         for _ in range(2):
             with pytest.raises(openai.InternalServerError, match="device lost") as caught:
                 client.completions.create(prompt="x", **COMMON)
-            assert caught.value.status_code == 500 and caught.value.code == "StepFailedError"
+            assert caught.value.status_code == 503 and caught.value.code == "StepFailedError"
+            assert caught.value.response.headers["Retry-After"] == "1"
         hook.remove()
         assert client.completions.create(prompt="x", max_tokens=2, **COMMON).choices[0].text
         engine.model.register_forward_pre_hook(fail)

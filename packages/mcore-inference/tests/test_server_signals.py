@@ -150,7 +150,7 @@ def test_an_engine_that_fails_again_and_again_ends_the_process() -> None:
     with serving(pause_s=0.0, drain_s=30, kind="fail") as running:
         for _ in range(3):
             answer = httpx.post(f"{running.url}/v1/completions", json=BODY, timeout=60)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "StepFailedError")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "StepFailedError")
         status, errors = running.end()
     assert status == 1 and "device lost" in errors.splitlines()[-1]
 

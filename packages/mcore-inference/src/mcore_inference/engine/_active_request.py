@@ -213,6 +213,6 @@ class ActiveRequest:
         else:
             segment.status = Status.FAILED
             if error is not None:
-                segment.add_event_error_nontransient(error)
+                segment.add_event_error(error)
             segment.add_event_fail()
         return reason

@@ -75,6 +75,6 @@ def _refused(prompt: Prompt, params: SamplingParams, error: RequestError) -> Dyn
     request = DynamicInferenceRequest(request_id=number, prompt_tokens=integers_of(prompt), sampling_params=params)
     request.prompt = prompt if isinstance(prompt, str) else None
     request.status, request.finish_reason, request.error = Status.FAILED, FinishReason.ERROR, error
-    request.add_event_error_nontransient(error)
+    request.add_event_error(error)
     request.add_event_fail()
     return DynamicInferenceRequestRecord.from_request(request)

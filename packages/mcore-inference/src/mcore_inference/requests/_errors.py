@@ -187,10 +187,10 @@ def recorded(error: Exception) -> str:
     return f"{type(error).__name__}: {error.message if isinstance(error, RequestError) else error}"
 
 
-def recalled(text: str) -> Exception:
+def recalled(text: str, *, is_transient: bool) -> Exception:
     """The error of ``recorded``'s text: of its class where that is one of a request's, a RuntimeError with the text otherwise."""
     kind, _, message = text.partition(": ")
-    error = request_error(kind, message, is_transient=False)
+    error = request_error(kind, message, is_transient=is_transient)
     return error if isinstance(error, RequestError) and type(error).__name__ == kind else RuntimeError(text)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mcore_inference.requests._errors import recalled, recorded
+from mcore_inference.requests._errors import RequestError, recalled, recorded
 from mcore_inference.sampling import SamplingParams
 
 __all__ = ["DynamicInferenceEvent", "DynamicInferenceRequest", "DynamicInferenceRequestRecord", "EventType", "FinishReason", "Status"]
@@ -156,6 +156,11 @@ class DynamicInferenceRequest:
     def add_event_error_nontransient(self, error: Exception) -> None:
         self._add_event(EventType.ERROR_NONTRANSIENT, error)
 
+    def add_event_error(self, error: Exception) -> None:
+        """Transient or not, as the error says."""
+        transient = isinstance(error, RequestError) and error.is_transient
+        self._add_event(EventType.ERROR_TRANSIENT if transient else EventType.ERROR_NONTRANSIENT, error)
+
     def _add_event(self, kind: EventType, error: Exception | None = None) -> None:
         payload = None if error is None else f"{type(error).__name__}: {error}"
         self.events.append(DynamicInferenceEvent(type=kind, payload=payload))
@@ -185,7 +190,6 @@ class DynamicInferenceRequest:
         fields["sampling_params"] = sampling_params or SamplingParams.deserialize(fields["sampling_params"])
         fields["status"] = Status[fields["status"]]
         fields["finish_reason"] = None if fields["finish_reason"] is None else FinishReason(fields["finish_reason"])
-        fields["error"] = None if fields["error"] is None else recalled(fields["error"])
         for name in ("generated_top_n_logprobs", "prompt_top_n_logprobs"):
             if fields[name] is not None:
                 fields[name] = [{int(token): value for token, value in best} for best in fields[name]]
@@ -193,6 +197,8 @@ class DynamicInferenceRequest:
             DynamicInferenceEvent(type=EventType(event["type"]), payload=event["payload"], timestamp=event["timestamp"])
             for event in fields["events"]
         ]
+        transient = any(event.type is EventType.ERROR_TRANSIENT for event in fields["events"])
+        fields["error"] = None if fields["error"] is None else recalled(fields["error"], is_transient=transient)
         return cls(**fields)
 
 

@@ -43,7 +43,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        return {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(self.status, {})
+        return {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(self.status, {})
 
     @classmethod
     def of(cls, error: Exception) -> "ApiError":
@@ -71,9 +71,9 @@ class ApiError(Exception):
 
     @classmethod
     def of_failure(cls, error: Exception | None) -> "ApiError":
-        """The answer for a request that failed after it had begun."""
+        """The answer for a request that failed after it had begun; 503 where it may succeed when it is sent again."""
         text = error.message if isinstance(error, RequestError) else str(error or "the request was aborted")
-        return cls(500, text, code=type(error).__name__)
+        return cls(503 if isinstance(error, RequestError) and error.is_transient else 500, text, code=type(error).__name__)
 
     @classmethod
     def of_validation(cls, error: ValidationError) -> "ApiError":
