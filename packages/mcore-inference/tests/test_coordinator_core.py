@@ -271,6 +271,16 @@ def test_requests_wait_for_an_engine_and_not_for_ever() -> None:
     }
 
 
+def test_requests_that_wait_for_an_engine_go_by_priority_then_by_arrival() -> None:
+    group = Group(clients=1)
+    for number, priority in enumerate((1, 0, 5, -2, 0)):
+        message = submit(number, [number])
+        message.priority = priority
+        group.send(b"c0", message)
+    group.send(b"e0", register())
+    assert [message.prompt for message in group.got(b"e0", SubmitRequest)] == [[3], [1], [4], [0], [2]]
+
+
 def test_the_context_of_the_last_engines_holds_for_requests_that_wait_for_others() -> None:
     group = Group(clients=1)
     for peer, expected in ((b"c1", 0), (b"c2", 64), (b"c3", 64)):

@@ -150,7 +150,7 @@ class OpenRequests:
         if not group.eligible() and (not group.serving or group.is_loading):
             return
         homeless, self._homeless = self._homeless, deque()
-        for request in homeless:
+        for request in sorted(homeless, key=lambda request: request.message.priority):
             self._route(request, now)
 
     def fail_late(self, now: float) -> None:
