@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
-from mcore_parallel.training import Batch, train_step
+from mcore_parallel.training import Batch, TrainReport, train_step
 from mcore_rl import (
     Aggregation,
     BatchStyle,
@@ -116,6 +117,40 @@ def check(plan: ParallelPlan) -> None:
 @pytest.mark.parametrize("plan", [ParallelPlan(dp=2), ParallelPlan(tp=2), ParallelPlan(pp=2), ParallelPlan(cp=2)], ids=str)
 def test_layouts_learn_alike(world, plan: ParallelPlan) -> None:
     world(check, plan=plan)
+
+
+def mixture_step(plan: ParallelPlan | None, rows: int) -> TrainReport:
+    groups = ProcessGroups.single() if plan is None else ProcessGroups.build(plan)
+    moe = MoEConfig(num_moe_experts=4, moe_aux_loss_coeff=0.01, moe_ffn_hidden_size=8)
+    policy = GPTModel(SIZES, groups, dtype=torch.float64, feed_forward=moe_feed_forward(moe))
+    sync = DistributedDataParallel(DistributedDataParallelConfig(), policy, groups)
+    optimizer = MegatronOptimizer(OptimizerConfig(lr=3e-3, weight_decay=0.0), sync, groups)
+    own = pairs()[groups.dp.rank :: groups.dp.size]
+    batches = pair_batches(own, seq_len=8, micro_batch_size=rows, num_pairs=0 if rows == 2 else 6, style=STYLE)
+    batches = with_ref_logprobs(FrozenWeights(policy), batches, groups)
+    return train_step(policy.train(), batches, DPOObjective(), sync, optimizer, lr=0.0)
+
+
+@pytest.mark.parametrize("rows", [2, 4, 6, 8])
+def test_auxiliary_losses_are_means_whatever_the_tokens_of_a_pair(rows: int) -> None:
+    report = mixture_step(None, rows)
+    losses = [value for (_, name), value in report.layers.losses.items() if name == "load_balancing_loss"]
+    # Of a layer: 1 for an even router, 2 for one that sends all tokens to the same two of four experts.
+    assert len(losses) == 2 and all(1 <= loss <= 2 for loss in losses)
+    assert report.aux == pytest.approx(0.01 * sum(losses), rel=1e-9)
+
+
+def check_mixture(plan: ParallelPlan) -> None:
+    ours, theirs = mixture_step(plan, 2), mixture_step(None, 2)
+    for value, expected in ((ours.loss, theirs.loss), (ours.aux, theirs.aux), (ours.grad_norm, theirs.grad_norm)):
+        assert value == pytest.approx(expected, rel=1e-9)
+    assert ours.layers.losses == pytest.approx(theirs.layers.losses, rel=1e-9)
+
+
+@pytest.mark.world(2, shared=True)
+@pytest.mark.parametrize("plan", [ParallelPlan(dp=2), ParallelPlan(tp=2), ParallelPlan(pp=2), ParallelPlan(cp=2)], ids=str)
+def test_layouts_weigh_auxiliary_losses_alike(world, plan: ParallelPlan) -> None:
+    world(check_mixture, plan=plan)
 
 
 def test_what_holds_no_pairs_is_refused() -> None:

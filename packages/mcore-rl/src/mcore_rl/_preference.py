@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mcore_parallel import Group
 from mcore_parallel.models import ModelOutput
 from mcore_parallel.training import Batch, LossReport
 from mcore_rl._sequences import Sequences
@@ -50,7 +51,8 @@ class DPOObjective:
     """-(1 - e) log sigmoid(h) - e log sigmoid(-h), the mean over pairs (Rafailov et al. 2023; e: label smoothing, Mitchell 2023).
 
     h = beta ((chosen - its reference) - (rejected - its reference)), of the sums of log-probabilities over the tokens that the policy
-    wrote. Batches are those of `pair_batches` with ``ref_logprobs`` (`with_ref_logprobs`). Auxiliary losses weigh by tokens.
+    wrote. Batches are those of `pair_batches` with ``ref_logprobs`` (`with_ref_logprobs`). A micro-batch's auxiliary losses
+    weigh by its pairs.
 
     Raises:
         ValueError: a field out of its range.
@@ -80,6 +82,10 @@ class DPOObjective:
         scaled, smoothing = self.beta * margins, self.label_smoothing
         return -(1 - smoothing) * F.logsigmoid(scaled) - smoothing * F.logsigmoid(-scaled)
 
+    def num_units(self, batch: Batch, cp: Group) -> Tensor:
+        """Scalar float64: the pairs of a micro-batch, of which ``batch`` is this context-parallel rank's share."""
+        return _real_pairs(Sequences.of(batch, cp), batch.loss_mask.flatten() != 0).sum(dtype=torch.float64)
+
     def __call__(self, output: ModelOutput, batch: Batch) -> LossReport:
         if "ref_logprobs" not in batch.extras:
             raise ValueError("DPO needs ref_logprobs in batch.extras; pass the batches through with_ref_logprobs")
@@ -93,7 +99,7 @@ class DPOObjective:
         own = gap.new_zeros(sequences.num).index_add(0, sequences.ids, gap)
         # The sum over all ranks, with the gradient of this rank's tokens.
         rewards = (own - own.detach() + sequences.sum(gap)).view(-1, 2)
-        real = sequences.sum(keep.to(gap.dtype)).view(-1, 2).sum(1) > 0
+        real = _real_pairs(sequences, keep)
         margins = rewards[:, 0] - rewards[:, 1]
         losses = torch.where(real, self.losses(margins), 0).sum()
         scaled = self.beta * rewards.detach()
@@ -109,3 +115,8 @@ class DPOObjective:
             count=real.sum(dtype=torch.float64) / cp.size,
             metrics={name: value.to(gap.dtype).sum() / cp.size for name, value in metrics.items()},
         )
+
+
+def _real_pairs(sequences: Sequences, keep: Tensor) -> Tensor:
+    """[N / 2] bool, False for the empty pairs behind the last one; from which of the T tokens count."""
+    return sequences.sum(keep.to(torch.float64)).view(-1, 2).sum(1) > 0

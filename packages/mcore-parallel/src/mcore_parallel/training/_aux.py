@@ -16,7 +16,7 @@ class AuxReport:
     """Means and counts of a step on the host."""
 
     losses: Mapping[tuple[int, str], float]
-    """By global layer number and name, without coefficients: means over micro-batches, weighted by their tokens."""
+    """By global layer number and name, without coefficients: means over micro-batches, weighted by what each counts (tokens)."""
     counts: Mapping[int, tuple[int, ...]]
     """By global layer number: tokens of each expert."""
 
@@ -60,7 +60,7 @@ class AuxSums:
 
         Args:
             aux: of its layers.
-            weight: scalar, the tokens that it counts.
+            weight: scalar, what it counts (tokens).
         """
         total = aux.total()
         if total is not None:

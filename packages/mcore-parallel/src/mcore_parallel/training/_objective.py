@@ -24,8 +24,8 @@ class LossReport:
     sum: Tensor
     """Scalar, differentiable: sum over the tokens of this rank."""
     count: Tensor
-    """Scalar: what the global sum is divided by; the sum of the batch's loss mask, unless auxiliary losses (which are
-    weighted by that) are to weigh differently."""
+    """Scalar: what the global sum is divided by; the sum of the batch's loss mask, by which auxiliary losses are weighted. An objective
+    that counts something else says so by ``num_units(batch, cp)``, by which they are weighted then."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     """Scalars that are sums over the same tokens; they are reported divided by the global count."""
     counts: Mapping[str, Tensor] = field(default_factory=dict)

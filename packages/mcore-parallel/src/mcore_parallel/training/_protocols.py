@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from mcore_parallel.groups import Group
 from mcore_parallel.training._batch import Batch
 from mcore_parallel.training._objective import LossReport
 
@@ -17,6 +18,16 @@ class Objective(Protocol):
     micro-batch to a sum over tokens."""
 
     def __call__(self, output: Any, batch: Batch) -> LossReport: ...
+
+
+@runtime_checkable
+class CountsUnits(Protocol):
+    """An ``Objective`` that divides by the number of something else than tokens, as of pairs of sequences."""
+
+    def num_units(self, batch: Batch, cp: Group) -> Tensor:
+        """Scalar float64: what the reports of all ranks of ``cp`` on their shares of a micro-batch count together. Its auxiliary losses
+        weigh as much, so that these are means over micro-batches, too."""
+        ...
 
 
 class GradSync(Protocol):

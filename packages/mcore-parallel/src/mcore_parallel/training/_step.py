@@ -30,7 +30,15 @@ from mcore_parallel.pipeline import (
 from mcore_parallel.training._aux import AuxReport, AuxSums
 from mcore_parallel.training._batch import Batch
 from mcore_parallel.training._objective import LossReport
-from mcore_parallel.training._protocols import DeferredResult, DiscardsGradients, GradSync, LossScaler, Objective, Optimizer
+from mcore_parallel.training._protocols import (
+    CountsUnits,
+    DeferredResult,
+    DiscardsGradients,
+    GradSync,
+    LossScaler,
+    Objective,
+    Optimizer,
+)
 from mcore_parallel.training._totals import Totals, add_up
 
 
@@ -45,7 +53,7 @@ class TrainReport:
     num_tokens: int
     """Tokens that counted (rounded when the mask holds fractions, 0 when it is not finite)."""
     aux: float
-    """Mean auxiliary loss of a micro-batch, weighted by its tokens and added up over layers with its coefficients; 0 without one."""
+    """Mean auxiliary loss of a micro-batch, weighted by what it counts, added up over layers with its coefficients; 0 without one."""
     metrics: dict[str, float]
     """The objective's metrics, means over the counted tokens."""
     skipped: bool
@@ -239,14 +247,20 @@ class _Stage:
         output, parts = self.chunks[chunk](batch.tokens.flatten() if hidden is None else hidden, step)
         aux = None
         if parts is not None:
-            # Divided by the global count later, like everything: a mean over micro-batches, each weighing its tokens.
-            aux = self.aux.add(parts, all_reduce(batch.weight(), self.groups.cp))
+            # Divided by the global count later, like everything: a mean over micro-batches, each weighing what it counts.
+            aux = self.aux.add(parts, self._count(batch))
             aux = None if aux is None else self._scaled(aux)
         if not (self.groups.pp.is_last and chunk == len(self.chunks) - 1):
             return output, aux
         report = self.objective(output, batch)
         self.reports.append(dataclasses.replace(report, sum=report.sum.detach()))
         return self._scaled(report.sum), aux
+
+    def _count(self, batch: Batch) -> Tensor:
+        """Of the whole micro-batch, which pipeline stages without the objective's output know as well."""
+        if isinstance(self.objective, CountsUnits):
+            return self.objective.num_units(batch, self.groups.cp)
+        return all_reduce(batch.weight(), self.groups.cp)
 
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss if self.loss_scale is None else loss * self.loss_scale.to(loss.dtype)
