@@ -356,7 +356,8 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
         ("rl.ref_model_mixup_alpha=0.5", "ref_model_mixup_alpha=0.5 has no effect without ref_model_sync_steps"),
         ("data_parallel=fsdp plan.dp=2 rl.num_groups=4 rl.kl_beta=0 rl.gae.lam=1", "rl.gae needs a critic"),
         ("rl.router_replay=true", "rl.router_replay=True, and the model has no experts; set it to false"),
-        (f"rl.router_replay=true {MIXTURE} moe.moe_router_load_balancing_type=sinkhorn", "and sinkhorn routes a whole batch at once"),
+        (f"{MIXTURE} moe.moe_router_load_balancing_type=sinkhorn", "moe.moe_router_load_balancing_type='sinkhorn': the policy that is"),
+        (f"{MIXTURE} moe.moe_input_jitter_eps=0.1", "moe.moe_input_jitter_eps=0.1: the policy that is trained would be another one"),
         (
             "plan.cp=2 rl.packing.bin_size=48 rl.packing.share_prompts=true",
             "rl.packing.share_prompts=True: a prompt is not split over plan.cp=2 ranks; set plan.cp=1, or it to false",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention
 from mcore_parallel import Group, ParallelPlan, ProcessGroups, named_shards
@@ -212,7 +213,8 @@ class Unreachable(CharacterShare):
 @pytest.mark.parametrize(("name", "value"), [("top_k", 4), ("top_p", 0.9)])
 def test_answers_of_a_truncated_distribution_are_not_trained_on(name: str, value: float) -> None:
     args = GenericGenerationArgs(**{name: value})  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-    learner: Any = Learner(groups=ProcessGroups.single(), objective=OBJECTIVE, **dict.fromkeys(("model", "sync", "optimizer")))  # type: ignore[arg-type]
+    nothing: Any = None
+    learner = Learner(model=nn.Identity(), groups=ProcessGroups.single(), objective=OBJECTIVE, sync=nothing, optimizer=nothing)
     with pytest.raises(ValueError, match=f"generation_args.{name}={value} draws from another distribution than the one that is trained"):
         check_iteration(dataclasses.replace(CONFIG, generation_args=args), learner)
     check_iteration(dataclasses.replace(CONFIG, generation_args=GenericGenerationArgs(top_k=0, top_p=1.0)), learner)
@@ -234,7 +236,7 @@ def test_what_an_iteration_leaves_open_no_interface_chooses() -> None:
     ids=["reference", "temperature", "dp"],
 )
 def test_what_cannot_be_trained_on_is_refused_before_anything_is_generated(options: dict[str, Any], message: str) -> None:
-    parts: dict[str, Any] = dict.fromkeys(("model", "sync", "optimizer"))
+    parts: dict[str, Any] = {"model": nn.Identity(), **dict.fromkeys(("sync", "optimizer"))}
     parts |= {"groups": ProcessGroups.single(), "objective": GRPOObjective()}
     nobody: Any = None
     with pytest.raises(ValueError, match=message):
@@ -511,7 +513,7 @@ def test_rewards_beyond_their_limits_count_as_these_and_are_reported_as_they_are
 def test_a_reference_that_is_missing_is_named() -> None:
     config = dataclasses.replace(CONFIG, kl_in_reward=0.1)
     with pytest.raises(ValueError, match="kl_in_reward=0.1 needs a frozen reference"):
-        parts: dict[str, Any] = dict.fromkeys(("model", "sync", "optimizer"))
+        parts: dict[str, Any] = {"model": nn.Identity(), **dict.fromkeys(("sync", "optimizer"))}
         nobody: Any = None
         learner = Learner(groups=ProcessGroups.single(), objective=GRPOObjective(), **parts)
         grpo_iteration(config, agent=Unreachable(["x"], "a"), interface=nobody, engine=nobody, learner=learner, lr=1.0)

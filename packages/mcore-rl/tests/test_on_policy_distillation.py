@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
@@ -135,7 +136,7 @@ def test_every_layout_distils(world, plan: ParallelPlan) -> None:
 
 def test_teacher_and_objective_go_together() -> None:
     groups, nobody = ProcessGroups.single(), None
-    parts: dict[str, Any] = {**dict.fromkeys(("model", "sync", "optimizer")), "groups": groups}
+    parts: dict[str, Any] = {**dict.fromkeys(("sync", "optimizer")), "model": nn.Identity(), "groups": groups}
     teacher = teacher_of(groups)
     alone = Learner(objective=GRPOObjective(), teacher=teacher, **parts)
     without = Learner(objective=DistillationObjective(teacher=teacher), **parts)

@@ -246,6 +246,6 @@ def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(ValueError, match="come with values of lengths"):
         GAE.estimate([torch.zeros(2)], [torch.zeros(3)])
     nobody: Any = None
-    learner = Learner(model=nobody, groups=ProcessGroups.single(), objective=GRPOObjective(), sync=nobody, optimizer=nobody)
+    learner = Learner(model=torch.nn.Identity(), groups=ProcessGroups.single(), objective=GRPOObjective(), sync=nobody, optimizer=nobody)
     with pytest.raises(ValueError, match="PPO needs both"):
         grpo_iteration(CONFIG, agent=nobody, interface=nobody, engine=nobody, learner=learner, lr=1.0)

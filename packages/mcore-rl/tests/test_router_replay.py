@@ -30,6 +30,7 @@ from mcore_parallel.nn import Step
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_rl import (
     BatchStyle,
+    DPOObjective,
     FrozenWeights,
     GenericGenerationArgs,
     GRPOConfig,
@@ -45,6 +46,8 @@ from mcore_rl import (
     with_old_logprobs,
     with_ref_logprobs,
 )
+from mcore_rl._dpo import check_pairs
+from mcore_rl._loop import check_iteration
 from mcore_rl.envs import CharacterShare
 
 TOKENIZER = ByteTokenizer()
@@ -316,6 +319,27 @@ def test_sinkhorn_replays_nothing() -> None:
     step = dataclasses.replace(Step.causal(1, 4), routed_experts=torch.zeros(4, 3, 1, dtype=torch.int16))
     with pytest.raises(ValueError, match="'sinkhorn' routes a whole batch at once"):
         model(torch.arange(4), step)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type='sinkhorn': what is trained is another policy"),
+        ({"moe_input_jitter_eps": 0.1}, "moe_input_jitter_eps=0.1: what is trained is another policy"),
+        ({"moe_router_force_load_balancing": True}, "moe_router_force_load_balancing=True: what is trained is another policy"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:moe_router_force_load_balancing")
+def test_a_router_that_trains_otherwise_than_it_draws_is_refused(options: dict[str, Any], message: str) -> None:
+    groups = ProcessGroups.single()
+    parts: Any = dict.fromkeys(("sync", "optimizer"))
+    model = policy(groups, mixture=dataclasses.replace(MIXTURE, **options))
+    config = GRPOConfig(num_groups=2, group_size=2, seq_len=32)
+    with pytest.raises(ValueError, match=message):
+        check_iteration(config, Learner(model=model, groups=groups, objective=GRPOObjective(), **parts))
+    with pytest.raises(ValueError, match=message):
+        check_pairs(config, Learner(model=model, groups=groups, objective=DPOObjective(), reference=model, **parts))
+    check_iteration(config, Learner(model=policy(groups), groups=groups, objective=GRPOObjective(), **parts))
 
 
 def iterate(plan: ParallelPlan) -> list[float]:

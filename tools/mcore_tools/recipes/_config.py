@@ -408,9 +408,10 @@ class RunConfig:
             raise ValueError(f"rl.teacher is compared with whole models, found data_parallel={self.data_parallel!r}; set data_parallel=ddp")
         if rl.gae is not None and self.data_parallel != "ddp":
             raise ValueError(f"rl.gae needs a critic, which data_parallel={self.data_parallel!r} has none of; set data_parallel=ddp")
-        if rl.router_replay and (self.moe is None or self.moe.moe_router_load_balancing_type == "sinkhorn"):
-            reason = "the model has no experts" if self.moe is None else "sinkhorn routes a whole batch at once"
-            raise ValueError(f"rl.router_replay=True, and {reason}; set it to false")
+        if rl.router_replay and self.moe is None:
+            raise ValueError("rl.router_replay=True, and the model has no experts; set it to false")
+        if self.moe is not None and (named := self.moe.training_fields):
+            raise ValueError(f"moe.{named}: the policy that is trained would be another one than the one that draws; leave it out for rl")
         for name in ("weight_dtype", "kv_cache_dtype"):
             if self.batch_invariant and (value := getattr(rl, name)) is not None:
                 raise ValueError(

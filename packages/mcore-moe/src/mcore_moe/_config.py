@@ -259,6 +259,12 @@ class MoEConfig:
         names = ("moe_input_jitter_eps", "moe_router_force_load_balancing")
         return " and ".join(f"{name}={getattr(self, name)}" for name in names if getattr(self, name))
 
+    @property
+    def training_fields(self) -> str:
+        """The fields by which tokens are routed otherwise in training than in evaluation, with their values; empty where none is."""
+        sinkhorn = ["moe_router_load_balancing_type='sinkhorn'"] if self.moe_router_load_balancing_type == "sinkhorn" else []
+        return " and ".join([*filter(None, [self.noise_fields]), *sinkhorn])
+
     def is_moe_layer(self, layer: int, num_layers: int) -> bool:
         """Whether a layer of a model without a pattern has experts.
 

@@ -85,6 +85,11 @@ class TopKRouter(nn.Module):
         """As ``mcore_parallel.nn.DrawsNoise``."""
         return self.config.noise_fields
 
+    @property
+    def training_fields(self) -> str:
+        """Of the configuration, by which its forward in training is another one than in evaluation."""
+        return self.config.training_fields
+
     def shard_specs(self) -> Mapping[str, ShardSpec]:
         # Every rank weighs its own share of the tokens, or of their picks, so gradients over tp add up.
         partial = ("tp",) if self.groups.tp.size > 1 else ()

@@ -16,6 +16,7 @@ from mcore_rl._aggregation import Aggregation
 from mcore_rl._collect import Collection, Drawn, exchange, fitting, run_async
 from mcore_rl._config import GRPOConfig
 from mcore_rl._loop import IterationReport, iteration_report
+from mcore_rl._policy_forward import check_policy_forward
 from mcore_rl._preference import DPOObjective, pair_batches
 from mcore_rl._reference import with_old_logprobs, with_ref_logprobs
 from mcore_rl._refit import WeightSink
@@ -124,6 +125,7 @@ def check_pairs(config: GRPOConfig, learner: Learner) -> DPOObjective:
     objective = learner.objective
     if not isinstance(objective, DPOObjective):
         raise ValueError(f"objective is a {type(objective).__name__}; pairs are trained on with DPOObjective")
+    check_policy_forward(learner.model)
     if learner.reference is None:
         raise ValueError("DPO compares with a frozen reference; pass Learner(reference=FrozenWeights(model)) or a second model")
     if learner.critic is not None or learner.teacher is not None:

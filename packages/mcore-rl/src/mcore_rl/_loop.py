@@ -17,6 +17,7 @@ from mcore_rl._collect import Collection, Drawn, draw, exchange
 from mcore_rl._config import GRPOConfig
 from mcore_rl._correction import MismatchReport
 from mcore_rl._objective import GRPOObjective
+from mcore_rl._policy_forward import check_policy_forward
 from mcore_rl._preference import DPOObjective
 from mcore_rl._refit import WeightSink
 from mcore_rl._rollout_statistics import EnvironmentReport, environment_reports, group_rewards, truncated_share
@@ -222,6 +223,7 @@ def rollout_means(config: GRPOConfig, collected: Collection, num_asked: int | No
 def check_iteration(config: GRPOConfig, learner: Learner) -> None:
     """Whether an iteration can be trained on, before it is generated."""
     objective, reference, groups = learner.objective, learner.reference, learner.groups
+    check_policy_forward(learner.model)
     count = config.num_groups * config.group_size
     if count % (groups.dp.size * config.num_mini_batches):
         raise ValueError(
