@@ -25,7 +25,7 @@ PHASES: dict[str, list[tuple[Any, str]]] = {
     "generate": [(MegatronLocal, "agenerate")],
     "exchange": [(_loop, "exchange"), (_dpo, "exchange"), (_disjoint, "delivered"), (_handover, "delivered")],
     "score": [(_update, "_score"), (_dpo, "with_ref_logprobs")],
-    "train": [(_update, "train_step"), (_dpo, "train_step")],
+    "train": [(_update, "train_step")],
     "refit": [(_loop, "refit"), (_dpo, "refit"), (_disjoint, "refit"), (_rollout_stream.RolloutStream, "load_weights")],
     "save_critic": [(_critic.RunCritic, "save")],
     "save": [(RunCheckpoints, "save")],

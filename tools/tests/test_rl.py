@@ -11,6 +11,7 @@ import multiprocessing
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +22,13 @@ from mcore_ckpt.hf import import_hf
 from mcore_ckpt.manifest import read_manifest
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.data_parallel import DistributedDataParallel
-from mcore_parallel.training import STOPPED_EXIT_CODE
-from mcore_rl import StreamPosition
+from mcore_parallel.pipeline import zero_bubble
+from mcore_parallel.training import STOPPED_EXIT_CODE, train_step
+from mcore_rl import StreamPosition, _update
 from mcore_tools import reinforce
 from mcore_tools.launch import launch
 from mcore_tools.recipes import RLConfig, RunConfig, override, read_config, recipe, write_config
-from mcore_tools.rl import CRITIC, REFERENCE, best_attempt, build_environment, post_train_rank, reinforce_rank
+from mcore_tools.rl import CRITIC, REFERENCE, _imitation, best_attempt, build_environment, post_train_rank, reinforce_rank
 from mcore_tools.rl._attempts import attempt_seed, begin_attempt
 from mcore_tools.rl._imitation import imitate
 from mcore_tools.rl._policy import assemble_policy
@@ -289,6 +291,26 @@ def test_a_mixture_replays_the_routing_of_its_engine(tmp_path: Path) -> None:
     assert run(tmp_path / "run", "rl.router_replay=true", "train.steps=1", *MIXTURE.split()) == 0
     [row] = rows(tmp_path / "run")
     assert row["logprob_mismatch"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        "rl.imitation_steps=1 rl.gae.lam=1 rl.environment=countdown",
+        "rl.dpo.beta=0.1 rl.kl_beta=0 rl.environment=character_share rl.imitation_steps=0",
+    ],
+)
+def test_all_updates_follow_the_schedule_of_the_run(changes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedules: list[Any] = []
+
+    def step(*parts: Any, **options: Any) -> Any:
+        schedules.append(options.get("pipeline"))
+        return train_step(*parts, **options)
+
+    for module in (_update, _imitation):
+        monkeypatch.setattr(module, "train_step", step)
+    assert run(tmp_path / "run", "pipeline.schedule=zero_bubble", "train.steps=1", *changes.split()) == 0
+    assert schedules and all(schedule is zero_bubble for schedule in schedules)
 
 
 @pytest.mark.parametrize(

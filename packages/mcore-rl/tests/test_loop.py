@@ -17,6 +17,7 @@ from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
+from mcore_parallel.pipeline import PipelineConfig, Schedule
 from mcore_parallel.training import Batch
 from mcore_rl import (
     AdvantageConfig,
@@ -67,6 +68,7 @@ def iterate(
     swap_reference: bool = False,
     batch_invariant: bool = False,
     unpadded_vocab_size: int = TOKENIZER.vocab_size,
+    pipeline: Schedule | None = None,
 ) -> list[IterationReport]:
     groups = ProcessGroups.build(plan)
     backend = choose_backend(batch_invariant=batch_invariant)
@@ -83,7 +85,9 @@ def iterate(
     reference = None
     if objective.kl_beta or config.kl_in_reward:
         reference = FrozenWeights(model) if swap_reference else frozen
-    learner = Learner(model=model, groups=groups, objective=objective, sync=sync, optimizer=optimizer, reference=reference)
+    learner = Learner(
+        model=model, groups=groups, objective=objective, sync=sync, optimizer=optimizer, reference=reference, pipeline=pipeline
+    )
     reports = []
     for _ in range(iterations):
         reports.append(
@@ -398,6 +402,28 @@ def test_rollouts_are_trained_on_several_times(packed: bool) -> None:
 def test_all_ranks_see_one_loss_of_each_update(world, plan: ParallelPlan, packed: bool) -> None:
     one, other = world(check_updates, plan=plan, packed=packed)
     assert one == other
+
+
+def check_schedule(schedule: str) -> tuple[list[float], list[float], set[str]]:
+    """Norms of gradients by one forward, one backward, by another schedule, and the kinds of its actions that ran."""
+    built, kinds = PipelineConfig(schedule=schedule).build(1), set()
+
+    def watched(num_stages: int, stage: int, num_microbatches: int) -> Any:
+        actions = built(num_stages, stage, num_microbatches)
+        kinds.update(name for action in actions for name in (type(action).__name__, str(action)[0]))
+        return actions
+
+    plan, config = ParallelPlan(pp=2), dataclasses.replace(CONFIG, num_mini_batches=2)
+    expected, found = (iterate(plan, 2, config=config, pipeline=pipeline) for pipeline in (None, watched))
+    norms = [[update.grad_norm for report in reports for update in report.updates] for reports in (expected, found)]
+    return norms[0], norms[1], kinds
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(("schedule", "kind"), [("zero_bubble", "W"), ("combined", "Combined")])
+def test_updates_follow_the_schedule_of_the_learner(world, schedule: str, kind: str) -> None:
+    for expected, norms, kinds in world(check_schedule, schedule=schedule):
+        assert kind in kinds and norms == pytest.approx(expected, rel=1e-3)
 
 
 def test_frozen_weights_are_those_of_their_time_and_leave_the_policy_alone() -> None:

@@ -52,7 +52,16 @@ def imitate(config: RunConfig, parts: Parts, environment: NumberedAgent, tokeniz
             batches = _batches(config, following.result(), device)
             if step + 1 < num_steps:
                 following = writer.submit(asyncio.run, rows(step + 1))
-            report = train_step(parts.model, batches, CrossEntropyObjective(), parts.sync, parts.optimizer, lr=rates.lr(step))
+            report = train_step(
+                parts.model,
+                batches,
+                CrossEntropyObjective(),
+                parts.sync,
+                parts.optimizer,
+                lr=rates.lr(step),
+                pipeline=parts.pipeline,
+                overlap=parts.overlap,
+            )
             loss = report.loss
     # References, critics and engines begin with these weights, and read them outside of a forward.
     parts.sync.finish_param_sync()

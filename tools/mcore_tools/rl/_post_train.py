@@ -39,7 +39,15 @@ def post_train_rank(config: RunConfig, kind: str, prompts: Sequence[str], wanted
         micro_batch_size=16,
         generation_args=GenericGenerationArgs(temperature=1.0, max_tokens=24),
     )
-    learner = Learner(model=parts.model, groups=parts.groups, objective=GRPOObjective(), sync=parts.sync, optimizer=parts.optimizer)
+    learner = Learner(
+        model=parts.model,
+        groups=parts.groups,
+        objective=GRPOObjective(),
+        sync=parts.sync,
+        optimizer=parts.optimizer,
+        pipeline=parts.pipeline,
+        overlap=parts.overlap,
+    )
     reports = []
     columns = (
         TextColumn("post-training"),

@@ -217,6 +217,8 @@ class _Run:
             reference=None if self.reference is None else self.reference.frozen,
             critic=None if self.critic is None else self.critic.critic,
             teacher=teacher,
+            pipeline=parts.pipeline,
+            overlap=parts.overlap,
         )
         if self.halves is not None:
             self.loop = self.halves.loop(run_grpo(config, self.tokenizer), learner=self.learner)

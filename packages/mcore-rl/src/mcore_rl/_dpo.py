@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_parallel.training import TrainReport, train_step
+from mcore_parallel.training import TrainReport
 from mcore_rl._advantage import AdvantageConfig
 from mcore_rl._aggregation import Aggregation
 from mcore_rl._collect import Collection, Drawn, exchange, fitting, run_async
@@ -179,10 +179,6 @@ def update_pairs(config: GRPOConfig, collected: Collection, learner: Learner, lr
         batches = pair_batches(pairs, num_pairs=planned.num_rows // 2, **sizes)
         parts.append(with_ref_logprobs(reference, batches, groups, temperature=objective.temperature))
     learner.model.train()
-    reports = [
-        train_step(learner.model, batches, objective, learner.sync, learner.optimizer, lr=lr)
-        for _ in range(config.num_epochs)
-        for batches in parts
-    ]
+    reports = [learner.step(batches, objective, lr) for _ in range(config.num_epochs) for batches in parts]
     finish_parameters(learner)
     return reports

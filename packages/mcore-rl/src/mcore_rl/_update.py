@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mcore_parallel import ProcessGroups
 from mcore_parallel.comm import all_reduce
+from mcore_parallel.pipeline import Overlap, Schedule
 from mcore_parallel.training import Batch, GradSync, Objective, Optimizer, TrainReport, train_step
 from mcore_rl._collect import Collection
 from mcore_rl._config import GRPOConfig
@@ -50,6 +51,23 @@ class Learner:
     """Of on-policy distillation: it reads the policy's own answers, and a `DistillationObjective` compares the two at each token."""
     transfer: WeightTransfer = field(default_factory=WeightTransfer)
     """Carries the weights to the engines, by a plan that it keeps."""
+    pipeline: Schedule | None = None
+    """Of the updates, the critic's too (``PipelineConfig.build``, kept over the steps); None for one forward, one backward."""
+    overlap: Overlap | None = None
+    """Interleaves the pairs of a ``combined_one_f_one_b`` of the policy, whose layers have its ``pause``."""
+
+    def step(self, batches: Sequence[Batch], objective: Objective, lr: float) -> TrainReport:
+        """One update of the policy."""
+        return train_step(
+            self.model,
+            batches,
+            objective,
+            self.sync,
+            self.optimizer,
+            lr=lr,
+            pipeline=self.pipeline,
+            overlap=self.overlap,
+        )
 
 
 @dataclass(frozen=True)
@@ -134,7 +152,7 @@ def update(
             objective = learner.objective
         batches = part.written.batches if teacher is None else _labelled(teacher, part.written.batches)
         if train_policy:
-            reports.append(train_step(learner.model, batches, objective, learner.sync, learner.optimizer, lr=lr))
+            reports.append(learner.step(batches, objective, lr))
         if critic is not None:
             critic.model.train()
             critic_reports.append(
@@ -146,6 +164,7 @@ def update(
                     critic.optimizer,
                     lr=critic.lr,
                     groups=learner.groups,
+                    pipeline=learner.pipeline,
                 )
             )
     finish_parameters(learner)
