@@ -354,6 +354,7 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
         ("rl.critic.lr=1e-3", "critic has no effect without gae"),
         ("rl.gae.lam=1 rl.critic.lr=inf", "critic.lr=inf must be a finite number above 0"),
         ("rl.max_filter_ratio=2", "max_filter_ratio=2.0 has no effect without filter_equal_groups"),
+        ("rl.gae.lam=1 rl.group_size=1 rl.num_groups=8 rl.filter_equal_groups=true", "filter_equal_groups=True replaces every group of"),
         ("rl.maths.path=file.jsonl", "maths.path='file.jsonl' has no effect on countdown; set rl.environment=maths"),
         (
             "rl.mixture=[countdown,arithmetic] rl.code.time_s=1",

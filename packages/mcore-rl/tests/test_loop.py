@@ -23,6 +23,7 @@ from mcore_rl import (
     AdvantageConfig,
     Aggregation,
     FrozenWeights,
+    GAEConfig,
     GenericGenerationArgs,
     GRPOConfig,
     GRPOObjective,
@@ -347,6 +348,8 @@ def test_sizes_that_cannot_learn_are_refused() -> None:
         GRPOConfig(num_groups=1, group_size=2, seq_len=8, rollout_timeout_s=0)
     with pytest.raises(ValueError, match="max_filter_ratio=2.0 has no effect without filter_equal_groups"):
         GRPOConfig(num_groups=1, group_size=2, seq_len=8, max_filter_ratio=2.0)
+    with pytest.raises(ValueError, match="filter_equal_groups=True replaces every group of group_size=1"):
+        GRPOConfig(num_groups=1, group_size=1, seq_len=8, gae=GAEConfig(), filter_equal_groups=True)
     with pytest.raises(ValueError, match="packing.bin_size=7 must be at least seq_len=8, as long as a trajectory may be"):
         GRPOConfig(num_groups=1, group_size=2, seq_len=8, packing=PackingConfig(bin_size=7))
 

@@ -60,7 +60,7 @@ class GRPOConfig:
     mask_truncated: bool = False
     """Answers that ``max_tokens`` ended are not trained on; their rewards count in the baseline of their group."""
     filter_equal_groups: bool = False
-    """Groups whose rewards are all equal are replaced by others (dynamic sampling of DAPO)."""
+    """Groups whose rewards are all equal are replaced by others (dynamic sampling of DAPO); for ``group_size`` of 2 and more."""
     max_filter_ratio: float = 3.0
     """Groups asked for then, at most, for each that is wanted; what is missing after that is filled with such groups."""
     rollout_timeout_s: float = 7200.0
@@ -91,6 +91,8 @@ class GRPOConfig:
             raise ValueError(f"advantage={self.advantage} has no effect beside gae; leave it out, or set gae=None")
         if self.group_size < (2 if self.gae is None else 1):
             raise ValueError(f"group_size={self.group_size} must be at least 2: an answer is judged against its group; or set gae")
+        if self.group_size == 1 and self.filter_equal_groups:
+            raise ValueError("filter_equal_groups=True replaces every group of group_size=1, whose reward equals itself; set it to False")
         if (count := self.num_groups * self.group_size) % self.num_mini_batches:
             raise ValueError(f"num_groups * group_size = {count} must be divisible by num_mini_batches={self.num_mini_batches}")
         if self.packing is not None and self.packing.bin_size < self.seq_len:
