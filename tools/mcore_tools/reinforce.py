@@ -38,6 +38,7 @@ from mcore_tools.recipes import (
     RunConfig,
     TrainConfig,
     add_fields_option,
+    check_assignments,
     config_text,
     layout,
     override,
@@ -182,6 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = override(base_config(_chosen(options), options.model), [*placed, *options.set])
         if config.rl is None:
             raise RecipeError("rl=none has nothing to learn from; leave it out, or start the run with `mcore train`")
+        check_assignments(config.rl, options.set)
         if options.write_config == "-":
             print(config_text(config), end="")
         elif options.write_config:

@@ -356,6 +356,13 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
         ("rl.max_filter_ratio=2", "max_filter_ratio=2.0 has no effect without filter_equal_groups"),
         ("rl.gae.lam=1 rl.group_size=1 rl.num_groups=8 rl.filter_equal_groups=true", "filter_equal_groups=True replaces every group of"),
         ("rl.maths.path=file.jsonl", "maths.path='file.jsonl' has no effect on countdown; set rl.environment=maths"),
+        ("rl.arithmetic.worked=0.5", "--set rl.arithmetic.worked=0.5: it has no effect on countdown; set rl.environment=arithmetic, or"),
+        ("rl.environment=arithmetic rl.countdown.max_number=9", "rl.countdown.max_number=9: it has no effect on arithmetic; set rl.env"),
+        ("rl.character_share.wanted=a", "character_share.wanted='a' has no effect on countdown; set rl.environment=character_share"),
+        ("rl.imitation_steps=0 rl.imitation_tries=4", "rl.imitation_tries=4: it has no effect without imitation; set rl.imitation_steps"),
+        ("rl.imitation_steps=0 rl.imitation_lr=1e-2", "rl.imitation_lr=1e-2: it has no effect without imitation"),
+        ("rl.imitation_steps=0 rl.imitation_lr_schedule=cosine", "rl.imitation_lr_schedule=cosine: it has no effect without imitation"),
+        ("rl.kl_beta=0 rl.kl_estimator=k1", "kl_estimator='k1' has no effect without a divergence; set kl_beta, or leave it out"),
         (
             "rl.mixture=[countdown,arithmetic] rl.code.time_s=1",
             "code.time_s=1.0 has no effect on countdown, arithmetic; set rl.environment=co",

@@ -166,6 +166,7 @@ def test_pairs_that_do_not_come_are_an_error(pairs: Nobody, error: type[Exceptio
         ({"num_mini_batches": 4}, {}, "num_groups=6 pairs must be divisible by num_mini_batches=4"),
         ({"packing": PackingConfig(bin_size=32)}, {}, "packing=.* has no effect on pairs"),
         ({"advantage": AdvantageConfig(scale="none")}, {}, "advantage=.* has no effect on pairs"),
+        ({"reward_clip": (-1.0, 1.0)}, {}, "reward_clip=.* has no effect on pairs"),
         ({"aggregation": Aggregation(mode="sequence_mean")}, {}, "aggregation=.* has no effect on pairs"),
     ],
 )

@@ -18,6 +18,7 @@ from mcore_parallel.nn import Step
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.training.distill import DistillationConfig, DistillationObjective, Teacher
 from mcore_rl import (
+    AdvantageConfig,
     Aggregation,
     GenericGenerationArgs,
     GRPOConfig,
@@ -25,6 +26,7 @@ from mcore_rl import (
     IterationReport,
     Learner,
     MegatronLocal,
+    OverlongPenalty,
     PackingConfig,
     TokenRollout,
     grpo_iteration,
@@ -146,5 +148,15 @@ def test_teacher_and_objective_go_together() -> None:
         grpo_iteration(CONFIG, learner=alone, **rest)
     with pytest.raises(ValueError, match="teacher=None and an objective of DistillationObjective do not go together"):
         grpo_iteration(CONFIG, learner=without, **rest)
-    with pytest.raises(ValueError, match="aggregation=.* has no effect on a distillation"):
-        grpo_iteration(dataclasses.replace(CONFIG, aggregation=Aggregation(mode="sequence_mean")), learner=both, **rest)
+    reference = dataclasses.replace(both, reference=nn.Identity())
+    for learner, options in (
+        (both, {"aggregation": Aggregation(mode="sequence_mean")}),
+        (both, {"advantage": AdvantageConfig(scale="none")}),
+        (both, {"overlong": OverlongPenalty(max_length=8, buffer=2)}),
+        (both, {"reward_clip": (-1.0, 1.0)}),
+        (both, {"filter_equal_groups": True}),
+        (both, {"old_logprobs": "inference"}),
+        (reference, {"kl_in_reward": 0.1}),
+    ):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}=.* has no effect on a distillation"):
+            grpo_iteration(dataclasses.replace(CONFIG, **options), learner=learner, **rest)

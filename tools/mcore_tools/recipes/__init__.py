@@ -16,6 +16,7 @@ from mcore_tools.recipes._registry import RECIPES, layout, recipe
 from mcore_tools.recipes._rl import CharacterShareConfig, CriticConfig, RLConfig, ServedConfig
 from mcore_tools.recipes._sft import SFTConfig
 from mcore_tools.recipes._train import TrainConfig
+from mcore_tools.recipes._unread import check_assignments
 
 __all__ = [
     "KINDS",
@@ -40,6 +41,7 @@ __all__ = [
     "ServedConfig",
     "TrainConfig",
     "add_fields_option",
+    "check_assignments",
     "config_of",
     "config_text",
     "layout",

@@ -316,6 +316,8 @@ class RLConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
         if self.old_logprobs not in ("trainer", "inference"):
             raise ValueError(f"old_logprobs={self.old_logprobs!r} must be trainer or inference")
+        if self.kl_estimator != RLConfig.kl_estimator and not (self.kl_beta or self.kl_in_reward):
+            raise ValueError(f"kl_estimator={self.kl_estimator!r} has no effect without a divergence; set kl_beta, or leave it out")
         if self.imitation_lr_schedule not in ("constant", "cosine"):
             raise ValueError(f"imitation_lr_schedule={self.imitation_lr_schedule!r} must be constant or cosine")
         if self.imitation_steps and (silent := [name for name in self.environments if name in ("character_share", "code")]):
@@ -341,7 +343,7 @@ class RLConfig:
             raise ValueError(
                 f"mixture_weights={list(self.mixture_weights)} must be as many as the environments of mixture={list(self.mixture)}, or none"
             )
-        for name, unset in (("maths", MathsConfig()), ("code", CodeConfig())):
+        for name, unset in (("maths", MathsConfig()), ("code", CodeConfig()), ("character_share", CharacterShareConfig())):
             own = getattr(self, name)
             if name not in self.environments and own != unset:
                 field = next(item.name for item in dataclasses.fields(own) if getattr(own, item.name) != getattr(unset, item.name))

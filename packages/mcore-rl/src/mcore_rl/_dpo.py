@@ -30,7 +30,7 @@ from mcore_rl.inference import InferenceInterface
 
 _UNUSED: dict[str, Any] = {
     "advantage": AdvantageConfig(), "gae": None, "aggregation": Aggregation(), "packing": None, "kl_in_reward": 0.0, "overlong": None,
-    "mask_truncated": False, "filter_equal_groups": False, "old_logprobs": "trainer",
+    "reward_clip": None, "mask_truncated": False, "filter_equal_groups": False, "old_logprobs": "trainer",
 }  # fmt: skip
 
 

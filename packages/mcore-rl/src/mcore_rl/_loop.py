@@ -12,6 +12,7 @@ from torch import nn
 
 from mcore_parallel.models import check_follows_prefixes, check_takes_device_bounds
 from mcore_parallel.training import TrainReport
+from mcore_rl._advantage import AdvantageConfig
 from mcore_rl._aggregation import Aggregation
 from mcore_rl._collect import Collection, Drawn, draw, exchange
 from mcore_rl._config import GRPOConfig
@@ -28,6 +29,12 @@ from mcore_rl._update import Learner, is_distillation, update
 from mcore_rl._vocabulary import check_vocabulary, num_drawn, num_trained
 from mcore_rl.agent import GroupedRolloutGenerator
 from mcore_rl.inference import InferenceInterface
+
+# What a teacher's divergence, which asks for no reward, does not read.
+_FOR_REWARDS: dict[str, Any] = {
+    "advantage": AdvantageConfig(), "gae": None, "aggregation": Aggregation(), "kl_in_reward": 0.0, "overlong": None, "reward_clip": None,
+    "filter_equal_groups": False, "old_logprobs": "trainer",
+}  # fmt: skip
 
 
 @experimental_api
@@ -253,8 +260,10 @@ def check_iteration(config: GRPOConfig, learner: Learner) -> None:
             f"teacher={teacher} and an objective of {type(objective).__name__} do not go together: DistillationObjective compares with "
             "Learner(teacher=...), and nothing else does; pass both or neither"
         )
-    if learner.teacher is not None and config.aggregation != Aggregation():
-        raise ValueError(f"aggregation={config.aggregation} has no effect on a distillation, a mean over tokens; leave it at its default")
+    if learner.teacher is not None:
+        for name, default in _FOR_REWARDS.items():
+            if (value := getattr(config, name)) != default:
+                raise ValueError(f"{name}={value} has no effect on a distillation, a mean over tokens; leave it at its default")
     if not isinstance(objective, GRPOObjective):
         return
     if objective.kl_beta and reference is None:
