@@ -11,14 +11,15 @@ import torch
 from torch import nn
 
 from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention
+from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import Group, ParallelPlan, ProcessGroups, named_shards
-from mcore_parallel.backends import choose_backend
+from mcore_parallel.backends import Fp8Config, choose_backend
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
-from mcore_parallel.models import GPTModel, TransformerConfig
+from mcore_parallel.models import GPTModel, TransformerConfig, dense_feed_forward
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.pipeline import PipelineConfig, Schedule
-from mcore_parallel.training import Batch
+from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
 from mcore_rl import (
     AdvantageConfig,
     Aggregation,
@@ -44,6 +45,7 @@ from mcore_rl import (
 from mcore_rl import _loop as loop_module
 from mcore_rl._header import RolloutHeader
 from mcore_rl._loop import check_iteration
+from mcore_rl._reference import token_logprobs
 from mcore_rl._update import _shaped
 from mcore_rl.envs import CharacterShare
 
@@ -465,6 +467,26 @@ def test_frozen_weights_follow_the_model_as_far_as_they_are_told(dtype: torch.dt
     for alpha in (0.0, 1.5, float("nan")):
         with pytest.raises(ValueError, match="mixup_alpha=.* must lie above 0 and up to 1"):
             frozen.refresh(alpha)
+
+
+@pytest.mark.parametrize("feed_forward", [dense_feed_forward, moe_feed_forward(MoEConfig(num_moe_experts=4, moe_ffn_hidden_size=32))])
+def test_a_reference_that_follows_leaves_no_eight_bit_copies_of_older_values(feed_forward: Any) -> None:
+    groups, backend = ProcessGroups.single(), choose_backend("torch", fp8=Fp8Config(recipe="tensorwise"))
+    sizes = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=32, ffn_hidden_size=32)
+    model = GPTModel(sizes, groups, backend=backend, feed_forward=feed_forward)
+    sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
+    optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-1), sync, groups)
+    row = torch.arange(33).remainder(32)[None]
+    batches = [Batch(tokens=row[:, :-1], labels=row[:, 1:], loss_mask=torch.ones(1, 32))]
+    frozen = FrozenWeights(model)
+    train_step(model, batches, CrossEntropyObjective(), sync, optimizer, lr=1e-1)
+    [policy] = token_logprobs(model, batches, groups)
+    # Straight after a pass of the reference, at whose addresses the newer values will lie.
+    [first] = token_logprobs(frozen, batches, groups)
+    assert not torch.equal(first, policy)
+    frozen.refresh()
+    assert torch.equal(token_logprobs(frozen, batches, groups)[0], policy)
+    assert torch.equal(token_logprobs(model, batches, groups)[0], policy)
 
 
 def refit_sliced() -> list[bool]:

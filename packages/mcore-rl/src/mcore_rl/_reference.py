@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from mcore_parallel import ProcessGroups, named_buffer_shards
 from mcore_parallel.training import Batch, score
@@ -93,6 +94,8 @@ class FrozenWeights:
             return
         tensors = _tensors(self.model)
         own = [tensor.data for tensor in tensors]
+        # Copies that layers keep of a weight, as in fp8, are found by address and version: these values may lie where older ones lay.
+        increment_version(tensors)
         try:
             for tensor, value in zip(tensors, self._values, strict=True):
                 tensor.data = value.to(tensor.device, non_blocking=True)
