@@ -392,6 +392,10 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
             "plan.cp=2 rl.packing.bin_size=48 rl.packing.share_prompts=true",
             "rl.packing.share_prompts=True: a prompt is not split over plan.cp=2 ranks; set plan.cp=1, or it to false",
         ),
+        (
+            "rl.packing.bin_size=48 rl.packing.device_bounds=true",
+            "rl.packing.device_bounds=True is for CUDA graphs, and updates of `mcore rl` run from none; set it to false",
+        ),
         ("rl.generation_args.top_k=20", "generation_args.top_k=20 draws from another distribution than the one that is trained"),
         ("rl.generation_args.top_p=0.9", "generation_args.top_p=0.9 draws from another distribution than the one that is trained"),
         ("rl.group_size=1", "group_size=1 must be at least 2"),

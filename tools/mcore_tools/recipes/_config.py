@@ -428,6 +428,9 @@ class RunConfig:
             raise ValueError(
                 f"rl.packing.share_prompts=True: a prompt is not split over plan.cp={self.plan.cp} ranks; set plan.cp=1, or it to false"
             )
+        if rl.packing is not None and rl.packing.device_bounds:
+            # Frozen references lie at other addresses than those of the policy, which graphs hold.
+            raise ValueError("rl.packing.device_bounds=True is for CUDA graphs, and updates of `mcore rl` run from none; set it to false")
         if rl.packing is not None and rl.packing.alignment % self.sequence_multiple:
             raise ValueError(f"rl.packing.alignment={rl.packing.alignment} must be a multiple of 2 * plan.cp={2 * self.plan.cp}")
         if self.plan.vpp > 1:
