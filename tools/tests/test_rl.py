@@ -293,6 +293,16 @@ def test_a_mixture_replays_the_routing_of_its_engine(tmp_path: Path) -> None:
     assert row["logprob_mismatch"] < 1e-5
 
 
+@pytest.mark.parametrize("per_layer", [True, False])
+def test_a_mixture_says_how_its_experts_are_loaded(per_layer: bool, tmp_path: Path) -> None:
+    changes = ("train.steps=1", *MIXTURE.split(), "moe.moe_aux_loss_coeff=0.01", "moe.moe_router_report_entropy=true")
+    assert run(tmp_path / "run", *changes, f"log.per_layer_values={str(per_layer).lower()}") == 0
+    [row] = rows(tmp_path / "run")
+    assert 1 <= row["aux/load"] <= 2 and 0 <= row["aux/idle_experts"] <= 4 and row["aux/router_entropy"] > 0
+    assert row["aux"] == pytest.approx(0.01 * row["aux/load_balancing_loss"])
+    assert ("aux/load/layer_0" in row) == per_layer
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -435,7 +435,7 @@ class RunConfig:
             raise ValueError(f"rl.packing.alignment={rl.packing.alignment} must be a multiple of 2 * plan.cp={2 * self.plan.cp}")
         if self.plan.vpp > 1:
             raise ValueError(f"rl scores answers with one chunk a stage, found plan.vpp={self.plan.vpp}; set plan.vpp=1")
-        if named := self.fields_of_train:
+        if named := [name for name in self.fields_of_train if name != "log.per_layer_values"]:
             raise ValueError(f"{named[0]} is for `mcore train` only, and rl is set; leave it at its default")
 
     @property

@@ -292,7 +292,7 @@ class _Run:
             if self.reference is not None:
                 self.reference.follow(step)
             values = {
-                **_values(report),
+                **_values(report, per_layer=self.config.log.per_layer_values),
                 **self._of_environments(report),
                 **self._length_shares(report.lengths),
                 "lr": lr,
@@ -439,10 +439,10 @@ def stored_position(extra: Mapping[str, Any]) -> StreamPosition:
     return StreamPosition.of(**stored.get("problems", {"first": stored.get("position", 0)}))
 
 
-def _values(report: IterationReport) -> dict[str, float]:
-    """The numbers of an iteration."""
+def _values(report: IterationReport, *, per_layer: bool) -> dict[str, float]:
+    """The numbers of an iteration; with ``per_layer`` those of each layer with experts, too."""
     num_tokens = report.mean_length * report.num_rollouts
-    metrics = _means(report.updates)
+    metrics = _means(report.updates, per_layer=per_layer)
     if report.updates:
         # Of the weights that drew the answers; later updates have others.
         metrics |= {name: value for name, value in report.updates[0].metrics.items() if name == "logprob_mismatch"}
@@ -508,9 +508,13 @@ def _lags(report: IterationReport) -> dict[str, float]:
     return {"token_lag": report.token_lag, **{f"token_lag/{lag}": number / num_tokens for lag, number in report.tokens_by_lag.items()}}
 
 
-def _means(updates: Sequence[TrainReport]) -> dict[str, float]:
-    """Of the losses, norms and metrics of updates; nothing of none."""
+def _means(updates: Sequence[TrainReport], *, per_layer: bool = False) -> dict[str, float]:
+    """Of the losses, norms and metrics of updates, and of what their layers report; nothing of none."""
     if not updates:
         return {}
-    rows = [{**update.metrics, "loss": update.loss, "grad_norm": update.grad_norm} for update in updates]
+    rows = []
+    for update in updates:
+        layers = update.layers.values(per_layer=per_layer)
+        experts = {"aux": update.aux, **layers} if layers else {}
+        rows.append({**update.metrics, **experts, "loss": update.loss, "grad_norm": update.grad_norm})
     return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
