@@ -293,6 +293,13 @@ def test_a_mixture_replays_the_routing_of_its_engine(tmp_path: Path) -> None:
     assert row["logprob_mismatch"] < 1e-5
 
 
+def test_ppo_trains_a_mixture_whose_bias_follows_a_schedule(tmp_path: Path) -> None:
+    bias = "moe.moe_router_enable_expert_bias=true moe.moe_router_score_function=sigmoid moe.moe_router_bias_decay_steps=4"
+    assert run(tmp_path / "run", "train.steps=1", "rl.gae.lam=1", *MIXTURE.split(), *bias.split()) == 0
+    [row] = rows(tmp_path / "run")
+    assert row["critic/loss"] >= 0
+
+
 @pytest.mark.parametrize("per_layer", [True, False])
 def test_a_mixture_says_how_its_experts_are_loaded(per_layer: bool, tmp_path: Path) -> None:
     changes = ("train.steps=1", *MIXTURE.split(), "moe.moe_aux_loss_coeff=0.01", "moe.moe_router_report_entropy=true")
@@ -397,6 +404,7 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
         ("data_parallel=fsdp plan.dp=2 rl.num_groups=4 rl.kl_beta=0 rl.gae.lam=1", "rl.gae needs a critic"),
         ("rl.router_replay=true", "rl.router_replay=True, and the model has no experts; set it to false"),
         (f"{MIXTURE} moe.moe_router_load_balancing_type=sinkhorn", "moe.moe_router_load_balancing_type='sinkhorn': the policy that is"),
+        (f"{MIXTURE} moe.moe_expert_capacity_factor=2", "moe.moe_expert_capacity_factor=2.0 has a token's fate depend on those beside it"),
         (f"{MIXTURE} moe.moe_input_jitter_eps=0.1", "moe.moe_input_jitter_eps=0.1: the policy that is trained would be another one"),
         (
             "plan.cp=2 rl.packing.bin_size=48 rl.packing.share_prompts=true",

@@ -412,6 +412,11 @@ class RunConfig:
             raise ValueError("rl.router_replay=True, and the model has no experts; set it to false")
         if self.moe is not None and (named := self.moe.training_fields):
             raise ValueError(f"moe.{named}: the policy that is trained would be another one than the one that draws; leave it out for rl")
+        if self.moe is not None and self.moe.moe_expert_capacity_factor is not None and rl.needs_engine:
+            raise ValueError(
+                f"moe.moe_expert_capacity_factor={self.moe.moe_expert_capacity_factor} has a token's fate depend on those beside it, which "
+                "engines refuse; set it to none for rl"
+            )
         for name in ("weight_dtype", "kv_cache_dtype"):
             if self.batch_invariant and (value := getattr(rl, name)) is not None:
                 raise ValueError(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mcore_parallel import ProcessGroups
 from mcore_parallel.models import ModelOutput, ValueHead
+from mcore_parallel.optim import ConstantSchedule, Rate
 from mcore_parallel.training import Batch, GradSync, LossReport, Optimizer, score
 from mcore_rl._aggregation import weighted_report
 from mcore_rl._gae import GAEConfig
@@ -87,6 +88,10 @@ class Critic:
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
             raise ValueError(f"lr={self.lr} of the critic must be positive and finite")
+
+    def rate(self, policy_lr: float) -> float:
+        """``lr``, at the step that the policy's rate says: layers whose expert bias follows a schedule ask for it."""
+        return ConstantSchedule(max_lr=self.lr).lr(policy_lr.step) if isinstance(policy_lr, Rate) else self.lr
 
     def values(self, batches: Sequence[Batch], groups: ProcessGroups) -> list[Tensor]:
         """[B, S] a micro-batch, from a forward pass alone; the same on all ranks of a replica."""

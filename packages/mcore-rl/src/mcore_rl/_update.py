@@ -162,7 +162,7 @@ def update(
                     critic.objective,
                     critic.sync,
                     critic.optimizer,
-                    lr=critic.lr,
+                    lr=critic.rate(lr),
                     groups=learner.groups,
                     pipeline=learner.pipeline,
                 )
