@@ -505,7 +505,7 @@ def test_a_closed_loop_gives_up_what_is_on_its_way(world) -> None:
 
 
 class Failing(CharacterShare):
-    async def get_prompt(self, *, validation: bool = False) -> Problem:
+    async def group_rollout(self, *parts: Any, **options: Any) -> list[Any]:
         raise ConnectionError("no problems here")
 
 

@@ -316,7 +316,7 @@ def test_data_ranks_train_on_survivors_that_do_not_divide(world) -> None:
 
 def fail_on_one_rank() -> str:
     class Failing(CharacterShare):
-        async def get_prompt(self, *, validation: bool = False) -> Problem:
+        async def group_rollout(self, *parts: Any, **options: Any) -> list[TokenRollout]:
             raise ConnectionError("no problems here")
 
     groups = ProcessGroups.build(ParallelPlan(dp=2))

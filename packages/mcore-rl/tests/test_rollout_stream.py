@@ -4,6 +4,7 @@
 
 import asyncio
 import dataclasses
+import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -187,15 +188,26 @@ def test_a_stream_that_is_closed_lets_go_of_whoever_draws(interface: Scripted, s
 
 
 def test_a_failing_environment_reaches_whoever_takes(interface: Scripted, stream: Any) -> None:
+    class Endless(Numbers):
+        async def get_reward(self, response: str, problem: Problem) -> float:
+            return math.inf
+
+    own = stream(agent=Endless())
+    interface.release(0)
+    with pytest.raises(ValueError, match="reward=inf of problem '0'"):
+        own.take()
+
+
+def test_an_environment_without_more_problems_is_named(interface: Scripted, stream: Any, caplog: pytest.LogCaptureFixture) -> None:
     agent = Numbers()
     agent.start_at(89)
     own = stream(agent=agent)
     interface.release(89)
-    with pytest.raises(LookupError, match="no more problems"):
-        own.take()
+    assert numbers(own.take().groups) == [89, 89]
+    assert "no more problems" in caplog.text
 
 
-def test_a_group_that_fails_is_left_behind(interface: Scripted, stream: Any) -> None:
+def test_a_problem_that_cannot_be_posed_is_left_behind(interface: Scripted, stream: Any, caplog: pytest.LogCaptureFixture) -> None:
     class OneBroken(Numbers):
         def problem(self, number: int) -> Problem:
             if number == 1:
@@ -204,6 +216,7 @@ def test_a_group_that_fails_is_left_behind(interface: Scripted, stream: Any) -> 
 
     own = stream(agent=OneBroken())
     interface.release(*range(20))
-    with pytest.raises(LookupError, match="problem 1 is broken"):
-        own.take()
+    taken = own.take()
+    assert (numbers(taken.groups), taken.num_asked, taken.num_posed) == ([0, 0], 4, 2)
+    assert "problem 1 is broken" in caplog.text
     assert numbers(own.take().groups) == [2, 2, 3, 3]

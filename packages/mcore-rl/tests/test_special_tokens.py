@@ -26,18 +26,18 @@ def rollout(tokens: str, mask: str) -> TokenRollout:
 
 
 class Made:
-    """An agent elsewhere that made one rollout."""
+    """An agent elsewhere that made one group."""
 
-    def __init__(self, made: TokenRollout) -> None:
+    def __init__(self, *made: TokenRollout) -> None:
         self.made = made
 
     async def get_grouped_rollouts(self, *_: Any, **__: Any) -> AsyncIterator[list[TokenRollout]]:
-        yield [self.made]
+        yield [*self.made]
 
 
-def drawn(made: TokenRollout, **ids: int | None) -> list[list[TokenRollout]]:
+def drawn(*made: TokenRollout, **ids: int | None) -> list[list[TokenRollout]]:
     config = GRPOConfig(num_groups=1, group_size=2, seq_len=16, **{"bos_id": BOS, "eod_id": EOD, **ids})  # type: ignore[arg-type]
-    agent: Any = Made(made)
+    agent: Any = Made(*made)
     taken = draw(config, agent, None, 1)  # type: ignore[arg-type]
     if taken.failure is not None:
         raise taken.failure
@@ -70,11 +70,23 @@ def test_what_begins_and_ends_once_is_learnt_from(tokens: str, mask: str) -> Non
             "an answer to problem '7' of environment 'sums' has bos_id=1 twice in a row at place 1 of its prompt; have",
         ),
         ("13451162", "00110001", "has bos_id=1 twice in a row at place 5 of its prompt"),
+    ],
+)
+def test_a_second_beginning_loses_the_answer_by_name(tokens: str, mask: str, message: str, caplog: pytest.LogCaptureFixture) -> None:
+    made, right = rollout(tokens, mask), rollout("1345672", "0000111")
+    assert drawn(made) == [] and message in caplog.text
+    assert drawn(made, right) == [[right]]
+    assert drawn(made, bos_id=None, eod_id=None) == [[made]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mask", "message"),
+    [
         ("134252", "001111", "an answer to problem '7' of environment 'sums' goes on behind eod_id=2 at place 3, which the policy drew"),
         ("13422", "00011", "goes on behind eod_id=2 at place 3"),
     ],
 )
-def test_a_second_beginning_and_tokens_behind_an_end_are_refused_by_name(tokens: str, mask: str, message: str) -> None:
+def test_tokens_behind_an_end_are_refused_by_name(tokens: str, mask: str, message: str) -> None:
     with pytest.raises(TrajectoryError, match=message):
         drawn(rollout(tokens, mask))
     assert drawn(rollout(tokens, mask), bos_id=None, eod_id=None)

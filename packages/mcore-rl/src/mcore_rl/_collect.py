@@ -25,7 +25,7 @@ from mcore_rl._placement import RankTimeoutError
 from mcore_rl._rendezvous import rendezvous
 from mcore_rl._rollout_statistics import example_numbers, pair_counts, token_versions
 from mcore_rl._shaping import same_reward
-from mcore_rl._special_tokens import check_special_tokens
+from mcore_rl._special_tokens import check_turn_ends, doubled_beginning
 from mcore_rl._text_rollouts import in_tokens
 from mcore_rl._types import Rollout, TokenRollout
 from mcore_rl._update_plan import UpdatePlan, plan_updates
@@ -286,7 +286,7 @@ def _nothing(config: GRPOConfig, pairs: bool) -> str:
         return f"no pair of {config.num_groups}: in every group all answers earned the same; ask harder or easier problems"
     return (
         f"no rollout of {config.num_groups} groups of {config.group_size} is left: all came late (rollout_timeout_s="
-        f"{config.rollout_timeout_s}), or were lost with their request or judge; the log names each"
+        f"{config.rollout_timeout_s}), or were lost with their problem, request, tokens or judge; the log names each"
     )
 
 
@@ -300,17 +300,21 @@ def fitting(config: GRPOConfig, made: Sequence[TokenRollout | Rollout], interfac
 
     Raises:
         TypeError: as of ``in_tokens``.
-        TrajectoryError: tokens that begin or end a text where they must not.
+        TrajectoryError: a turn of the policy that goes on behind its end: an engine does not stop there.
     """
-    most = config.longest_trajectory
-    group = [in_tokens(rollout, interface) for rollout in made]
-    for rollout in group:
-        check_special_tokens(rollout, config.bos_id, config.eod_id)
+    most, group = config.longest_trajectory, []
+    for rollout in (in_tokens(one, interface) for one in made):
+        check_turn_ends(rollout, config.eod_id)
+        if reason := doubled_beginning(rollout, config.bos_id, config.eod_id):
+            _log.warning("an answer is dropped: %s", reason)
+            continue
         if (length := len(rollout.trajectory)) > most:
             name = f"seq_len={config.seq_len}" if config.packing is None else f"packing.bin_size={config.packing.bin_size}"
             where = f"environment {rollout.env_id!r}: an answer to problem {rollout.problem_id!r}"
             _log.warning("%s is dropped, it has %d tokens with its prompt and %s admits %d; raise it", where, length, name, most)
-    return [rollout for rollout in group if len(rollout.trajectory) <= most]
+            continue
+        group.append(rollout)
+    return group
 
 
 async def ask(

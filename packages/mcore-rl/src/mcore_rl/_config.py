@@ -67,7 +67,7 @@ class GRPOConfig:
     """Limit of all rollouts of an iteration; groups go on with the answers that are there by then."""
     pad_id: int = 0
     bos_id: int | None = None
-    """Token that begins a text, of the tokenizer; a prompt that has it twice in a row is refused. None for no check."""
+    """Token that begins a text, of the tokenizer; answers to a prompt that has it twice in a row are dropped. None for no check."""
     eod_id: int | None = None
     """Token that ends a text; a turn of the policy that goes on behind it is refused. None for no check."""
     memory: MemorySwitch = field(default_factory=MemorySwitch)

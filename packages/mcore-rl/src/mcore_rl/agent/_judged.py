@@ -55,9 +55,10 @@ class Attempt:
 class JudgedAgent(TokenizedRolloutGenerator, GroupedRolloutGenerator, EvaluationAgent):
     """Poses problems and judges attempts at them.
 
-    Each attempt is judged as soon as it is there, while others are generated. One whose request the engine refuses, which does not come in
-    time, or whose judge raises or takes too long, is dropped with a warning and counts as missing: the others of its group go on. A request
-    whose failure is transient is repeated, twice at most. A reward that is no finite number is an error, and so is an engine that failed.
+    Each attempt is judged as soon as it is there, while others are generated. A problem of training that cannot be posed is dropped with
+    its answers. An attempt whose request the engine refuses, which does not come in time, or whose judge raises or takes too long, is
+    dropped: the others of its group go on. A warning names each, and it counts as missing. A request whose failure is transient is
+    repeated, twice at most. A reward that is no finite number is an error, and so is an engine that failed.
 
     Args:
         env_id: name under which rewards are reported.
@@ -111,11 +112,14 @@ class JudgedAgent(TokenizedRolloutGenerator, GroupedRolloutGenerator, Evaluation
             return None
 
     async def rollout(self, interface: InferenceInterface, *, args: GenericGenerationArgs) -> TokenRollout | None:
-        attempt = await self._attempt(interface, await self._problem(), args)
+        problem = await self._problem_or_none()
+        attempt = None if problem is None else await self._attempt(interface, problem, args)
         return None if attempt is None else attempt.rollout
 
     async def group_rollout(self, interface: InferenceInterface, *, size: int, args: GenericGenerationArgs) -> list[TokenRollout]:
-        problem = await self._problem()
+        problem = await self._problem_or_none()
+        if problem is None:
+            return []
         tasks = [asyncio.ensure_future(self._attempt(interface, problem, args)) for _ in range(size)]
         late = False
         try:
@@ -172,6 +176,15 @@ class JudgedAgent(TokenizedRolloutGenerator, GroupedRolloutGenerator, Evaluation
 
     async def _problem(self, *, validation: bool = False) -> Problem:
         return await self._in_time(lambda: self.get_prompt(validation=validation))
+
+    async def _problem_or_none(self) -> Problem | None:
+        """A problem of training; None for one that cannot be posed, which is named in the log and costs its own answers alone."""
+        try:
+            return await self._problem()
+        except Exception as error:
+            reason = ", ".join([repr(error), *getattr(error, "__notes__", ())])
+            _log.warning("environment %r: a problem is dropped with all its answers, it was not posed: %s", self.env_id, reason)
+            return None
 
     async def _in_time(self, pose: Callable[[], Awaitable[Problem]]) -> Problem:
         """A problem, within the limit."""

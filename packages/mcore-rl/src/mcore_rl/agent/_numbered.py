@@ -92,7 +92,12 @@ class NumberedAgent(JudgedAgent):
             self._num_evaluated += 1
             return await self._posed(self.FIRST_EVALUATION + self._rank + (self._num_evaluated - 1) * self._num_ranks)
         self._num_posed += 1
-        return await self._posed(self._stream.number(self._rank + (self._num_posed - 1) * self._num_ranks))
+        number = self._stream.number(self._rank + (self._num_posed - 1) * self._num_ranks)
+        try:
+            return await self._posed(number)
+        except Exception as error:
+            error.add_note(f"problem {number}")
+            raise
 
     async def evaluation_prompts(self, num_prompts: int, *, validation: bool = True) -> list[Problem]:
         """This rank's share, the same whenever it is asked: the first of the evaluation, or of training, which poses none of them."""
