@@ -48,6 +48,7 @@ from mcore_rl import (
 )
 from mcore_rl._dpo import check_pairs
 from mcore_rl._loop import check_iteration
+from mcore_rl.agent._sibling_routing import routed_as_siblings
 from mcore_rl.envs import CharacterShare
 
 TOKENIZER = ByteTokenizer()
@@ -189,6 +190,43 @@ def test_stages_of_a_pipeline_record_nothing(world) -> None:
         world(record_over_stages)
         == ["record_routing=True needs all layers on a rank, found pp=2; serve with pp=1, or leave it at False"] * 2
     )
+
+
+def test_siblings_say_where_the_tokens_of_a_cached_prompt_went() -> None:
+    engine, model = served(max_sequence_length=128), policy(ProcessGroups.single()).eval()
+    agent, args = CharacterShare(["x" * 64], "abc"), GenericGenerationArgs(temperature=1.0, max_tokens=16)
+    group = asyncio.run(agent.group_rollout(MegatronLocal(engine), size=8, args=args))
+    again = asyncio.run(agent.group_rollout(MegatronLocal(engine), size=2, args=args))
+    assert len(group) == 8
+    for rollout in group:
+        experts = rollout.routed_experts
+        assert experts is not None and bool((experts >= 0).all())
+        assert torch.equal(experts[:64], routing_of(model, list(rollout.trajectory))[:64])
+    # Nobody of a later group recorded what was in the cache before.
+    for rollout in again:
+        assert rollout.routed_experts is not None and bool((rollout.routed_experts[:48] == -1).all())
+
+
+def test_siblings_fill_what_follows_from_the_same_tokens_alone() -> None:
+    def made(tokens: list[int], experts: list[int] | None) -> TokenRollout:
+        rows = None if experts is None else torch.tensor(experts, dtype=torch.int16).view(-1, 1, 1)
+        mask = [False, False, *[True] * (len(tokens) - 2)]
+        return TokenRollout(
+            trajectory=tokens, reward=0.0, generation_mask=mask, logprobs=None, env_id="e", problem_id="p", routed_experts=rows
+        )
+
+    group = [
+        made([1, 2, 3, 4], [-1, 5, 6]),
+        made([1, 2, 9], [7, -1]),
+        made([8, 2, 3, 4], [0, 0, 0]),
+        made([1, 2], None),
+        made([1, 2, 3, 4, 5], [-1, -1, -1, 3]),
+    ]
+    filled = [
+        None if rollout.routed_experts is None else rollout.routed_experts.flatten().tolist() for rollout in routed_as_siblings(group)
+    ]
+    assert filled == [[7, 5, 6], [7, 5], [0, 0, 0], None, [7, 5, 6, 3]]
+    assert group[0].routed_experts is not None and group[0].routed_experts.flatten().tolist() == [-1, 5, 6]
 
 
 # -- the trainer -------------------------------------------------------------------------------------------------------

@@ -23,4 +23,6 @@ def check_policy_forward(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, TrainsOtherwise) and (fields := module.training_fields):
-            raise ValueError(f"{fields}: what is trained is another policy than the one that draws; leave it out for reinforcement learning")
+            raise ValueError(
+                f"{fields}: what is trained is another policy than the one that draws; leave it out for reinforcement learning"
+            )

@@ -22,6 +22,7 @@ from mcore_rl._types import (
     check_reward,
 )
 from mcore_rl.agent._base import EvaluationAgent, GroupedRolloutGenerator, TokenizedRolloutGenerator, all_at_once
+from mcore_rl.agent._sibling_routing import routed_as_siblings
 from mcore_rl.inference import InferenceInterface
 
 _log = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ class JudgedAgent(TokenizedRolloutGenerator, GroupedRolloutGenerator, Evaluation
                 raise result
         if late:
             _log.warning("environment %r: %d answers to problem %r are dropped at the end", self.env_id, missing, problem.problem_id)
-        rollouts = [result.rollout for result in results if isinstance(result, Attempt)]
+        rollouts = routed_as_siblings([result.rollout for result in results if isinstance(result, Attempt)])
         if not rollouts:
             _log.warning("environment %r: problem %r is dropped, all of its %d answers are lost", self.env_id, problem.problem_id, size)
         return rollouts
