@@ -32,6 +32,15 @@ class OneTooLong(Vowels):
         return dataclasses.replace(problem, prompt=" ".join(map(str, range(700)))) if number in (5, self.FIRST_EVALUATION + 1) else problem
 
 
+class Gaps(Vowels):
+    """Problem 0 cannot be posed, and neither can problem 3."""
+
+    def problem(self, number: int) -> Problem:
+        if number in (0, 3):
+            raise LookupError(f"row {number} is broken")
+        return super().problem(number)
+
+
 class Hostile(NumberedProblems):
     """Does to the judge's process what the response says."""
 

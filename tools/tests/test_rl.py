@@ -490,6 +490,13 @@ def test_a_problem_that_is_too_long_loses_its_answers_alone(tmp_path: Path) -> N
     assert rows(tmp_path / "run")[3]["eval/num_dropped"] == 1
 
 
+def test_a_problem_that_cannot_be_posed_loses_its_answers_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    changes = ["rl.environment=tests.support.environments:Gaps", "rl.imitation_steps=0", "data.tokenizer=byte", "train.eval_interval=0"]
+    assert run(tmp_path / "run", *changes) == 0
+    assert [(row["num_rollouts"], row["num_dropped"]) for row in rows(tmp_path / "run")] == [(4, 4), (4, 4)]
+    assert "row 3 is broken" in caplog.text
+
+
 def test_other_verbs_name_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from mcore_tools import train
 

@@ -159,15 +159,22 @@ class _Run:
         """What there is to say before the first iteration."""
 
     def _check_length(self) -> None:
-        """Whether a row has room for any problem of the first iteration and its answer; one that is too long loses its answers alone."""
+        """Whether a row has room for any problem of the first iteration and its answer; one that is too long, or cannot be posed, loses its
+        answers alone."""
         if self.environment is None:
             return
         longest, answer = self.config.train.seq_len, self.rl.generation_args.max_tokens or 0
-        length = 0
+        length, failure = 0, None
         for number in range(self.rl.num_groups):
-            length = prompt_length(self.environment, self.tokenizer, number)
+            try:
+                length = prompt_length(self.environment, self.tokenizer, number)
+            except Exception as error:
+                failure = error
+                continue
             if length + answer <= longest:
                 return
+        if failure is not None:
+            raise failure
         raise ValueError(
             f"train.seq_len={longest} must hold a problem, and none of the first {self.rl.num_groups} fits: the last has {length} tokens, "
             f"and rl.generation_args.max_tokens={answer}; raise it"
