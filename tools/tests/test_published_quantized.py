@@ -13,6 +13,7 @@ from mcore_ckpt.hf import import_hf
 from mcore_inference import SamplingParams
 from mcore_tools.cli import main
 from mcore_tools.serving import open_engine
+from mcore_tools.training import find_origin
 from tests.support.published import write_chat, write_published
 from tests.support.quantized_folders import write_quantized
 
@@ -45,6 +46,15 @@ def test_an_engine_gives_the_tokens_of_the_dequantised_folder(published: Path) -
         for name in ("quantized", "twin")
     )
     assert ours == wanted
+
+
+def test_a_run_of_one_that_says_no_dtype_is_in_that_of_its_weights(published: Path) -> None:
+    """As gpt-oss is published."""
+    path = published / "quantized" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in config.items() if name not in ("dtype", "torch_dtype")}))
+    assert {tensor.dtype for _, tensor in import_hf(published / "quantized").tensors} >= {torch.bfloat16}
+    assert find_origin(str(published / "quantized")).dtype == "bfloat16"
 
 
 def test_the_verbs_begin_with_it_and_write_none(published: Path, capsys: pytest.CaptureFixture[str]) -> None:

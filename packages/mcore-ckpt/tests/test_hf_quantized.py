@@ -207,6 +207,18 @@ def box(whole: Tensor, dim: int, begin: int, end: int) -> ShardedTensor:
     return ShardedTensor(torch.full(shape, math.nan), tuple(whole.shape), tuple(offset))
 
 
+def test_fp8_without_a_word_of_its_scales_is_refused(tmp_path: Path) -> None:
+    quantized, _ = write("qwen3", tmp_path)
+    edit(quantized, lambda config: config.pop("quantization_config"))
+    with pytest.raises(CheckpointingException, match=r"\.weight.* are in fp8, and config\.json has no quantization_config that says"):
+        import_hf(quantized)
+
+
+def test_no_columns_are_dequantised_to_none() -> None:
+    empty = torch.empty(4, 0, dtype=torch.float8_e4m3fn)
+    assert dequantize_fp8(empty, torch.ones(1, 0), (128, 128), torch.float32).shape == (4, 0)
+
+
 def test_a_rank_reads_its_experts_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[tuple[int, ...]] = []
 
@@ -222,6 +234,10 @@ def test_a_rank_reads_its_experts_and_no_others(tmp_path: Path, monkeypatch: pyt
     assert load_hf(quantized, {name: part}) == frozenset()
     assert torch.equal(part.data, whole[1:3])
     assert reads == [(1, 192, 2, 16)] * 2
+    apart = [box(whole, 0, 0, 1), box(whole, 0, 3, 4)]
+    assert load_hf(quantized, {name: apart}) == frozenset()
+    assert torch.equal(torch.cat([part.data for part in apart]), whole[[0, 3]])
+    assert reads == [(1, 192, 2, 16)] * 4
     with pytest.raises(CheckpointingException, match=r"experts\.up has shape \[4, 2, 96, 64\], this model's \[8, 2, 96, 64\]; make model"):
         load_hf(quantized, {name: ShardedTensor(torch.zeros(2, 2, 96, 64), (8, 2, 96, 64), (0, 0, 0, 0))})
 

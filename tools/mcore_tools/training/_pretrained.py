@@ -50,9 +50,10 @@ class HuggingFaceFolder:
 
     @property
     def dtype(self) -> str:
-        """Of the stored weights, "float32" where nothing is said."""
+        """Of the weights as they are read; where config.json says nothing, "bfloat16" of quantised ones and "float32" of others."""
         config = self._config()
-        return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+        silent = "bfloat16" if config.get("quantization_config") else "float32"
+        return str(config.get("dtype") or config.get("torch_dtype") or silent).removeprefix("torch.")
 
     def digest(self) -> str:
         """SHA-256 of config.json, and of the name, header and length of each file of weights; the weights themselves are not read.

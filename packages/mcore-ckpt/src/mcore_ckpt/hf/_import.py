@@ -178,39 +178,44 @@ class _Opened:
             del piece
         return whole
 
-    def pieces(self, site: WeightSite, form: Form, dtype: torch.dtype | None, rows: tuple[int, int] | None = None) -> Iterator[_Piece]:
-        """Indices ``rows`` of dim 0, all by default: expert by expert in a mixture, else in one piece.
+    def pieces(self, site: WeightSite, form: Form, dtype: torch.dtype | None, rows: Sequence[int] | None = None) -> Iterator[_Piece]:
+        """Indices ``rows`` of dim 0, all by default: expert by expert in a mixture, else in one piece from the first to the last.
 
         Args:
             site: the tensor.
             form: how it is stored.
             dtype: what to dequantise to; None for the model's. What is not quantised has its own.
-            rows: first, and one past the last.
+            rows: ascending.
         """
         names = [name for name, _ in site.parts(form)]
         if _has_experts(site, form):
             one, count = replace(site, sizes={**site.sizes, "E": 1}), len(form.parts)
-            for expert in range(*rows or (0, site.shape[0])):
+            for expert in range(site.shape[0]) if rows is None else rows:
                 if "{expert}" in form.parts[0].name:
                     own, which = names[expert * count : (expert + 1) * count], None
                 else:
                     own, which = names, (expert, expert + 1)
                 yield expert, join([self.weights[name].read(dtype, which) for name in own], form, one)
             return
-        if rows is not None and form.layout is PartLayout.STACK and self.weights[names[0]].shape == site.shape:
-            yield rows[0], self.weights[names[0]].read(dtype, rows)
+        span = None if rows is None else (rows[0], rows[-1] + 1)
+        if span is not None and form.layout is PartLayout.STACK and self.weights[names[0]].shape == site.shape:
+            yield span[0], self.weights[names[0]].read(dtype, span)
             return
         tensor = join([self.weights[name].read(dtype) for name in names], form, site)
-        yield (0, tensor) if rows is None else (rows[0], tensor[rows[0] : rows[1]])
+        yield (0, tensor) if span is None else (span[0], tensor[slice(*span)])
 
     @torch.no_grad()
     def fill(self, site: WeightSite, form: Form, parts: Sequence[ShardedTensor]) -> None:
         """Copy into parts of the tensor what lies in them."""
         if not parts:
             return
-        rows = None
+        rows: Sequence[int] | None = None
         if site.shape:
-            rows = min(part.offset[0] for part in parts), max(part.offset[0] + part.data.shape[0] for part in parts)
+            spans = [range(part.offset[0], part.offset[0] + part.data.shape[0]) for part in parts]
+            if _has_experts(site, form):
+                rows = sorted({row for span in spans for row in span})
+            else:
+                rows = range(min(span.start for span in spans), max(span.stop for span in spans))
         for row, piece in self.pieces(site, form, parts[0].dtype, rows):
             box = Box((row, *(0 for _ in site.shape[1:])) if site.shape else (), tuple(piece.shape))
             for part in parts:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from mcore_ckpt._errors import CheckpointingException
+from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._storage import SafetensorsFile, dtype_of
 
 __all__ = ["StoredTensor", "dequantize_fp8", "dequantize_mxfp4", "stored_tensors"]
@@ -77,6 +77,11 @@ def stored_tensors(files: Mapping[str, SafetensorsFile], config: Mapping[str, An
     """
     quantization = config.get("quantization_config")
     if not quantization:
+        if narrow := sorted(name for name, file in files.items() if file.slots[name].dtype.startswith("F8")):
+            raise CheckpointingException(
+                f"{list_names(narrow)} are in fp8, and config.json has no quantization_config that says their scales; take config.json of "
+                "the folder that they come from"
+            )
         return {name: _plain(file, name) for name, file in files.items()}
     if not isinstance(quantization, Mapping):
         _refuse("quantization_config", quantization, "must be a group of entries")
@@ -123,10 +128,11 @@ def dequantize_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int], dtype:
     numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     rows, narrow, full = result.flatten(0, -2), weight.view(torch.uint8).flatten(0, -2), columns // wide
     for strip in _strips(rows):
-        values = numbers.index_select(0, narrow[strip].flatten().int()).view(-1, columns)
+        values = numbers.index_select(0, narrow[strip].flatten().int()).view(narrow[strip].shape)
         factors = by_row[strip].unsqueeze(-1)
         values[:, : full * wide].unflatten(1, (full, wide)).mul_(factors[:, :full])
-        values[:, full * wide :].mul_(factors[:, -1])
+        if columns > full * wide:
+            values[:, full * wide :].mul_(factors[:, -1])
         rows[strip] = values
     return result
 
