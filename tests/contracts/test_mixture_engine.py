@@ -31,8 +31,8 @@ CONFIG = TransformerConfig(
 PROMPTS = [[1, 2, 3], [7], list(range(20)), [9, 9]]
 
 
-def make_engine(groups: ProcessGroups) -> DynamicInferenceEngine:
-    experts = moe_feed_forward(MoEConfig(num_moe_experts=4, moe_router_topk=2))
+def make_engine(groups: ProcessGroups, **fields: Any) -> DynamicInferenceEngine:
+    experts = moe_feed_forward(MoEConfig(num_moe_experts=4, moe_router_topk=2, **fields))
     model = GPTModel(CONFIG, groups, feed_forward=experts, attention_core=PagedAttention(), dtype=torch.float64).eval()
     sizes = InferenceConfig(max_sequence_length=40, num_blocks=40, block_size_tokens=4, max_tokens=8, max_requests=4)
     return DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes))
@@ -53,6 +53,12 @@ def check_engine(plan: ParallelPlan) -> list[list[int]]:
 def test_two_ranks_serve_the_tokens_of_one(world, cut: dict[str, int]) -> None:
     one, two = world(check_engine, plan=ParallelPlan(tp=2, sequence_parallel=False, **cut))
     assert one == two and all(len(tokens) == 10 for tokens in one)
+
+
+@pytest.mark.filterwarnings("ignore:moe_router_force_load_balancing")
+def test_a_mixture_that_routes_at_random_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp is a MoELayer that routes at random \(moe_router_force_load_balancing=True\)"):
+        make_engine(ProcessGroups.single(), moe_router_force_load_balancing=True)
 
 
 # Experts and attention as in gpt-oss.

@@ -56,6 +56,19 @@ def dropping(kind: bool = True) -> nn.Module:
     return model
 
 
+class Random(MLP):
+    """A feed-forward that routes at random."""
+
+    routes_at_random = True
+
+
+def random_routes() -> nn.Module:
+    model = make()
+    assert isinstance(model, GPTModel)
+    model.layers["1"].mlp.__class__ = Random
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "two states": (
         lambda: make(num_layers=3, hybrid_layer_pattern="MG*", mamba=MAMBA, delta_net=DELTA),
@@ -73,6 +86,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "fp8": (lambda: make(options={"backend": TorchBackend(Fp8Config(recipe="tensorwise"))}), "fp8="),
     "drops tokens": (dropping, r"layers\.1\.mlp is a Dropping that drops tokens.*moe_expert_capacity_factor=None"),
+    "routes at random": (random_routes, r"layers\.1\.mlp is a Random that routes at random.*moe_router_force_load_balancing=False"),
     "further tokens": (lambda: make(mtp_num_layers=1), r"mtp_num_layers=1.*model\.eval"),
     "encoder": (lambda: make(BertModel, options={"attention_core": None}, post_norm=True), "BertModel.*GPTModel"),
 }  # fmt: skip

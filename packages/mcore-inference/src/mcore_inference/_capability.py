@@ -29,6 +29,14 @@ class _MayDropTokens(Protocol):
     def drops_tokens(self) -> bool: ...
 
 
+@runtime_checkable
+class _MayRouteAtRandom(Protocol):
+    """A feed-forward that may choose experts at random in every call, as a mixture does that a benchmark of training balances."""
+
+    @property
+    def routes_at_random(self) -> bool: ...
+
+
 @experimental_api
 class StoredWeight(Protocol):
     """How a parameter is kept in e4m3."""
@@ -102,7 +110,7 @@ class EngineCapability:
     Classes are compared exactly: a subclass may keep state of its own. A part that is not listed is refused, so a new mixer, core or
     backend is not served before it is listed here. Feed-forwards keep no state between steps and may be of any class,
     unless they drop tokens (``drops_tokens``): a request's tokens would depend on its neighbours, and cached keys and values on those of
-    another time.
+    another time. Nor are those served that route at random (``routes_at_random``): equal requests would get other tokens.
 
     Example:
         >>> [mixer.__name__ for mixer in EngineCapability().mixers]
@@ -151,6 +159,11 @@ class EngineCapability:
             raise ValueError(
                 f"{name}.mlp is a {type(layer.mlp).__name__} that drops tokens of a full step; build the served model without a capacity "
                 "(moe_expert_capacity_factor=None)"
+            )
+        if isinstance(layer.mlp, _MayRouteAtRandom) and layer.mlp.routes_at_random:
+            raise ValueError(
+                f"{name}.mlp is a {type(layer.mlp).__name__} that routes at random (moe_router_force_load_balancing=True), for benchmarks of "
+                "training; build the served model with moe_router_force_load_balancing=False"
             )
         if layer.mixer is None:
             return

@@ -141,6 +141,11 @@ class MoELayer(nn.Module):
         return self.router.config.moe_expert_capacity_factor is not None
 
     @property
+    def routes_at_random(self) -> bool:
+        """Whether every call chooses experts at random, outside training too: equal tokens get other results."""
+        return self.router.config.moe_router_force_load_balancing
+
+    @property
     def reads_device(self) -> bool:
         """Whether a forward without gradients, of a step of ``equal_lengths``, waits for the device, to know how many rows an expert has:
         then no graph holds it."""
