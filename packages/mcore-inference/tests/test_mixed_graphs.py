@@ -226,5 +226,7 @@ def test_steps_with_prompts_are_not_recorded_where_decode_steps_are_not() -> Non
         make_engine().create_cuda_graphs()
     with pytest.raises(ValueError, match="use_cuda_graphs_for_non_decode_steps=True: graphs need a GPU"):
         make_engine(RECORDED)
+    with pytest.raises(ValueError, match="num_cuda_graphs=4: graphs need a GPU, .*; or leave it at None"):
+        make_engine(ExecutionConfig(num_cuda_graphs=4))
     with pytest.raises(ValueError, match="use_cuda_graphs_for_non_decode_steps=True and use_graphs=False exclude each other"):
         ExecutionConfig(use_cuda_graphs_for_non_decode_steps=True, use_graphs=False)

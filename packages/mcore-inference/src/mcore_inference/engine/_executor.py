@@ -56,7 +56,7 @@ class ExecutionConfig:
     """Replay decode steps as CUDA graphs; None for where the model and the device can."""
     num_cuda_graphs: int | None = None
     """Numbers of rows that are recorded, each half of the next, up to ``max_requests``: few take less memory and time to record, and pad
-    more. None for about 25, close together where few rows are served."""
+    more. None for about 25, close together where few rows are served. Refused where no step is recorded."""
     use_cuda_graphs_for_non_decode_steps: bool | None = None
     """Replay steps with prompts of at most 2048 tokens as graphs too, filled up to 2048, 1024, 512, 256 or 128: the host launches so few
     tokens more slowly than the device computes them; and full steps, of 7/8 of ``max_tokens`` and more, where that is at most 8192. Takes
@@ -168,6 +168,8 @@ class Executor:
         obstacle = self._graph_obstacle()
         if execution.use_graphs and obstacle is not None:
             raise ValueError(f"use_graphs=True: {obstacle}; or leave it at None")
+        if execution.num_cuda_graphs is not None and obstacle is not None:
+            raise ValueError(f"num_cuda_graphs={execution.num_cuda_graphs}: {obstacle}; or leave it at None")
         if obstacle is not None and context.device.type == "cuda" and execution.use_graphs is None:
             _LOG.warning("steps are launched kernel by kernel, without CUDA graphs: %s", obstacle)
         if execution.speculation is not None and context.states is not None:
