@@ -3,6 +3,7 @@
 """What an engine and its requests cannot be, and are refused for by name."""
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +15,11 @@ from mcore_inference import (
     DynamicInferenceContext,
     DynamicInferenceEngine,
     ExecutionConfig,
+    FinishReason,
     InferenceConfig,
     InvalidTokenError,
     QueueFullError,
+    RequestError,
     SamplingParams,
     StaticInferenceEngine,
 )
@@ -66,6 +69,19 @@ def test_prompts_of_any_integers_are_equal(make_engine: Make) -> None:
     assert len({tuple(record.generated_tokens) for record in records}) == 1
 
 
+def test_a_prompt_whose_settings_this_engine_cannot_take_fails_alone(make_engine: Make) -> None:
+    engine = make_engine()
+    bad = [SamplingParams(logit_bias={100: 1.0}), SamplingParams(stop_words=["end"]), SamplingParams(add_BOS=True)]
+    records = engine.generate([[1], [1], [1], "text", [1]], [GREEDY, *bad, GREEDY])
+    assert [record.succeeded() for record in (record.merge() for record in records)] == [True, False, False, False, True]
+    assert records[0].generated_tokens == records[4].generated_tokens == engine.generate([[1]], GREEDY)[0].generated_tokens
+    for record, words in zip(records[1:4], ("logit_bias holds .100.", "stop_words need a tokenizer", "text prompt needs a token"), strict=True):
+        assert isinstance(record.error, RequestError) and re.search(words, str(record.error))
+        assert record.finish_reason is FinishReason.ERROR
+    assert engine.finished_counts[FinishReason.ERROR.value] == 3
+    check_idle(engine)
+
+
 def test_other_arguments_of_a_request_are_checked_too(make_engine: Make) -> None:
     engine = make_engine()
     for number in (-1, True, 1.0, "1", 2**63):
@@ -79,7 +95,7 @@ def test_other_arguments_of_a_request_are_checked_too(make_engine: Make) -> None
             engine.add_request([1], SamplingParams(**field))
     few: dict[str, Any] = {"allowed_token_ids": [5, 6], "stop_token_ids": [5], "num_tokens_to_generate": 3}
     with pytest.raises(ValueError, match="min_tokens=2 leaves nothing to draw: all allowed_token_ids end the output; allow others"):
-        engine.generate([[1]], SamplingParams(**few, termination_id=6, min_tokens=2))
+        engine.add_request([1], SamplingParams(**few, termination_id=6, min_tokens=2))
     [record] = engine.generate([[1]], SamplingParams(**few, min_tokens=2))
     assert record.generated_tokens[:2] == [6, 6]
     with pytest.raises(ValueError, match="sampling_params holds a dict"):

@@ -374,7 +374,7 @@ class DynamicInferenceEngine:
 
         Returns:
             One record for each prompt, in order; ``n`` of them where its settings say so. A prompt that cannot be served has status FAILED
-            and its ``error``.
+            and its ``error``, be it for its settings: a token that the vocabulary has not, a stop word without a tokenizer.
 
         Raises:
             ValueError: the engine is busy with other requests, or the number of settings is not that of the prompts.

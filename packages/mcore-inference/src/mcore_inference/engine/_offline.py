@@ -55,7 +55,10 @@ def completions_of(prompts: Sequence[Prompt], settings: Sequence[SamplingParams]
 
 
 def run_to_end(engine: Stepper, completions: Sequence[Completion]) -> tuple[list[DynamicInferenceRequestRecord], int]:
-    """The records of these completions, in order; those of refused ones are among them, and how many they are."""
+    """The records of these completions, in order; those of refused ones are among them, and how many they are.
+
+    A setting that this engine has no tokenizer or token for ends its own completion, as a prompt does that cannot be served.
+    """
     results: list[DynamicInferenceRequestRecord | None] = []
     place: dict[int, int] = {}
     for prompt, params in completions:
@@ -64,6 +67,8 @@ def run_to_end(engine: Stepper, completions: Sequence[Completion]) -> tuple[list
             results.append(None)
         except RequestError as error:
             results.append(_refused(prompt, params, error))
+        except ValueError as error:
+            results.append(_refused(prompt, params, RequestError(None, str(error))))
     while engine.has_unfinished_requests():
         for record in engine.step():
             results[place[record.request_id]] = record
