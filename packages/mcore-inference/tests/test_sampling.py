@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Settings and draws."""
 
+import dataclasses
 import json
 import math
 import random
@@ -104,9 +105,14 @@ def test_settings_survive_json_and_unknown_ones_warn() -> None:
     formed = SamplingParams(structured_output=StructuredOutput(regex="a+"))
     with pytest.warns(UserWarning, match="structured_output of this version has no fields ..form_of_later.."):
         assert SamplingParams.deserialize({"structured_output": {"regex": "a+", "form_of_later": 1}}) == formed
-    assert params.add_attributes({"top_k": 3}).top_k == 3
+    assert params.with_attributes({"top_k": 3}).top_k == 3
     with pytest.raises(ValueError, match="unknown fields"):
-        params.add_attributes({"topk": 3})
+        params.with_attributes({"topk": 3})
+
+
+def test_fields_that_megatron_sets_in_place_are_not_dropped_in_silence() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError, match=r"add_attributes would set top_k, seed in place.*params\.with_attributes"):
+        SamplingParams().add_attributes({"top_k": 3, "seed": 1})
 
 
 @pytest.mark.parametrize(

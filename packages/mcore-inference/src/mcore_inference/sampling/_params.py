@@ -5,7 +5,7 @@
 import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from mcore_inference._fields import as_flag, as_integer, as_number
 from mcore_inference.sampling._structured import StructuredOutput, known_fields
@@ -183,8 +183,23 @@ class SamplingParams:
             return max(0, self.num_tokens_total - num_prompt_tokens)
         return _DEFAULT_BUDGET if self.num_tokens_to_generate is None else self.num_tokens_to_generate
 
-    def add_attributes(self, attributes: Mapping[str, Any]) -> "SamplingParams":
+    def add_attributes(self, attributes: Mapping[str, Any]) -> NoReturn:
+        """Refused: in Megatron-LM it sets the fields in place, and these settings are frozen. ``with_attributes`` returns a copy with them.
+
+        Raises:
+            dataclasses.FrozenInstanceError: always, so that no change is lost in silence.
+        """
+        names = ", ".join(map(str, attributes))
+        raise dataclasses.FrozenInstanceError(
+            f"add_attributes would set {names or 'fields'} in place, and SamplingParams is frozen; use params = params.with_attributes(...)"
+        )
+
+    def with_attributes(self, attributes: Mapping[str, Any]) -> "SamplingParams":
         """A copy with these fields set.
+
+        Example:
+            >>> SamplingParams().with_attributes({"top_k": 3}).top_k
+            3
 
         Raises:
             ValueError: an unknown field or a bad value.
