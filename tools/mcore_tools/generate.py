@@ -8,9 +8,9 @@ mcore generate path/to/Qwen3-0.6B --input prompts.jsonl --output texts.jsonl --m
 The folder of a run, of its steps (the newest is taken), one checkpoint that keeps ``run.yaml`` and a tokenizer, or a Hugging Face folder.
 With --tp N and --pp M the model is split over N x M processes, one a GPU, which are started here or by torchrun. USE_COORDINATOR=1 in
 the environment puts the engine into a process of its own, behind a coordinator as of `mcore serve --data-parallel`.
---input has a prompt a line, or JSON objects with a "prompt" (.jsonl). --output gets a JSON object a line, in the order in which they end;
-the same command again goes on with the prompts that it has not, and draws what it would have drawn. What the texts depend on is kept beside
-it, in FILE.settings.json: a command with other settings is refused.
+--input has a prompt a line, or JSON objects with a "prompt" or the "messages" of a chat (.jsonl). --output gets a JSON object a line, in
+the order in which they end; the same command again goes on with the prompts that it has not, and draws what it would have drawn. What the
+texts depend on is kept beside it, in FILE.settings.json: a command with other settings is refused.
 Exit code: 0 done; 1 failed, or a prompt was refused; 2 an input cannot be used, and why; 75 the engine failed several times in a row, or
 hangs.
 """
@@ -37,7 +37,6 @@ from mcore_inference import (
     ExpertBalancing,
     FinishReason,
     RequestError,
-    SamplingParams,
 )
 from mcore_inference.coordinator import CoordinatedRunner
 from mcore_parallel import ProcessGroups
@@ -47,15 +46,24 @@ from mcore_tools.arguments import Parser, file, integer, number
 from mcore_tools.exit_code import exit_code, under_way
 from mcore_tools.recipes import RunConfig
 from mcore_tools.serving import (
+    NUM_TOKENS,
     PROGRAM,
     EngineLayout,
     EngineRanks,
+    Outcome,
     PromptFile,
+    add_sampling_arguments,
+    add_score_arguments,
+    chat_encoder,
+    check_scores,
     continue_prompts,
     coordinated,
     end_process,
     open_engine,
+    open_served_tokenizer,
     params_of,
+    sampling_params,
+    sampling_settings,
     served_address,
     served_length,
     served_model,
@@ -65,9 +73,6 @@ from mcore_tools.serving import (
 from mcore_tools.torchrun import report_error
 from mcore_tools.training import device_of
 
-_NUM_TOKENS = 64
-"""Of a continuation, where nothing is said."""
-
 
 def generate(engine: DynamicInferenceEngine, options: argparse.Namespace) -> int:
     """Print each prompt of ``add_sampling_arguments`` with its continuation, on the first rank of the engine; 1 when one was refused.
@@ -76,42 +81,38 @@ def generate(engine: DynamicInferenceEngine, options: argparse.Namespace) -> int
     """
     longest = engine.context.max_sequence_length
     # All ranks make the same calls, and get the same tokens.
-    params = _params(options, longest)
+    params = sampling_params(options, longest)
     records = engine.generate(list(options.prompt), [params_of(params, number) for number in range(len(options.prompt))])
     if not engine.model.groups.tp_pp.is_first:
         return 0
-    return _show(options.prompt, records, longest)
+    return _show(_repeated(options), records, longest)
 
 
 def continue_coordinated(options: argparse.Namespace) -> int:
     """Print each prompt with its continuation, by an engine behind a coordinator."""
     check_length(options)
-    results: dict[int, DynamicInferenceRequestRecord | RequestError] = {}
+    results: dict[int, Outcome] = {}
     with _coordinated_runner(options) as runner:
         longest = runner.max_sequence_length
-        params = _params(options, longest)
+        params = sampling_params(options, longest)
         continue_prompts(runner, dict(enumerate(options.prompt)), params, results.__setitem__)
-    return _show(options.prompt, [results[number] for number in range(len(options.prompt))], longest)
+    shown: list[DynamicInferenceRequestRecord | RequestError] = []
+    for _, result in sorted(results.items()):
+        shown += [result] * params.n if isinstance(result, RequestError) else result
+    return _show(_repeated(options), shown, longest)
 
 
-def _params(options: argparse.Namespace, longest: int) -> SamplingParams:
-    return SamplingParams(
-        temperature=options.temperature or 0.0,
-        num_tokens_to_generate=min(_NUM_TOKENS, longest) if options.max_tokens is None else options.max_tokens,
-        bad_words=options.bad_word,
-        seed=options.seed or 0,
-    )
+def _repeated(options: argparse.Namespace) -> list[str]:
+    """The prompt of each continuation."""
+    return [prompt for prompt in options.prompt for _ in range(options.n or 1)]
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """By flag, what the texts of a file depend on."""
     return {
         "checkpoint": served_address(options.checkpoint),
-        "--max-tokens": options.max_tokens,
         "--max-length": options.max_length,
-        "--temperature": options.temperature or 0.0,
-        "--seed": options.seed or 0,
-        "--bad-word": options.bad_word,
+        **sampling_settings(options),
         "--weight-dtype": options.weight_dtype,
         "--kv-cache-dtype": options.kv_cache_dtype,
     }
@@ -226,7 +227,7 @@ def balancing_of(options: argparse.Namespace) -> ExpertBalancing | None:
 
 
 def check_length(options: argparse.Namespace) -> None:
-    """Refuse, before a model is loaded, proposals by nobody and continuations that never fit."""
+    """Refuse, before a model is loaded, proposals by nobody, continuations that never fit, and settings that exclude each other."""
     if options.speculation is None and options.speculation_tokens is not None:
         raise ValueError("--speculation-tokens needs --speculation, which says who proposes them")
     if options.max_tokens is not None and options.max_tokens > (longest := options.max_length or served_length(options.checkpoint)):
@@ -234,6 +235,7 @@ def check_length(options: argparse.Namespace) -> None:
             f"--max-tokens {options.max_tokens} exceeds the {longest} tokens of a prompt and its continuation; lower it, or raise "
             "--max-length"
         )
+    sampling_params(options, options.max_tokens or NUM_TOKENS)
 
 
 @contextlib.contextmanager
@@ -275,13 +277,10 @@ def _execution(options: argparse.Namespace, config: RunConfig, groups: ProcessGr
     return dataclasses.replace(execution, expert_balancing=balancing_of(options))
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
     """What is continued, and how."""
     parser.add_argument("--prompt", action="append", default=[], help="continue this text; may be given again")
-    parser.add_argument("--max-tokens", type=integer(1), help="of a continuation (default: 64)")
-    parser.add_argument("--temperature", type=number(least=0), help="of a continuation (default: 0, the likeliest token)")
-    parser.add_argument("--seed", type=integer(0, 2**63 - 1), help="of the draws, each prompt's of this and its number (default: 0)")
-    parser.add_argument("--bad-word", metavar="TEXT", action="append", help="that no continuation holds; may be given again")
+    add_sampling_arguments(parser)
 
 
 @quiet_pipe
@@ -292,7 +291,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_split_argument(parser)
     add_speculation_arguments(parser)
     add_expert_arguments(parser)
-    add_sampling_arguments(parser)
+    add_prompt_arguments(parser)
+    add_score_arguments(parser)
     parser.add_argument("--input", metavar="FILE", type=file, help="continue the prompts of a file: a line each, or objects (.jsonl)")
     parser.add_argument("--output", metavar="FILE", type=Path, help="where the continuations of --input go; what it has is not done again")
     words = sys.argv[1:] if arguments is None else list(arguments)
@@ -302,6 +302,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (options.input is None) != (options.output is None) or (options.prompt and options.input is not None):
         parser.error("--input and --output go together, without --prompt")
     try:
+        if options.input is None:
+            check_scores(options)
         prompts = None if options.input is None else PromptFile(options.input, options.output, _settings(options))
         if prompts is not None and not prompts.left:
             return 1 if prompts.num_refused else 0
@@ -323,10 +325,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _continue_file(engine: DynamicInferenceEngine, options: argparse.Namespace, prompts: PromptFile) -> int:
-    params = _params(options, engine.context.max_sequence_length)
+    params = sampling_params(options, engine.context.max_sequence_length)
+    assert engine.tokenizer is not None, "of a checkpoint or a folder"
     try:
         with under_way(), EngineRunner(engine) as runner:
-            prompts.run(runner, params)
+            prompts.run(runner, params, chat_encoder(engine.tokenizer))
     except EngineDeadError as error:
         print(f"error: {error}; the same command goes on where this one ended", file=sys.stderr)
         return STALLED_EXIT_CODE
@@ -336,7 +339,7 @@ def _continue_file(engine: DynamicInferenceEngine, options: argparse.Namespace, 
 def _continue_file_coordinated(options: argparse.Namespace, prompts: PromptFile) -> int:
     check_length(options)
     with _coordinated_runner(options) as runner, under_way():
-        prompts.run(runner, _params(options, runner.max_sequence_length))
+        prompts.run(runner, sampling_params(options, runner.max_sequence_length), chat_encoder(open_served_tokenizer(options.checkpoint)))
     return 1 if prompts.num_refused else 0
 
 

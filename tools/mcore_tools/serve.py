@@ -52,7 +52,7 @@ from mcore_tools.exit_code import FAILED, exit_code, under_way
 from mcore_tools.generate import (
     add_expert_arguments,
     add_model_arguments,
-    add_sampling_arguments,
+    add_prompt_arguments,
     add_speculation_arguments,
     add_split_argument,
     balancing_of,
@@ -73,6 +73,7 @@ from mcore_tools.serving import (
     frozen_heap,
     given_up_when_hung,
     open_served_tokenizer,
+    sampling_names,
     served_model,
     short_turns,
     uses_coordinator,
@@ -82,10 +83,7 @@ from mcore_tools.torchrun import report_error
 
 _SERVER = "a server"
 _USES = {
-    "max_tokens": ["--prompt"],
-    "temperature": ["--prompt"],
-    "seed": ["--prompt"],
-    "bad_word": ["--prompt"],
+    **{name: ["--prompt"] for name in sampling_names()},
     "name": ["--join"],
     "max_waiting": ["--join", _SERVER],
     "stall_seconds": ["--join", _SERVER],
@@ -110,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_split_argument(parser)
     add_speculation_arguments(parser)
     add_expert_arguments(parser)
-    add_sampling_arguments(parser)
+    add_prompt_arguments(parser)
     parser.add_argument("--host", help="address (default: 127.0.0.1); other than loopback it needs --token-file")
     parser.add_argument("--port", type=integer(0, 65_535), help="0 for a free one (default: 8000)")
     parser.add_argument("--drain-seconds", type=number(least=0), help="that open requests get to end at a signal (default: 30)")

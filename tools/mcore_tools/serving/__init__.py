@@ -5,16 +5,26 @@
 from mcore_tools.serving._api_servers import ApiServers, ApiServersError
 from mcore_tools.serving._coordinated import CoordinatedEngines, coordinated, uses_coordinator
 from mcore_tools.serving._engine import Served, build_engine, frozen_heap, serve_exported, short_turns
-from mcore_tools.serving._files import PromptFile, continue_prompts, params_of
+from mcore_tools.serving._files import Outcome, PromptFile, chat_encoder, continue_prompts, params_of
 from mcore_tools.serving._hang import given_up_when_hung
 from mcore_tools.serving._job import Job
 from mcore_tools.serving._layout import EngineLayout
 from mcore_tools.serving._open import open_engine, open_served_tokenizer, served_address, served_length, served_model
 from mcore_tools.serving._ranks import PROGRAM, EngineRanks, end_process
 from mcore_tools.serving._replicas import work_for
+from mcore_tools.serving._sampling import (
+    NUM_TOKENS,
+    add_sampling_arguments,
+    add_score_arguments,
+    check_scores,
+    sampling_names,
+    sampling_params,
+    sampling_settings,
+)
 from mcore_tools.serving._speculation import speculating
 
 __all__ = [
+    "NUM_TOKENS",
     "PROGRAM",
     "ApiServers",
     "ApiServersError",
@@ -22,9 +32,14 @@ __all__ = [
     "EngineLayout",
     "EngineRanks",
     "Job",
+    "Outcome",
     "PromptFile",
     "Served",
+    "add_sampling_arguments",
+    "add_score_arguments",
     "build_engine",
+    "chat_encoder",
+    "check_scores",
     "continue_prompts",
     "coordinated",
     "end_process",
@@ -33,6 +48,9 @@ __all__ = [
     "open_engine",
     "open_served_tokenizer",
     "params_of",
+    "sampling_names",
+    "sampling_params",
+    "sampling_settings",
     "serve_exported",
     "served_address",
     "served_length",

@@ -8,36 +8,68 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mcore_inference import DynamicInferenceRequestRecord, EngineRunner, RequestError, SamplingParams
 from mcore_inference.coordinator import CoordinatedRunner
 from mcore_inference.sampling import request_seed
+from mcore_inference.text import BosTokenizer, Tokenizer, chat_tokens
 
 _MAX_OPEN = 512
 """Requests that wait or run."""
 _PROGRESS_S = 5.0
 
 AnyRunner = EngineRunner | CoordinatedRunner
-End = Callable[[int, DynamicInferenceRequestRecord | RequestError], None]
+Messages = list[dict[str, Any]]
+"""A conversation that the model goes on with."""
+Encode = Callable[[str | Messages], str | list[int]]
+Outcome = Sequence[DynamicInferenceRequestRecord] | RequestError
+"""The records of all continuations of a prompt, or why one of them was refused."""
+End = Callable[[int, Outcome], None]
 
 
-def continue_prompts(runner: AnyRunner, prompts: Mapping[int, str], params: SamplingParams, on_end: End) -> None:
+def chat_encoder(tokenizer: Tokenizer) -> Encode:
+    """What makes a prompt of a text, as it is, or of a conversation, by the chat template.
+
+    Returns:
+        A function that raises ``RequestError`` for a conversation that the template refuses.
+    """
+
+    def encode(prompt: str | Messages) -> str | list[int]:
+        if isinstance(prompt, str):
+            return prompt
+        try:
+            tokens = chat_tokens(tokenizer, prompt)
+        except Exception as error:
+            # Templates refuse conversations in their own ways.
+            raise RequestError(None, f"the chat template refused the messages: {error}") from error
+        # It may write the begin-of-text token before a tokenizer that adds it.
+        bos = tokenizer.bos if isinstance(tokenizer, BosTokenizer) else None
+        return tokens[1:] if bos is not None and tokens[:2] == [bos, bos] else tokens
+
+    return encode
+
+
+def continue_prompts(
+    runner: AnyRunner, prompts: Mapping[int, str | Messages], params: SamplingParams, on_end: End, encode: Encode | None = None
+) -> None:
     """Continue many prompts at once.
 
     Args:
         runner: an engine, or the engines of a coordinator.
         prompts: by number.
-        params: of all, with the seed that ``params_of`` makes theirs of.
-        on_end: gets each prompt's number, and its record or why it was refused, as they end.
+        params: of all, with the seed that ``params_of`` makes theirs of; each prompt has ``n`` continuations.
+        on_end: gets each prompt's number, and its records or why it was refused, as they end.
+        encode: of ``chat_encoder``; None where all prompts are texts.
 
     Raises:
         EngineLostError: an engine was lost with tokens of a prompt.
         EngineDeadError: the engine is given up.
+        ValueError: the engine cannot take these settings.
     """
-    asyncio.run(_continue(runner, prompts, params, on_end))
+    asyncio.run(_continue(runner, prompts, params, on_end, encode))
 
 
 def params_of(params: SamplingParams, number: int) -> SamplingParams:
@@ -45,34 +77,54 @@ def params_of(params: SamplingParams, number: int) -> SamplingParams:
     return params if params.seed is None else dataclasses.replace(params, seed=request_seed(params.seed, number))
 
 
-async def _continue(runner: AnyRunner, prompts: Mapping[int, str], params: SamplingParams, on_end: End) -> None:
+async def _continue(
+    runner: AnyRunner, prompts: Mapping[int, str | Messages], params: SamplingParams, on_end: End, encode: Encode | None
+) -> None:
     waiting = iter(prompts.items())
 
     async def work() -> None:
         for number, prompt in waiting:
             try:
-                stream = await runner.submit(prompt, params_of(params, number), stream=False)
-                record = await stream.record()
+                text = prompt if encode is None else encode(prompt)
+                assert isinstance(text, str) or encode is not None, "conversations are encoded"
+                records = await _records(runner, text, params_of(params, number))
             except RequestError as error:
                 on_end(number, error)
             else:
-                on_end(number, record if record.error is None else RequestError(None, str(record.error)))
+                errors = [record.error for record in records if record.error is not None]
+                on_end(number, RequestError(None, str(errors[0])) if errors else records)
 
     try:
         async with asyncio.TaskGroup() as workers:
-            for _ in range(min(_MAX_OPEN, len(prompts))):
+            for _ in range(min(max(1, _MAX_OPEN // params.n), len(prompts))):
                 workers.create_task(work())
     except ExceptionGroup as group:
         raise group.exceptions[0] from None
+
+
+async def _records(runner: AnyRunner, prompt: Any, params: SamplingParams) -> list[DynamicInferenceRequestRecord]:
+    """Of all continuations of a prompt; where one is refused, no other goes on."""
+    streams = []
+    try:
+        for choice in params.choices():
+            streams.append(await runner.submit(prompt, choice, stream=False))
+        return [await stream.record() for stream in streams]
+    except RequestError:
+        for stream in streams:
+            stream.abort()
+        raise
 
 
 class PromptFile:
     """Prompts and what became of them.
 
     Args:
-        source: ``.jsonl``, an object with a ``prompt`` a line; any other file has a prompt a line.
-        target: gets an object a line: ``number`` of the prompt (from 0), ``prompt``, and ``text``, ``finish_reason``, ``tokens``, or
-            ``error``. Prompts that it has already are not continued again.
+        source: ``.jsonl``, an object with a ``prompt``, or with ``messages`` of a role and a content each, a line; any other file has a
+            prompt a line.
+        target: gets an object a line: ``number`` of the prompt (from 0), ``prompt`` or ``messages``, and ``text``, ``finish_reason``,
+            ``tokens``, or ``error``. Several continuations are objects of such fields in ``choices``. Settings that ask for
+            log-probabilities add ``token_ids``, ``log_probs`` and ``top_log_probs`` (pairs of an id and its log-probability). Prompts
+            that it has already are not continued again.
         settings: what texts depend on, by flag. They are kept beside the target, so that all of its texts have the same.
 
     Raises:
@@ -125,7 +177,8 @@ class PromptFile:
         for place, line in enumerate(whole.splitlines(), start=1):
             entry = _object(line)
             number = entry.get("number")
-            if type(number) is not int or not 0 <= number < len(self._prompts) or entry.get("prompt") != self._prompts[number]:
+            known = type(number) is int and 0 <= number < len(self._prompts)
+            if not known or not self._asked(number).items() <= entry.items():
                 raise ValueError(f"line {place} of {self._target} is no continuation of this --input; give another --output")
             done.add(number)
             self.num_refused += "error" in entry
@@ -133,7 +186,12 @@ class PromptFile:
             os.truncate(self._target, len(whole) + len(newline))
         return done
 
-    def run(self, runner: AnyRunner, params: SamplingParams) -> None:
+    def _asked(self, number: int) -> dict[str, Any]:
+        """What a prompt is called in a line of the target, and it."""
+        prompt = self._prompts[number]
+        return {"prompt" if isinstance(prompt, str) else "messages": prompt}
+
+    def run(self, runner: AnyRunner, params: SamplingParams, encode: Encode) -> None:
         """Continue what is left, a line of the target each, and tell the progress on standard error. Raises as ``continue_prompts``."""
         if self._keeps_settings:
             half = self._settings_file.with_name(f"{self._settings_file.name}.half")
@@ -143,16 +201,16 @@ class PromptFile:
         num_done, num_tokens = len(self._prompts) - len(self.left), 0
         with self._target.open("a", encoding="utf-8") as target:
 
-            def end(number: int, result: DynamicInferenceRequestRecord | RequestError) -> None:
+            def end(number: int, result: Outcome) -> None:
                 nonlocal last, num_done, num_tokens
-                entry: dict[str, Any] = {"number": number, "prompt": self._prompts[number]}
+                entry: dict[str, Any] = {"number": number, **self._asked(number)}
                 if isinstance(result, RequestError):
                     entry["error"] = result.message
                     self.num_refused += 1
                 else:
-                    assert result.finish_reason is not None, "it has ended"
-                    entry |= {"text": result.generated_text, "finish_reason": result.finish_reason.value, "tokens": result.num_generated}
-                    num_tokens += result.num_generated
+                    texts = [_text(record) for record in result]
+                    entry |= texts[0] if params.n == 1 else {"choices": texts}
+                    num_tokens += sum(record.num_generated for record in result)
                 target.write(json.dumps(entry, ensure_ascii=False) + "\n")
                 target.flush()
                 num_done += 1
@@ -162,7 +220,7 @@ class PromptFile:
                     rate = num_tokens / max(now - begin, 1e-9)
                     print(f"{num_done} of {len(self._prompts)} prompts, {rate:,.0f} tokens/s", file=sys.stderr, flush=True)
 
-            continue_prompts(runner, self.left, params, end)
+            continue_prompts(runner, self.left, params, end, encode)
 
 
 def _object(line: str | bytes) -> dict[str, Any]:
@@ -174,12 +232,40 @@ def _object(line: str | bytes) -> dict[str, Any]:
     return entry if isinstance(entry, dict) else {}
 
 
-def _prompt(source: Path, number: int, line: str) -> str:
+def _text(record: DynamicInferenceRequestRecord) -> dict[str, Any]:
+    """What a line of the target says of a continuation."""
+    params = record.sampling_params
+    assert record.finish_reason is not None, "it has ended"
+    text: dict[str, Any] = {"text": record.generated_text, "finish_reason": record.finish_reason.value, "tokens": record.num_generated}
+    if params.return_log_probs or params.top_n_logprobs:
+        text["token_ids"] = record.generated_tokens
+    if params.return_log_probs:
+        text["log_probs"] = record.generated_log_probs
+    if params.top_n_logprobs:
+        text["top_log_probs"] = [list(best.items()) for best in record.generated_top_n_logprobs]
+    return text
+
+
+def _prompt(source: Path, number: int, line: str) -> str | Messages:
     if source.suffix != ".jsonl":
         return line
-    prompt = _object(line).get("prompt")
-    if not isinstance(prompt, str):
-        raise ValueError(
-            f'line {number + 1} of {source} is no object with a "prompt"; correct it, or give prompts as plain lines of a .txt'
+    entry = _object(line)
+    given = [name for name in ("prompt", "messages") if name in entry]
+    if given == ["prompt"] and isinstance(entry["prompt"], str):
+        return entry["prompt"]
+    if given == ["messages"] and _is_conversation(entry["messages"]):
+        return entry["messages"]
+    raise ValueError(
+        f'line {number + 1} of {source} is no object with a "prompt", or with "messages" of a role and a content each; correct it, or give '
+        "prompts as plain lines of a .txt"
+    )
+
+
+def _is_conversation(messages: object) -> bool:
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(
+            isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content")) for message in messages
         )
-    return prompt
+    )

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Sampling settings and chats of `mcore generate` are those of the engine, or refused before a model is loaded."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_ckpt import CheckpointManager
+from mcore_inference import DynamicInferenceEngine, SamplingParams
+from mcore_inference.sampling import StructuredOutput
+from mcore_inference.text import chat_tokens
+from mcore_parallel import ProcessGroups
+from mcore_parallel.data import train_bpe
+from mcore_parallel.training import model_state
+from mcore_tools import cli
+from mcore_tools.assembly import build_model
+from mcore_tools.recipes import DataConfig, override, recipe
+from mcore_tools.serving import open_engine
+from mcore_tools.training import run_assets
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with one saved step."""
+    place = tmp_path_factory.mktemp("run")
+    train_bpe(["user: words that a chat is made of. assistant:\n" * 20], 290, place / "words")
+    sizes = ("model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.vocab_size=320", "train.seq_len=96")
+    config = override(recipe("gpt_tiny"), [*sizes, "train.dtype=float32"])
+    config = dataclasses.replace(config, data=DataConfig(tokenizer=str(place / "words")))
+    manager = CheckpointManager(place / "checkpoints", assets=run_assets(config))
+    manager.save(1, model_state(build_model(config, ProcessGroups.single(), "cpu"), ProcessGroups.single()))
+    return place / "checkpoints"
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> DynamicInferenceEngine:
+    return open_engine(folder, "cpu", cache_gb=0.01)
+
+
+def continued(folder: Path, tmp_path: Path, lines: list[dict[str, Any]], *words: str) -> dict[int, dict[str, Any]]:
+    source, target = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    assert cli.main(["generate", str(folder), "--cache-gb", "0.01", "--input", str(source), "--output", str(target), *words]) == 0
+    return {entry["number"]: entry for entry in map(json.loads, target.read_text(encoding="utf-8").splitlines())}
+
+
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "stop": (
+        "--max-tokens 12 --stop e --stop a --include-stop-str-in-output",
+        {"stop_words": ["e", "a"], "detokenize_stop_sequence": True},
+    ),
+    "stop token": ("--max-tokens 12 --stop-token-id 97 --stop-token-id 5", {"stop_token_ids": [97, 5]}),
+    "penalties": (
+        "--max-tokens 12 --repetition-penalty 1.5 --presence-penalty 0.5 --frequency-penalty 2 --min-tokens 9 --ignore-eos",
+        {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 2, "min_tokens": 9, "ignore_eos": True},
+    ),
+    "ids": ("--max-tokens 12 --allowed-token-id 70 --allowed-token-id 71", {"allowed_token_ids": [70, 71]}),
+    "regex": ("--max-tokens 12 --regex [ab]{3}", {"structured_output": StructuredOutput(regex="[ab]{3}")}),
+    "choice": ("--max-tokens 12 --choice yes --choice no", {"structured_output": StructuredOutput(choices=["yes", "no"])}),
+    "drawn": (
+        "--max-tokens 12 --temperature 1 --top-k 1 --top-p 0.5 --min-p 0.1",
+        {"temperature": 1.0, "top_k": 1, "top_p": 0.5, "min_p": 0.1},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_flags_are_the_settings_of_the_engine(kind: str, folder: Path, tmp_path: Path, engine: DynamicInferenceEngine) -> None:
+    words, fields = SETTINGS[kind]
+    (entry,) = continued(folder, tmp_path, [{"prompt": "words that"}], *words.split()).values()
+    params = SamplingParams(**{"temperature": 0, "num_tokens_to_generate": 12, **fields})
+    assert entry["text"] == engine.generate(["words that"], params)[0].generated_text
+    settings = json.loads((tmp_path / "texts.jsonl.settings.json").read_text(encoding="utf-8"))
+    for flag in re.findall(r"--[a-z-]+", words):
+        assert settings[flag] not in (None, [])
+
+
+def test_texts_have_a_form_that_a_file_says(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    entries = continued(folder, tmp_path, [{"prompt": "words"}], "--json-schema", str(tmp_path / "schema.json"))
+    assert type(json.loads(entries[0]["text"])["a"]) is bool
+    # Not the path: another file with the same schema goes on, another schema does not.
+    words = ["generate", str(folder), "--input", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "texts.jsonl")]
+    (tmp_path / "schema.json").write_text(json.dumps({"type": "string"}))
+    assert cli.main([*words, "--json-schema", str(tmp_path / "schema.json")]) == 2
+    (tmp_path / "same.json").write_text(json.dumps(SCHEMA))
+    assert cli.main([*words, "--json-schema", str(tmp_path / "same.json")]) == 0
+
+
+def test_chats_and_several_continuations_with_log_probabilities(folder: Path, tmp_path: Path, engine: DynamicInferenceEngine) -> None:
+    messages = [{"role": "user", "content": "words"}]
+    words = ["--n", "3", "--temperature", "1", "--max-tokens", "4", "--logprobs", "--processed-logprobs", "--top-logprobs", "2"]
+    entries = continued(folder, tmp_path, [{"messages": messages}, {"prompt": "chat"}], *words)
+    assert entries[0]["messages"] == messages and "prompt" not in entries[0] and entries[1]["prompt"] == "chat"
+    for entry in entries.values():
+        assert len(entry["choices"]) == 3 and "text" not in entry
+        for choice in entry["choices"]:
+            assert len(choice["token_ids"]) == len(choice["log_probs"]) == len(choice["top_log_probs"]) == choice["tokens"]
+            assert all(len(best) == 2 for best in choice["top_log_probs"])
+    assert len({tuple(choice["token_ids"]) for choice in entries[0]["choices"]}) > 1
+    # All is there, chats too: nothing is done again.
+    before = (tmp_path / "texts.jsonl").stat().st_mtime_ns
+    continued(folder, tmp_path, [{"messages": messages}, {"prompt": "chat"}], *words)
+    assert (tmp_path / "texts.jsonl").stat().st_mtime_ns == before
+    (tmp_path / "texts.jsonl").unlink()
+    entries = continued(folder, tmp_path, [{"messages": messages}], "--max-tokens", "6")
+    tokens = chat_tokens(engine.tokenizer, messages)  # type: ignore[arg-type]
+    params = SamplingParams(temperature=0, num_tokens_to_generate=6)
+    assert entries[0]["text"] == engine.generate([tokens], params)[0].generated_text
+
+
+@pytest.mark.parametrize("coordinator", ["0", "1"])
+def test_each_continuation_of_a_prompt_is_printed(
+    coordinator: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("USE_COORDINATOR", coordinator)
+    words = "--max-tokens 2 --n 2 --temperature 1 --allowed-token-id 70 --ignore-eos --prompt chat --prompt words --cache-gb 0.01"
+    assert cli.main(["generate", str(folder), *words.split()]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert [line[:4] for line in out] == ["chat", "chat", "word", "word"] and len(set(out)) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--top-p 1.5", "--top-p: top_p=1.5 must be a number from 0 to 1"),
+        ("--top-k x", "--top-k: 'x' must be a whole number"),
+        ("--n 0", "--n: n=0 must be an integer from 1 to 65536"),
+        ("--json-schema {tmp}/text", "--json-schema: json_schema='no JSON' is no JSON"),
+        ("--json-schema nothing", "--json-schema: 'nothing' is no file"),
+        ("--top-p 0.5", "--top-p says what is drawn, and without --temperature the likeliest token is taken; give --temperature"),
+        ("--n 2 --temperature 0", "--n says what is drawn"),
+        ("--regex a --choice b", "--regex and --choice exclude each other"),
+        ("--min-tokens 65", "--min-tokens 65 is more than the 64 tokens of a continuation"),
+        ("--min-tokens 3 --regex a", "min_tokens=3 and structured_output exclude each other"),
+        ("--logprobs", "--logprobs is of --output"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_a_model_is_loaded(
+    words: str, reason: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text").write_text("no JSON")
+    monkeypatch.setattr("mcore_tools.generate.open_engine", lambda *_, **__: pytest.fail("loaded"))
+    command = [
+        "generate",
+        str(folder),
+        "--prompt",
+        "a",
+        *(word.format(tmp=tmp_path) if "{tmp}" in word else word for word in words.split()),
+    ]
+    try:
+        code = cli.main(command)
+    except SystemExit as end:
+        code = end.code
+    assert code == 2 and reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line", [{"messages": []}, {"messages": [{"role": "user"}]}, {"messages": "a"}, {"prompt": "a", "messages": []}, {}]
+)
+def test_lines_that_are_no_chats_are_refused(
+    line: dict[str, Any], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "prompts.jsonl"
+    source.write_text(json.dumps(line) + "\n")
+    assert cli.main(["generate", str(folder), "--input", str(source), "--output", str(tmp_path / "texts.jsonl")]) == 2
+    assert 'is no object with a "prompt", or with "messages" of a role and a content each' in capsys.readouterr().err
