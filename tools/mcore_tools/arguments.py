@@ -5,10 +5,11 @@
 import argparse
 import math
 import re
-from collections.abc import Callable, Sequence
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from mcore_tools.torchrun import report_error
 
@@ -122,3 +123,80 @@ def secret(text: str) -> str:
     if not words:
         raise argparse.ArgumentTypeError(f"{text!r} is empty; write the secret into it")
     return words
+
+
+def add_fields(
+    parser: argparse.ArgumentParser,
+    table: Mapping[str, tuple[str, str]],
+    owner: type,
+    *,
+    metavars: Mapping[str, str] | None = None,
+    files: Collection[str] = (),
+) -> None:
+    """A flag for each of these fields of a dataclass, which says their types and ranges. None where it is not given; a field of
+    several values may be given again, and one that is True or False has no value: False for flags that begin with ``--no-``.
+
+    Args:
+        parser: gets the flags.
+        table: by flag, the field and what it is for.
+        owner: the dataclass; a value is checked by making one with it alone.
+        metavars: by field, what a value is called; ``N`` is a number, ``ID`` one of several.
+        files: fields whose value is what a file holds.
+    """
+    hints = typing.get_type_hints(owner)
+    for flag, (field, text) in table.items():
+        kind, repeats = _kind(hints[field])
+        if kind is bool:
+            parser.add_argument(flag, action="store_const", const=not flag.startswith("--no-"), help=text)
+            continue
+        metavar = (metavars or {}).get(field, "ID" if repeats else "N")
+        read = _reader(owner, field, kind, repeats=repeats, is_file=field in files)
+        parser.add_argument(flag, action="append" if repeats else "store", metavar=metavar, type=read, help=text)
+
+
+def option_name(flag: str) -> str:
+    """Where argparse puts the value of a flag.
+
+    Example:
+        >>> option_name("--top-k")
+        'top_k'
+    """
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def given_flags(options: argparse.Namespace, flags: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Those flags that were given, and their values."""
+    for flag in flags:
+        if (value := getattr(options, option_name(flag), None)) is not None:
+            yield flag, value
+
+
+def _kind(hint: Any) -> tuple[type, bool]:
+    """The type of one value of a field, and whether the field holds several."""
+    if isinstance(hint, type) and typing.get_origin(hint) is None:
+        return hint, False
+    parts = [part for part in typing.get_args(hint) if part not in (type(None), ...)]
+    if typing.get_origin(hint) is Literal:
+        return type(parts[0]), False
+    if typing.get_origin(hint) in (tuple, Collection):
+        return parts[0], True
+    # Of a union the last: a schema may be a mapping, or its text.
+    return _kind(parts[-1])
+
+
+def _reader(owner: type, field: str, kind: type, *, repeats: bool, is_file: bool) -> Callable[[str], Any]:
+    """What makes a value of a word, or says what its field takes."""
+
+    def read(text: str) -> Any:
+        words = file(text).read_text(encoding="utf-8") if is_file else text
+        try:
+            value = kind(words)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} must be {'a whole number' if kind is int else 'a number'}") from None
+        try:
+            owner(**{field: [value] if repeats else value})
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return value
+
+    return read

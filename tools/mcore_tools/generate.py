@@ -18,6 +18,7 @@ hangs.
 import argparse
 import contextlib
 import dataclasses
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -52,6 +53,7 @@ from mcore_tools.serving import (
     EngineRanks,
     Outcome,
     PromptFile,
+    add_engine_arguments,
     add_sampling_arguments,
     add_score_arguments,
     chat_encoder,
@@ -59,6 +61,9 @@ from mcore_tools.serving import (
     continue_prompts,
     coordinated,
     end_process,
+    engine_execution,
+    engine_option_names,
+    engine_sizes,
     open_engine,
     open_served_tokenizer,
     params_of,
@@ -72,6 +77,13 @@ from mcore_tools.serving import (
 )
 from mcore_tools.torchrun import report_error
 from mcore_tools.training import device_of
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+_ENGINE_OPTIONS = (
+    "cache_gb", "max_requests", "tp", "pp", "max_length", "kv_cache_dtype", "weight_dtype", "speculation", "speculation_tokens",
+    "redundant_experts", "rebalance_steps",
+)  # fmt: skip
+"""That an engine in a process of its own gets, beside those of ``add_engine_arguments``."""
 
 
 def generate(engine: DynamicInferenceEngine, options: argparse.Namespace) -> int:
@@ -145,17 +157,11 @@ def _coordinated_runner(options: argparse.Namespace) -> Iterator[CoordinatedRunn
 def engine_words(options: argparse.Namespace, *more: str) -> list[str]:
     """The command of an engine like that of these options, which `coordinated` starts."""
     words = [*PROGRAM, "serve", options.checkpoint, *more]
-    words += [] if options.cache_gb is None else ["--cache-gb", str(options.cache_gb)]
-    words += [] if options.max_requests is None else ["--max-requests", str(options.max_requests)]
-    words += [] if options.tp == 1 else ["--tp", str(options.tp)]
-    words += [] if options.pp == 1 else ["--pp", str(options.pp)]
-    words += [] if options.max_length is None else ["--max-length", str(options.max_length)]
-    words += [] if options.kv_cache_dtype is None else ["--kv-cache-dtype", options.kv_cache_dtype]
-    words += [] if options.weight_dtype is None else ["--weight-dtype", options.weight_dtype]
-    words += [] if options.speculation is None else ["--speculation", options.speculation]
-    words += [] if options.speculation_tokens is None else ["--speculation-tokens", str(options.speculation_tokens)]
-    words += [] if options.redundant_experts is None else ["--redundant-experts", str(options.redundant_experts)]
-    words += [] if options.rebalance_steps is None else ["--rebalance-steps", str(options.rebalance_steps)]
+    for name in (*_ENGINE_OPTIONS, *engine_option_names()):
+        value = getattr(options, name)
+        if value is not None and not (name in ("tp", "pp") and value == 1):
+            flag = f"--{name.replace('_', '-')}"
+            words += [flag] if isinstance(value, bool) else [flag, str(value)]
     return words
 
 
@@ -236,6 +242,7 @@ def check_length(options: argparse.Namespace) -> None:
             "--max-length"
         )
     sampling_params(options, options.max_tokens or NUM_TOKENS)
+    engine_sizes(options)
 
 
 @contextlib.contextmanager
@@ -264,6 +271,8 @@ def opened(
             weight_dtype=options.weight_dtype,
             groups=None if ranks is None else ranks.groups,
             execution=lambda config, groups: _execution(options, config, groups, device),
+            sizes=engine_sizes(options),
+            attention_backend=options.attention_backend,
         )
         if ranks is not None:
             ranks.meet("loaded")
@@ -274,7 +283,7 @@ def _execution(options: argparse.Namespace, config: RunConfig, groups: ProcessGr
     choice, execution = options.speculation, ExecutionConfig()
     if choice is not None:
         execution = speculating(choice, options.speculation_tokens, config, groups, device)
-    return dataclasses.replace(execution, expert_balancing=balancing_of(options))
+    return dataclasses.replace(execution, expert_balancing=balancing_of(options), **engine_execution(options))
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
@@ -291,6 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_split_argument(parser)
     add_speculation_arguments(parser)
     add_expert_arguments(parser)
+    add_engine_arguments(parser)
     add_prompt_arguments(parser)
     add_score_arguments(parser)
     parser.add_argument("--input", metavar="FILE", type=file, help="continue the prompts of a file: a line each, or objects (.jsonl)")
@@ -301,6 +311,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("give --prompt, or --input and --output")
     if (options.input is None) != (options.output is None) or (options.prompt and options.input is not None):
         parser.error("--input and --output go together, without --prompt")
+    if options.log_interval_steps is not None:
+        logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     try:
         if options.input is None:
             check_scores(options)

@@ -36,6 +36,7 @@ from mcore_ckpt.hf import import_hf
 from mcore_inference import DynamicInferenceEngine, EngineDeadError, EngineRunner
 from mcore_inference.coordinator import CoordinatedRunner
 from mcore_inference.server import (
+    ConnectionLimits,
     GroupMember,
     InferenceServer,
     ServerGroup,
@@ -50,6 +51,7 @@ from mcore_tools._quiet_pipe import quiet_pipe
 from mcore_tools.arguments import Parser, integer, number, secret
 from mcore_tools.exit_code import FAILED, exit_code, under_way
 from mcore_tools.generate import (
+    LOG_FORMAT,
     add_expert_arguments,
     add_model_arguments,
     add_prompt_arguments,
@@ -68,6 +70,7 @@ from mcore_tools.serving import (
     CoordinatedEngines,
     EngineLayout,
     Job,
+    add_engine_arguments,
     coordinated,
     end_process,
     frozen_heap,
@@ -92,10 +95,11 @@ _USES = {
     "drain_seconds": ["--join", _SERVER],
     "tool_call_parser": [_SERVER],
     "token_file": [_SERVER],
+    "served_model_name": [_SERVER],
+    "max_refused_per_s": [_SERVER],
     "api_server_count": [_SERVER],
 }
 """Where a flag says something."""
-_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 _DEFAULTS = {"host": "127.0.0.1", "port": 8000, "drain_seconds": 30.0, "max_waiting": 512}
 
 
@@ -108,11 +112,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_split_argument(parser)
     add_speculation_arguments(parser)
     add_expert_arguments(parser)
+    add_engine_arguments(parser)
     add_prompt_arguments(parser)
     parser.add_argument("--host", help="address (default: 127.0.0.1); other than loopback it needs --token-file")
     parser.add_argument("--port", type=integer(0, 65_535), help="0 for a free one (default: 8000)")
     parser.add_argument("--drain-seconds", type=number(least=0), help="that open requests get to end at a signal (default: 30)")
     parser.add_argument("--max-waiting", type=integer(1), help="requests in the queue, then clients are sent away (default: 512)")
+    parser.add_argument(
+        "--max-refused-per-s",
+        metavar="N",
+        type=number(least=1e-3),
+        help="requests of an address that are no HTTP or answered 4xx, on average; beyond, its connections are left unread (default: no "
+        "limit)",
+    )
+    parser.add_argument(
+        "--served-model-name", metavar="NAME", type=_model_name, help="of the model over HTTP (default: the last part of CHECKPOINT)"
+    )
     parser.add_argument(
         "--stall-seconds",
         type=number(above=0),
@@ -173,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     words = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(words)
-    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     # With RUST_BACKTRACE llguidance traces each level of an error: a wrong grammar would hold the engine for a minute.
     os.environ.setdefault("RUST_LIB_BACKTRACE", "0")
     try:
@@ -304,7 +319,15 @@ def _read_weights(folder: Path) -> Iterable[tuple[str, Tensor]]:
 
 
 def _limits(options: argparse.Namespace) -> ServerLimits:
-    return ServerLimits(max_waiting_requests=options.max_waiting, stall_timeout_s=options.stall_seconds)
+    connections = ConnectionLimits(max_refused_per_s=options.max_refused_per_s)
+    return ServerLimits(max_waiting_requests=options.max_waiting, stall_timeout_s=options.stall_seconds, connections=connections)
+
+
+def _model_name(text: str) -> str:
+    """A name that bodies may have as their model."""
+    if not 0 < len(text) <= 256:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} must have 1 to 256 characters")
+    return text
 
 
 def _serve(engine: DynamicInferenceEngine, options: argparse.Namespace, token: str | None, weights: WeightFolders | None) -> int:
@@ -316,7 +339,7 @@ def _serve(engine: DynamicInferenceEngine, options: argparse.Namespace, token: s
             host=options.host,
             port=options.port,
             token=token,
-            model_name=Path(options.checkpoint).name,
+            model_name=options.served_model_name or Path(options.checkpoint).name,
             limits=_limits(options),
             tool_call_parser=options.tool_call_parser,
             weights=weights,
@@ -340,6 +363,7 @@ def _serve_replicas(options: argparse.Namespace, token: str | None, weights: Wei
     shown = functools.partial(
         _serve_member,
         checkpoint=options.checkpoint,
+        model_name=options.served_model_name or Path(options.checkpoint).name,
         token=token,
         limits=_limits(options),
         tool_call_parser=options.tool_call_parser,
@@ -367,18 +391,19 @@ def _serve_member(
     member: GroupMember,
     *,
     checkpoint: str,
+    model_name: str,
     token: str | None,
     limits: ServerLimits,
     tool_call_parser: str | None,
     weights: WeightFolders | None,
 ) -> InferenceServer:
     """A server of this process, over engines of others."""
-    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     return serve_runner(
         run,
         open_served_tokenizer(checkpoint),
         token=token,
-        model_name=Path(checkpoint).name,
+        model_name=model_name,
         limits=limits,
         tool_call_parser=tool_call_parser,
         weights=weights,

@@ -5,6 +5,7 @@
 from mcore_tools.serving._api_servers import ApiServers, ApiServersError
 from mcore_tools.serving._coordinated import CoordinatedEngines, coordinated, uses_coordinator
 from mcore_tools.serving._engine import Served, build_engine, frozen_heap, serve_exported, short_turns
+from mcore_tools.serving._engine_flags import add_engine_arguments, engine_execution, engine_option_names, engine_sizes
 from mcore_tools.serving._files import Outcome, PromptFile, chat_encoder, continue_prompts, params_of
 from mcore_tools.serving._hang import given_up_when_hung
 from mcore_tools.serving._job import Job
@@ -35,6 +36,7 @@ __all__ = [
     "Outcome",
     "PromptFile",
     "Served",
+    "add_engine_arguments",
     "add_sampling_arguments",
     "add_score_arguments",
     "build_engine",
@@ -43,6 +45,9 @@ __all__ = [
     "continue_prompts",
     "coordinated",
     "end_process",
+    "engine_execution",
+    "engine_option_names",
+    "engine_sizes",
     "frozen_heap",
     "given_up_when_hung",
     "open_engine",

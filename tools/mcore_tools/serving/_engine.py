@@ -8,10 +8,10 @@ import json
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -45,6 +45,11 @@ class Served:
     http_ms: float
 
 
+def default_requests(*, on_gpu: bool) -> int:
+    """Served at a time, where nothing is said."""
+    return 256 if on_gpu else 64
+
+
 def build_engine(
     config: RunConfig,
     tokenizer: Tokenizer,
@@ -59,24 +64,27 @@ def build_engine(
     fill: Callable[[GPTModel], None] | None = None,
     groups: ProcessGroups | None = None,
     execution: ExecutionConfig | None = None,
+    sizes: Mapping[str, Any] | None = None,
+    attention_backend: str | None = None,
 ) -> DynamicInferenceEngine:
     """An engine with a model of its own, whole on this rank unless ``groups`` split it; its weights are those of the run's seed until some
     are loaded. ``fill`` writes others into the model before its weights are rounded to ``weight_dtype``. Without ``max_requests`` it serves
-    256 at a time on a GPU and 64 on a CPU; without ``cache_gb`` its cache takes what a GPU has left, and 1 GB on a CPU."""
+    256 at a time on a GPU and 64 on a CPU; without ``cache_gb`` its cache takes what a GPU has left, and 1 GB on a CPU. ``sizes`` are
+    further fields of ``InferenceConfig``, ``attention_backend`` is that of ``PagedAttention``."""
     on_gpu = torch.device(device).type == "cuda"
     if cache_gb is None and not on_gpu:
         cache_gb = 1.0
-    model = build_model(config, groups or ProcessGroups.single(), device, attention_core=PagedAttention()).eval()
+    model = build_model(config, groups or ProcessGroups.single(), device, attention_core=PagedAttention(backend=attention_backend)).eval()
     assert isinstance(model, GPTModel), "a BertModel generates nothing"
-    sizes = InferenceConfig(
+    # Kernels take as many keys at a time as a block has; what requests share is cut to whole blocks.
+    usual: dict[str, Any] = {"max_tokens": 8192, "block_size_tokens": 64 if on_gpu else 16}
+    inference = InferenceConfig(
         max_sequence_length=max_length,
-        max_requests=max_requests or (256 if on_gpu else 64),
-        max_tokens=8192,
-        # Kernels take as many keys at a time as a block has; what requests share is cut to whole blocks.
-        block_size_tokens=64 if on_gpu else 16,
+        max_requests=max_requests or default_requests(on_gpu=on_gpu),
         buffer_size_gb=cache_gb,
         kv_cache_dtype=kv_cache_dtype,
         weight_dtype=weight_dtype,
+        **usual | dict(sizes or {}),
     )
     if cache_gb is None and weight_dtype is not None and fill is not None:
         # What the weights leave is seen when they are rounded; else a refusal comes before they are read.
@@ -89,7 +97,7 @@ def build_engine(
         if weight_dtype is not None:
             quantize_weights(model, weight_dtype)
         add_redundant_experts(model, balancing.num_redundant_experts)
-    context = DynamicInferenceContext.for_model(model, sizes)
+    context = DynamicInferenceContext.for_model(model, inference)
     if fill is not None:
         fill(model)
     limit = min(tokenizer.vocab_size, config.model.vocab_size)

@@ -177,8 +177,7 @@ class PromptFile:
         for place, line in enumerate(whole.splitlines(), start=1):
             entry = _object(line)
             number = entry.get("number")
-            known = type(number) is int and 0 <= number < len(self._prompts)
-            if not known or not self._asked(number).items() <= entry.items():
+            if type(number) is not int or not 0 <= number < len(self._prompts) or not self._asked(number).items() <= entry.items():
                 raise ValueError(f"line {place} of {self._target} is no continuation of this --input; give another --output")
             done.add(number)
             self.num_refused += "error" in entry

@@ -3,9 +3,9 @@
 """An engine with the model of a checkpoint, of a run, or of a Hugging Face folder."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -41,6 +41,8 @@ def open_engine(
     weight_dtype: Literal["fp8", "fp8_weight_only"] | None = None,
     groups: Callable[[RunConfig], ProcessGroups] | None = None,
     execution: Callable[[RunConfig, ProcessGroups], ExecutionConfig] | None = None,
+    sizes: Mapping[str, Any] | None = None,
+    attention_backend: str | None = None,
 ) -> DynamicInferenceEngine:
     """An engine with the model, weights and tokenizer of a checkpoint.
 
@@ -55,6 +57,8 @@ def open_engine(
         weight_dtype: of the linear layers and experts, as of ``InferenceConfig``.
         groups: how the model of a run is split over ranks, all of which call this; None for all of it on this process.
         execution: how the engine drives the device, by the run and the groups that split its model; None for the defaults.
+        sizes: further fields of ``InferenceConfig``.
+        attention_backend: as of ``PagedAttention``.
 
     Raises:
         CheckpointingException: no checkpoint, a damaged one, or one without the files that say what it is.
@@ -84,6 +88,8 @@ def open_engine(
         fill=fill,
         groups=split,
         execution=None if execution is None else execution(config, split),
+        sizes=sizes,
+        attention_backend=attention_backend,
     )
     if adapter is not None:
         engine.load_weights(adapter.merged())

@@ -3,13 +3,11 @@
 """Sampling settings of a command line: flags by fields of ``SamplingParams``, which says their types and ranges."""
 
 import argparse
-import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from mcore_inference import SamplingParams
 from mcore_inference.sampling import StructuredOutput
-from mcore_tools.arguments import file, integer, number
+from mcore_tools.arguments import add_fields, given_flags, integer, number, option_name
 
 NUM_TOKENS = 64
 """Of a continuation, where nothing is said."""
@@ -60,18 +58,18 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """How a text is continued."""
     parser.add_argument("--max-tokens", type=integer(1), help=f"of a continuation (default: {NUM_TOKENS})")
     parser.add_argument("--temperature", type=number(least=0), help="of a continuation (default: 0, the likeliest token)")
-    _add(parser, _SETTINGS, SamplingParams)
-    _add(parser, _FORMS, StructuredOutput)
+    add_fields(parser, _SETTINGS, SamplingParams, metavars=_METAVARS)
+    add_fields(parser, _FORMS, StructuredOutput, metavars=_METAVARS, files=_FILES)
 
 
 def add_score_arguments(parser: argparse.ArgumentParser) -> None:
     """What is written beside a text."""
-    _add(parser, _SCORES, SamplingParams)
+    add_fields(parser, _SCORES, SamplingParams)
 
 
 def sampling_names() -> list[str]:
     """Names of the options of ``add_sampling_arguments``."""
-    return ["max_tokens", "temperature", *(_name(flag) for flag in (*_SETTINGS, *_FORMS))]
+    return ["max_tokens", "temperature", *(option_name(flag) for flag in (*_SETTINGS, *_FORMS))]
 
 
 def check_scores(options: argparse.Namespace) -> None:
@@ -80,14 +78,14 @@ def check_scores(options: argparse.Namespace) -> None:
     Raises:
         ValueError: names the flag.
     """
-    for flag, _ in _given(options, _SCORES):
+    for flag, _ in given_flags(options, _SCORES):
         raise ValueError(f"{flag} is of --output, whose lines have log-probabilities; give --input and --output, or leave it out")
 
 
 def sampling_settings(options: argparse.Namespace) -> dict[str, Any]:
     """What a text depends on, by flag; None for what is not given."""
     flags = (*_SETTINGS, *_FORMS, *_SCORES)
-    return {flag: getattr(options, _name(flag), None) for flag in flags} | {
+    return {flag: getattr(options, option_name(flag), None) for flag in flags} | {
         "--max-tokens": options.max_tokens,
         "--temperature": options.temperature or 0.0,
         "--seed": options.seed or 0,
@@ -105,14 +103,14 @@ def sampling_params(options: argparse.Namespace, longest: int) -> SamplingParams
         ValueError: flags exclude each other, need another, or change nothing.
     """
     drawn = bool(options.temperature)
-    if not drawn and (flag := next((flag for flag, _ in _given(options, _ONLY_DRAWN)), None)):
+    if not drawn and (flag := next((flag for flag, _ in given_flags(options, _ONLY_DRAWN)), None)):
         raise ValueError(f"{flag} says what is drawn, and without --temperature the likeliest token is taken; give --temperature")
     budget = min(NUM_TOKENS, longest) if options.max_tokens is None else options.max_tokens
     if (least := options.min_tokens) is not None and least > budget:
         raise ValueError(f"--min-tokens {least} is more than the {budget} tokens of a continuation; lower it, or raise --max-tokens")
-    forms = {_FORMS[flag][0]: value for flag, value in _given(options, _FORMS)}
+    forms = {_FORMS[flag][0]: value for flag, value in given_flags(options, _FORMS)}
     if len(forms) > 1:
-        flags = " and ".join(flag for flag, _ in _given(options, _FORMS))
+        flags = " and ".join(flag for flag, _ in given_flags(options, _FORMS))
         raise ValueError(f"{flags} exclude each other: a continuation has one form; leave one")
     if getattr(options, "processed_logprobs", None) and not options.logprobs:
         raise ValueError("--processed-logprobs says which log-probabilities are written; give --logprobs too, or leave it out")
@@ -121,54 +119,5 @@ def sampling_params(options: argparse.Namespace, longest: int) -> SamplingParams
         temperature=options.temperature or 0.0,
         num_tokens_to_generate=budget,
         structured_output=StructuredOutput(**forms) if forms else None,
-        **{"seed": 0} | {table[flag][0]: value for flag, value in _given(options, table)},
+        **{"seed": 0} | {table[flag][0]: value for flag, value in given_flags(options, table)},
     )
-
-
-def _given(options: argparse.Namespace, flags: Collection[str]) -> Iterator[tuple[str, Any]]:
-    for flag in flags:
-        if (value := getattr(options, _name(flag), None)) is not None:
-            yield flag, value
-
-
-def _name(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
-
-
-def _add(parser: argparse.ArgumentParser, table: Mapping[str, tuple[str, str]], owner: type) -> None:
-    hints = typing.get_type_hints(owner)
-    for flag, (field, help_text) in table.items():
-        kind, repeats = _kind(hints[field])
-        if kind is bool:
-            parser.add_argument(flag, action="store_const", const=True, help=help_text)
-            continue
-        metavar = _METAVARS.get(field, "ID" if repeats else "N")
-        action = "append" if repeats else "store"
-        parser.add_argument(flag, action=action, metavar=metavar, type=_reader(owner, field, kind, repeats=repeats), help=help_text)
-
-
-def _kind(hint: Any) -> tuple[type, bool]:
-    """The type of one value of a field, and whether the field holds several."""
-    # Of a union the last that is not None: a schema may be a mapping, or its text.
-    plain = [option for option in typing.get_args(hint) if option not in (type(None), ...)] if not isinstance(hint, type) else [hint]
-    if typing.get_origin(hint) in (tuple, Collection):
-        return plain[0], True
-    return (plain[-1], False) if isinstance(plain[-1], type) and typing.get_origin(plain[-1]) is None else _kind(plain[-1])
-
-
-def _reader(owner: type, field: str, kind: type, *, repeats: bool) -> Callable[[str], Any]:
-    """What makes a value of a word, or says what its field takes."""
-
-    def read(text: str) -> Any:
-        words = file(text).read_text(encoding="utf-8") if field in _FILES else text
-        try:
-            value = kind(words)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} must be {'a whole number' if kind is int else 'a number'}") from None
-        try:
-            owner(**{field: [value] if repeats else value})
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-        return value
-
-    return read
