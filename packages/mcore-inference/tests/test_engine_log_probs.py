@@ -51,7 +51,10 @@ def test_the_best_tokens_of_prompts_are_those_of_the_model_in_chunks_too(make_mo
     engine = make_engine(model, max_tokens=9)
     for record, wanted in zip(engine.generate([*prompts, [5]], [*params, params[1]]), [*params, params[1]], strict=True):
         assert record.prompt_top_n_logprobs == record.merge().prompt_top_n_logprobs
-        if not wanted.top_n_logprobs or len(record.prompt_tokens) == 1:
+        if len(record.prompt_tokens) == 1:
+            # Asked for, and there are none.
+            assert record.prompt_log_probs == record.prompt_top_n_logprobs == []
+        if not wanted.top_n_logprobs:
             assert record.prompt_top_n_logprobs is None
             continue
         best = record.prompt_top_n_logprobs
@@ -64,7 +67,7 @@ def test_the_best_tokens_of_prompts_are_those_of_the_model_in_chunks_too(make_mo
             assert token not in ranked or ranked[token] == pytest.approx(value, abs=1e-12)
     check_idle(engine)
     (skipped,) = engine.generate([prompts[0]], replace(params[1], skip_prompt_log_probs=True))
-    assert skipped.prompt_top_n_logprobs is None and len(skipped.generated_top_n_logprobs) == 2
+    assert skipped.prompt_top_n_logprobs is skipped.prompt_log_probs is None and len(skipped.generated_top_n_logprobs) == 2
 
 
 def test_the_best_tokens_of_prompts_exist(make_model: Make) -> None:

@@ -63,6 +63,13 @@ class ActiveRequest:
         """Whether every draw is from other scores than the model's."""
         self.is_bare = self.text is None and self.grammar is None and not p.return_log_probs and not p.top_n_logprobs
         """Whether a drawn token is all that is kept of a step."""
+        self.reset_prompt_scores()
+
+    def reset_prompt_scores(self) -> None:
+        """Of the prompt's log-probabilities none is there; where they are asked for, those of one token are an empty list."""
+        asked = self.wants_prompt_log_probs
+        self.segment.prompt_log_probs = [] if asked else None
+        self.segment.prompt_top_n_logprobs = [] if asked and self.params.top_n_logprobs else None
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -133,7 +133,7 @@ class Admission:
             entry.record.checkpoint()
         else:
             segment.finished_chunk_token_count = 0
-            segment.prompt_log_probs = segment.prompt_top_n_logprobs = None
+            entry.reset_prompt_scores()
 
     def release(self, entry: ActiveRequest) -> None:
         """Take the slot and the blocks of a running request; what its blocks hold stays known."""
