@@ -75,6 +75,15 @@ def test_whether_an_error_passes_survives_json(kind: type[RequestError], is_tran
     assert type(back.error) is kind and back.error.message == "boom" and back.error.is_transient is is_transient
 
 
+def test_data_of_another_version_are_refused_by_the_field() -> None:
+    data = DynamicInferenceRequest(request_id=1, prompt_tokens=[5], sampling_params=SamplingParams()).serialize()
+    with pytest.raises(ValueError, match="DynamicInferenceRequest of this version has no field 'later'; give what"):
+        DynamicInferenceRequest.deserialize({**data, "later": 1})
+    for name in data:
+        with pytest.raises(ValueError, match=f"needs a field '{name}'"):
+            DynamicInferenceRequest.deserialize({other: value for other, value in data.items() if other != name})
+
+
 def test_only_error_events_have_a_payload() -> None:
     with pytest.raises(ValueError, match="payload"):
         DynamicInferenceEvent(type=EventType.ADD, payload="x")

@@ -110,7 +110,7 @@ class DynamicInferenceRequest:
     generated_top_n_logprobs: list[dict[int, float]] = field(default_factory=list)
     """Token id -> log-probability, best first, one dict for each generated token."""
     prompt_log_probs: list[float] | None = None
-    """Of prompt tokens 1.., when asked for."""
+    """Of prompt tokens 1.., when asked for; empty for a prompt of one token."""
     prompt_top_n_logprobs: list[dict[int, float]] | None = None
     """Token id -> log-probability, best first, one dict for each of prompt tokens 1.., when both are asked for."""
     generated_text: str = ""
@@ -185,8 +185,17 @@ class DynamicInferenceRequest:
         Args:
             data: of ``serialize``.
             sampling_params: its settings, for one who has them; None to read them from the data.
+
+        Raises:
+            ValueError: a field is unknown or missing; names it. Data of another version are no request of this one.
         """
-        fields = dict(data)
+        fields, known = dict(data), set(cls.__dataclass_fields__)
+        if sampling_params is not None:
+            fields["sampling_params"] = sampling_params
+        if set(fields) != known:
+            unknown, missing = sorted(set(fields) - known), sorted(known - set(fields))
+            what = f"has no field {unknown[0]!r}" if unknown else f"needs a field {missing[0]!r}"
+            raise ValueError(f"a DynamicInferenceRequest of this version {what}; give what its own serialize() made")
         fields["sampling_params"] = sampling_params or SamplingParams.deserialize(fields["sampling_params"])
         fields["status"] = Status[fields["status"]]
         fields["finish_reason"] = None if fields["finish_reason"] is None else FinishReason(fields["finish_reason"])
