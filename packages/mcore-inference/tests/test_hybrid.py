@@ -177,6 +177,10 @@ def test_only_attention_has_pages_and_states_count_as_memory() -> None:
         mamba_conv_states_dtype=torch.float64,
         mamba_ssm_states_dtype=torch.float64,
     )
+    types = {"mamba_conv_states_dtype": torch.float64, "mamba_ssm_states_dtype": torch.float64}
+    assert sizes == MambaInferenceStateConfig("M*M-", (3, 2, 28), (4, 8, 6), **types)
+    with pytest.raises(TypeError, match="positional"):
+        MambaInferenceStateConfig("M*M-", (3, 2, 28), (4, 8, 6), torch.float64)  # type: ignore[misc]
     assert sizes.bytes_per_request == 2 * 8 * (3 * 2 * 28 + 4 * 8 * 6)
     context = make_engine(model, max_requests=3).context
     assert context.states is not None and context.states.num_bytes == 3 * sizes.bytes_per_request

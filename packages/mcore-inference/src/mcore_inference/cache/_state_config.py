@@ -4,7 +4,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
@@ -20,9 +20,11 @@ _ATTENTION = ("*", "+")
 
 # K taps of the convolution, G groups, W channels of a group, H heads, P channels of a head, N channels of a state; all of this tp rank.
 @experimental_api
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MambaInferenceStateConfig:
     """Which layers keep a state of each request, and its shapes: Mamba-2 layers, or gated delta nets.
+
+    The first three fields may be given by position, as in Megatron-LM.
 
     Example:
         >>> shapes = {"mamba_conv_states_shape": (3, 2, 80), "mamba_ssm_states_shape": (8, 64, 16)}
@@ -40,6 +42,7 @@ class MambaInferenceStateConfig:
     """[K - 1, G, W] of one request in one layer."""
     mamba_ssm_states_shape: tuple[int, ...]
     """[H, P, N] of one request in one layer; of a delta net [H, width of keys, width of values]."""
+    _: KW_ONLY
     mamba_conv_states_dtype: torch.dtype = torch.float32
     """That of the model."""
     mamba_ssm_states_dtype: torch.dtype = torch.float32
