@@ -219,7 +219,7 @@ def test_metrics_of_a_server_have_the_engines_together_and_gauges_of_each(runner
             if "reason" in sample.labels
         }
         assert finished == {"stop": 0, "length": 2, "abort": 0, "error": 0}
-        for name in ("time_to_first_token_seconds", "time_per_output_token_seconds", "e2e_request_latency_seconds"):
+        for name in ("time_to_first_token_seconds", "request_queue_time_seconds", "e2e_request_latency_seconds"):
             family = many[f"mcore_inference_{name}"]
             assert family.type == "histogram" and [s.value for s in family.samples if s.name.endswith("_count")] == [2]
         for name in ("open_requests", "open_tokens", "waiting_requests", "utilization", "weight_version", "seconds_to_first_token"):

@@ -75,7 +75,9 @@ def test_a_prompt_whose_settings_this_engine_cannot_take_fails_alone(make_engine
     records = engine.generate([[1], [1], [1], "text", [1]], [GREEDY, *bad, GREEDY])
     assert [record.succeeded() for record in (record.merge() for record in records)] == [True, False, False, False, True]
     assert records[0].generated_tokens == records[4].generated_tokens == engine.generate([[1]], GREEDY)[0].generated_tokens
-    for record, words in zip(records[1:4], ("logit_bias holds .100.", "stop_words need a tokenizer", "text prompt needs a token"), strict=True):
+    for record, words in zip(
+        records[1:4], ("logit_bias holds .100.", "stop_words need a tokenizer", "text prompt needs a token"), strict=True
+    ):
         assert isinstance(record.error, RequestError) and re.search(words, str(record.error))
         assert record.finish_reason is FinishReason.ERROR
     assert engine.finished_counts[FinishReason.ERROR.value] == 3

@@ -62,6 +62,8 @@ def test_times_of_requests_are_counted_once_each(make_engine: Callable[..., Any]
     }
     figures = engine.latency_stats()
     for name, histogram in HISTOGRAMS.items():
+        if name not in times:
+            continue
         seconds = [value for value in times[name] if value is not None]
         counts = [figures[bucket] for bucket in histogram.bucket_names(name)]
         if name == "time_to_first_token_seconds":
@@ -71,6 +73,33 @@ def test_times_of_requests_are_counted_once_each(make_engine: Callable[..., Any]
         assert counts == [sum(value <= bound for value in seconds) for bound in histogram.bounds]
         assert figures[f"{name}_count"] == len(seconds) == {"e2e_request_latency_seconds": 4, "time_per_output_token_seconds": 2}[name]
         assert figures[f"{name}_sum"] == pytest.approx(sum(seconds))
+
+
+def test_waits_in_the_queue_and_between_tokens_are_counted(make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    now, engine = [100.0], make_engine(max_requests=2, run_ahead=False)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for _ in range(3):
+        engine.add_request([1, 2], SamplingParams(num_tokens_to_generate=4, seed=1))
+    while engine.has_unfinished_requests():
+        now[0] += 0.0625
+        engine.step()
+    figures = engine.latency_stats()
+    # Two ran at once, and the third after four steps; each has three waits between four tokens.
+    assert (figures["request_queue_time_seconds_count"], figures["request_queue_time_seconds_sum"]) == (3, 2 * 0.0625 + 5 * 0.0625)
+    assert (figures["inter_token_latency_seconds_count"], figures["inter_token_latency_seconds_sum"]) == (9, 9 * 0.0625)
+    assert (figures["inter_token_latency_seconds_le_0.05"], figures["inter_token_latency_seconds_le_0.075"]) == (0, 9)
+
+
+def test_a_preempted_request_waited_in_the_queue_once(make_engine: Callable[..., Any]) -> None:
+    engine = make_engine(max_requests=2)
+    engine.add_request([1, 2], SamplingParams(num_tokens_to_generate=6, seed=1))
+    engine.step()
+    engine.reset_prefix_cache()
+    while engine.has_unfinished_requests():
+        engine.step()
+    figures = engine.latency_stats()
+    assert engine.num_preemptions == 1 and figures["request_queue_time_seconds_count"] == 1
+    assert figures["inter_token_latency_seconds_count"] == 5
 
 
 def test_the_oldest_request_in_the_queue_has_waited_longest(make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,7 +287,8 @@ def test_models_health_and_metrics(client: openai.OpenAI, http: httpx.Client) ->
     assert families["mcore_inference_longest_waiting_seconds"].type == "gauge"
     client.completions.create(prompt="x", max_tokens=3, extra_body={"ignore_eos": True}, **COMMON)
     families = {family.name: family for family in text_string_to_metric_families(http.get("/metrics").text)}
-    for name in ("time_to_first_token_seconds", "time_per_output_token_seconds", "e2e_request_latency_seconds"):
+    names = ("time_to_first_token_seconds", "time_per_output_token_seconds", "e2e_request_latency_seconds")
+    for name in (*names, "inter_token_latency_seconds", "request_queue_time_seconds"):
         family = families[f"mcore_inference_{name}"]
         values = {sample.labels.get("le", sample.name.rpartition("_")[2]): sample.value for sample in family.samples}
         assert family.type == "histogram" and family.documentation and values["+Inf"] == values["count"] >= 1 and values["sum"] > 0

@@ -52,6 +52,14 @@ HISTOGRAMS: Mapping[str, Histogram] = MappingProxyType(
             help="Mean seconds between tokens of a request that was completed, behind its first.",
             bounds=(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1),
         ),
+        "inter_token_latency_seconds": Histogram(
+            help="Seconds between two steps that brought tokens of a request; without speculation, between two of its tokens.",
+            bounds=(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1),
+        ),
+        "request_queue_time_seconds": Histogram(
+            help="Seconds from a request's arrival to the first step that computes some of it.",
+            bounds=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300),
+        ),
         "e2e_request_latency_seconds": Histogram(
             help="Seconds from a request's arrival to its completion.",
             bounds=(0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1800),

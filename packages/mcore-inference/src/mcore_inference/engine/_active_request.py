@@ -54,6 +54,10 @@ class ActiveRequest:
     num_pending: int = 0
     """Tokens that were drawn and have not reached the host: 0 or 1."""
     ended: bool = False
+    was_admitted: bool = False
+    """Whether it ran once."""
+    last_tokens_at: float | None = None
+    """Monotonic seconds at which a step brought tokens of it last."""
 
     def __post_init__(self) -> None:
         p = self.params

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.engine._active_request import ActiveRequest
+from mcore_inference.engine._latencies import Latencies
 from mcore_inference.requests import Status
 from mcore_inference.scheduling import RequestView, StepPlan, plan_step
 
@@ -32,6 +33,7 @@ class Admission:
         """How often a request ceased to run."""
         self.num_looked_up = self.num_found = 0
         """Tokens of admitted requests that were looked up in the cache, and those found there."""
+        self.latencies = Latencies()
 
     def add(self, entry: ActiveRequest) -> None:
         """Queue a request; one that was preempted comes back to its place."""
@@ -97,6 +99,9 @@ class Admission:
     def admit(self, entry: ActiveRequest, weight_version: int) -> None:
         """From the queue to the running requests, with the blocks of its cached beginning."""
         segment, prefix = entry.segment, self._prefix(entry)
+        if not entry.was_admitted:
+            entry.was_admitted = True
+            self.latencies.count_queue_time(time.monotonic() - entry.started)
         self._context.add_request(entry.record.request_id, prefix)
         self.waiting.remove(entry)
         bisect.insort(self.running, entry, key=lambda other: other.rank)

@@ -29,10 +29,18 @@ class Latencies:
         self._count("e2e_request_latency_seconds", record.latency)
         self._count("time_per_output_token_seconds", record.time_per_output_token)
 
-    def _count(self, name: str, seconds: float | None) -> None:
+    def count_queue_time(self, seconds: float) -> None:
+        """Of a request that runs for the first time."""
+        self._count("request_queue_time_seconds", seconds)
+
+    def count_between_tokens(self, seconds: float, num_requests: int) -> None:
+        """Of requests whose last tokens came as long ago."""
+        self._count("inter_token_latency_seconds", seconds, num_requests)
+
+    def _count(self, name: str, seconds: float | None, times: int = 1) -> None:
         if seconds is not None:
-            self._counts[name][bisect_left(HISTOGRAMS[name].bounds, seconds)] += 1
-            self._sums[name] += round(seconds / _TICK_S) * _TICK_S
+            self._counts[name][bisect_left(HISTOGRAMS[name].bounds, seconds)] += times
+            self._sums[name] += times * round(seconds / _TICK_S) * _TICK_S
 
     def figures(self) -> dict[str, float]:
         """Of each histogram the counts up to each bound, the count of all, and the sum of the times."""

@@ -3,12 +3,12 @@
 """The requests of an engine from their arrival to their end."""
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Sequence
 
 from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._admission import Admission
-from mcore_inference.engine._latencies import Latencies
 from mcore_inference.engine._process_age import process_age_s
 from mcore_inference.engine._verification import Draw
 from mcore_inference.requests import DynamicInferenceRequestRecord, FinishReason, Status, StepFailedError
@@ -29,7 +29,7 @@ class LiveRequests:
         """By number, in the order of arrival."""
         self.finished_counts: Counter[str] = Counter()
         """Requests that ended, by reason."""
-        self.latencies = Latencies()
+        self.latencies = admission.latencies
         self.num_generated = 0
         """Tokens that were drawn."""
         self.seconds_to_first_token = 0.0
@@ -67,6 +67,17 @@ class LiveRequests:
             self.end(entry, FinishReason.LENGTH)
         else:
             self._admission.add(entry)
+
+    def note_tokens(self, entries: Sequence[ActiveRequest]) -> None:
+        """Count how long requests waited for the tokens that a step brings them now, since those before."""
+        now = time.monotonic()
+        # Most had theirs of the same step, so that few times are counted.
+        last = Counter(entry.last_tokens_at for entry in entries)
+        for entry in entries:
+            entry.last_tokens_at = now
+        for at, count in last.items():
+            if at is not None:
+                self.latencies.count_between_tokens(now - at, count)
 
     def append(self, entry: ActiveRequest, draw: Draw) -> None:
         """Give a request the token that was drawn for it, which may be its last."""

@@ -161,6 +161,7 @@ class StepLoop:
 
     def _take_results(self, step: InFlight) -> None:
         draws = step.wait()
+        self._requests.note_tokens([entry for entry in step.sampled if not entry.ended])
         if step.drafts is not None:
             assert self._verification is not None, "nobody else proposes"
             last = self._verification.take(step.sampled, step.drafts, draws, self._requests.append)
