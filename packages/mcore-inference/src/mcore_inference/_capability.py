@@ -162,8 +162,8 @@ class EngineCapability:
             )
         if isinstance(layer.mlp, _MayRouteAtRandom) and layer.mlp.routes_at_random:
             raise ValueError(
-                f"{name}.mlp is a {type(layer.mlp).__name__} that routes at random (moe_router_force_load_balancing=True), for benchmarks of "
-                "training; build the served model with moe_router_force_load_balancing=False"
+                f"{name}.mlp is a {type(layer.mlp).__name__} that routes at random (moe_router_force_load_balancing=True), for benchmarks "
+                "of training; build the served model with moe_router_force_load_balancing=False"
             )
         if layer.mixer is None:
             return
