@@ -40,7 +40,9 @@ calculate_grpo_loss PackingContext
 
 WITHOUT_OBJECT = """
 UnknownHeaderError EngineSuspendedError trace_async_exceptions _run_coroutine_sync start_listening_to_data_parallel_coordinator
-run_engine_with_coordinator step_modern step_legacy symmetric_ar_type MegatronLLM MegatronAsyncLLM ServeConfig Headers SET_EPOCH
+run_engine_with_coordinator TextGenerationController GPTInferenceWrapper StaticInferenceContext Scheduler MCoreEngine CommonInferenceParams
+AsyncStream get_metadata_types return_segments
+step_modern step_legacy symmetric_ar_type MegatronLLM MegatronAsyncLLM ServeConfig Headers SET_EPOCH
 --inference-max-requests --inference-max-seq-length --inference-dynamic-batching --inference-dynamic-batching-buffer-size-gb
 --inference-dynamic-batching-num-cuda-graphs --decode-only-cuda-graphs --cuda-graph-impl --disable-chunked-prefill
 --use-flashinfer-fused-rope --inference-coordinator-port --inference-wandb-logging-step-interval --batch-invariant-mode
