@@ -189,7 +189,8 @@ class DynamicInferenceRequest:
         Raises:
             ValueError: a field is unknown or missing; names it. Data of another version are no request of this one.
         """
-        fields, known = dict(data), set(cls.__dataclass_fields__)
+        fields: dict[str, Any] = dict(data)
+        known = set(cls.__dataclass_fields__)
         if sampling_params is not None:
             fields["sampling_params"] = sampling_params
         if set(fields) != known:
