@@ -191,7 +191,8 @@ def check_full_steps() -> None:
     prompts = [[1 + number] * length for number, length in enumerate((40, 40, 30, 3, 33))]
     # Two steps of 64 tokens, one of 23, which is launched, and those that only decode.
     records = engine.generate(prompts, settings)
-    assert {size.token_count: count for size, count in mixed.step_counts.items()} == {64: 2}
+    assert {size.token_count: count for size, count in engine.cuda_graph_mixed_count_map.items()} == {64: 2}
+    assert engine.cuda_graph_proposal_count_map == {} and sum(engine.cuda_graph_request_count_map.values()) == engine.step_count - 3
     assert engine.stats()["graph_steps"] == engine.step_count - 1
     for record, wanted in zip(records, make_engine(ExecutionConfig(use_graphs=False)).generate(prompts, settings), strict=True):
         assert record.generated_tokens == wanted.generated_tokens
@@ -222,6 +223,7 @@ def test_steps_with_prompts_are_recorded_where_they_can_be(world: Callable[..., 
 
 
 def test_steps_with_prompts_are_not_recorded_where_decode_steps_are_not() -> None:
+    assert make_engine().cuda_graph_mixed_count_map == make_engine().cuda_graph_proposal_count_map == {}
     with pytest.raises(ValueError, match="this engine records no steps: graphs need a GPU"):
         make_engine().create_cuda_graphs()
     with pytest.raises(ValueError, match="use_cuda_graphs_for_non_decode_steps=True: graphs need a GPU"):

@@ -112,7 +112,10 @@ def check_tokens(kind: str, device: str, dtype: torch.dtype, gap: float, sizes: 
     assert recorded.step_count == launched.step_count and launched.stats()["graph_steps"] == 0
     # All was recorded before.
     assert [dict(each._recorded) for each in graphs if each is not None] == made
-    assert executor.proposal_graphs is not None and len(executor.proposal_graphs.step_counts) > 2
+    assert executor.proposal_graphs is not None and recorded.cuda_graph_proposal_count_map == executor.proposal_graphs.step_counts
+    assert len(recorded.cuda_graph_proposal_count_map) > 2
+    maps = (recorded.cuda_graph_request_count_map, recorded.cuda_graph_mixed_count_map, recorded.cuda_graph_proposal_count_map)
+    assert sum(sum(counts.values()) for counts in maps) == recorded.stats()["graph_steps"]
     if executor.drafts is not None:
         assert executor.drafts.graphs is not None
         assert executor.drafts.graphs.request_counts.total() > 0.8 * sum(executor.proposal_graphs.step_counts.values())

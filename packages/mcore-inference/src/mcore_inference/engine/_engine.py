@@ -36,6 +36,7 @@ from mcore_inference.engine._verification import NgramProposals, Verification
 from mcore_inference.engine._weights import ModelWeights, WeightChunk, WeightPolicy, check_policy
 from mcore_inference.requests import DynamicInferenceRequestRecord, FinishReason, Prompt, QueueFullError
 from mcore_inference.sampling import SamplingParams
+from mcore_inference.scheduling import InferenceBatchDimensions
 from mcore_inference.speculation import NgramSpeculation
 from mcore_inference.text import Tokenizer
 from mcore_parallel.models import GPTModel
@@ -218,6 +219,16 @@ class DynamicInferenceEngine:
     def cuda_graph_request_count_map(self) -> dict[int, int]:
         """Rows of a recorded decode step to how often it was replayed; empty where nothing is recorded."""
         return {} if self._executor.graphs is None else dict(self._executor.graphs.request_counts)
+
+    @property
+    def cuda_graph_mixed_count_map(self) -> dict[InferenceBatchDimensions, int]:
+        """Size of a recorded step with prompts to how often it was replayed; empty where none is recorded."""
+        return {} if self._executor.mixed_graphs is None else dict(self._executor.mixed_graphs.step_counts)
+
+    @property
+    def cuda_graph_proposal_count_map(self) -> dict[InferenceBatchDimensions, int]:
+        """Size of a recorded step that verifies proposals to how often it was replayed; empty where none is recorded."""
+        return {} if self._executor.proposal_graphs is None else dict(self._executor.proposal_graphs.step_counts)
 
     @torch.no_grad()
     def create_cuda_graphs(self, *, reset_context: bool = True) -> None:
