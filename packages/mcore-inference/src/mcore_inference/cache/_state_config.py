@@ -4,7 +4,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -20,7 +20,7 @@ _ATTENTION = ("*", "+")
 
 # K taps of the convolution, G groups, W channels of a group, H heads, P channels of a head, N channels of a state; all of this tp rank.
 @experimental_api
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MambaInferenceStateConfig:
     """Which layers keep a state of each request, and its shapes: Mamba-2 layers, or gated delta nets.
 
@@ -42,11 +42,31 @@ class MambaInferenceStateConfig:
     """[K - 1, G, W] of one request in one layer."""
     mamba_ssm_states_shape: tuple[int, ...]
     """[H, P, N] of one request in one layer; of a delta net [H, width of keys, width of values]."""
-    _: KW_ONLY
     mamba_conv_states_dtype: torch.dtype = torch.float32
     """That of the model."""
     mamba_ssm_states_dtype: torch.dtype = torch.float32
     """float32, or float64 for a model in it."""
+
+    # The order of the first three is a promise, that of further fields is none.
+    def __init__(
+        self,
+        layer_type_list: Sequence[str],
+        mamba_conv_states_shape: tuple[int, ...],
+        mamba_ssm_states_shape: tuple[int, ...],
+        *,
+        mamba_conv_states_dtype: torch.dtype = torch.float32,
+        mamba_ssm_states_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        values = {
+            "layer_type_list": layer_type_list,
+            "mamba_conv_states_shape": mamba_conv_states_shape,
+            "mamba_ssm_states_shape": mamba_ssm_states_shape,
+            "mamba_conv_states_dtype": mamba_conv_states_dtype,
+            "mamba_ssm_states_dtype": mamba_ssm_states_dtype,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        self.__post_init__()
 
     def __post_init__(self) -> None:
         maps = layer_maps_by_symbol(self.layer_type_list)
