@@ -189,15 +189,14 @@ class DynamicInferenceRequest:
         Raises:
             ValueError: a field is unknown or missing; names it. Data of another version are no request of this one.
         """
-        fields: dict[str, Any] = dict(data)
+        fields = dict(data) if sampling_params is None else {**data, "sampling_params": sampling_params}
         known = set(cls.__dataclass_fields__)
-        if sampling_params is not None:
-            fields["sampling_params"] = sampling_params
         if set(fields) != known:
             unknown, missing = sorted(set(fields) - known), sorted(known - set(fields))
             what = f"has no field {unknown[0]!r}" if unknown else f"needs a field {missing[0]!r}"
             raise ValueError(f"a DynamicInferenceRequest of this version {what}; give what its own serialize() made")
-        fields["sampling_params"] = sampling_params or SamplingParams.deserialize(fields["sampling_params"])
+        if sampling_params is None:
+            fields["sampling_params"] = SamplingParams.deserialize(fields["sampling_params"])
         fields["status"] = Status[fields["status"]]
         fields["finish_reason"] = None if fields["finish_reason"] is None else FinishReason(fields["finish_reason"])
         for name in ("generated_top_n_logprobs", "prompt_top_n_logprobs"):
