@@ -115,9 +115,10 @@ def sampling_params(options: argparse.Namespace, longest: int) -> SamplingParams
     if getattr(options, "processed_logprobs", None) and not options.logprobs:
         raise ValueError("--processed-logprobs says which log-probabilities are written; give --logprobs too, or leave it out")
     table = _SETTINGS | _SCORES
+    fields: dict[str, Any] = {"seed": 0} | {table[flag][0]: value for flag, value in given_flags(options, table)}
     return SamplingParams(
         temperature=options.temperature or 0.0,
         num_tokens_to_generate=budget,
         structured_output=StructuredOutput(**forms) if forms else None,
-        **{"seed": 0} | {table[flag][0]: value for flag, value in given_flags(options, table)},
+        **fields,
     )
