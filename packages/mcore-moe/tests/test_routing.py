@@ -2,8 +2,13 @@
 # Copyright (c) 2026 the mcore authors
 """Selection, weights and the balance loss as formulas."""
 
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_moe import MoEConfig, choose_experts, switch_load_balancing_loss_func, topk_routing_with_score_function
 
@@ -34,6 +39,46 @@ def test_choice_equals_a_loop_over_tokens(topk: int, pre_softmax: bool, score_fu
 
 def test_equal_scores_go_to_the_lowest_number() -> None:
     assert choose_experts(torch.zeros(3, 6), 2).experts_TK.tolist() == [[0, 1]] * 3
+
+
+class Operators(TorchDispatchMode):
+    """Counts what torch is asked to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        self.counts[func.__name__.split(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("score_function", ["sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize(("topk", "groups", "sums"), [(1, None, 0), (4, None, 1), (4, 2, 2), (8, 2, 2)])
+def test_only_batch_invariant_routing_adds_up_one_after_the_other(score_function: str, topk: int, groups: int | None, sums: int) -> None:
+    logits = torch.randn(30, 16, generator=torch.Generator().manual_seed(topk))
+    options = {"score_function": score_function, "num_groups": groups and 2 * groups, "group_topk": groups}
+    with Operators() as ran:
+        routing = choose_experts(logits, topk, **options)
+    added = 1 if topk > 1 else 0
+    assert (ran.counts["sum"], ran.counts["add"], ran.counts["split"]) == (sums, added, 0)
+    scores = logits.sigmoid() if score_function == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
+    keys = scores
+    if groups:
+        members = scores.unflatten(-1, (2 * groups, -1))
+        best = (
+            members.sort(dim=-1, descending=True).values[..., : topk // groups].sum(-1).sort(dim=-1, descending=True, stable=True).indices
+        )
+        keys = members.masked_fill(
+            torch.ones_like(best, dtype=torch.bool).scatter(-1, best[:, :groups], False).unsqueeze(-1), -1.0
+        ).flatten(-2)
+    chosen = keys.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
+    picked = scores.gather(-1, chosen)
+    assert torch.equal(routing.experts_TK, chosen)
+    assert torch.equal(routing.probs_TK, picked / (picked.sum(-1, keepdim=True) + 1e-20) if topk > 1 else picked)
+    with Operators() as ran:
+        choose_experts(logits[:1], topk, batch_invariant=True, **options)
+    assert ran.counts["sum"] == 0
 
 
 def test_scaling_factor_multiplies_once() -> None:

@@ -135,21 +135,22 @@ def _choose(
     with torch.no_grad():
         keys_TE = scores_TE.detach() if expert_bias is None else scores_TE.detach() + expert_bias
         if num_groups is not None and group_topk is not None:
-            keys_TE = limit_to_groups(keys_TE, topk, num_groups, group_topk)
+            keys_TE = limit_to_groups(keys_TE, topk, num_groups, group_topk, in_order=in_order)
         chosen_TK = top(keys_TE, topk)
         if experts_TK is not None:
             chosen_TK = torch.where(experts_TK.min(-1, keepdim=True).values < 0, chosen_TK, experts_TK.to(chosen_TK.dtype))
     probs_TK = scores_TE.gather(-1, chosen_TK)
     if score_function != "softmax":
-        total_T1 = sum_in_order(probs_TK) if in_order else probs_TK.sum(-1, keepdim=True)
-        probs_TK = probs_TK / (total_T1 + 1e-20) if topk > 1 else probs_TK
+        probs_TK = probs_TK / (_total(probs_TK, in_order=in_order) + 1e-20) if topk > 1 else probs_TK
     elif not pre_softmax:
         probs_TK = probs_TK.softmax(-1)
     return Routing(chosen_TK, probs_TK if scaling_factor is None else probs_TK * scaling_factor)
 
 
-def sum_in_order(values: Tensor) -> Tensor:
-    """[..., K] -> [..., 1], added up one after the other."""
+def _total(values: Tensor, *, in_order: bool) -> Tensor:
+    """[..., K] -> [..., 1], added up one after the other, or as torch takes them."""
+    if not in_order:
+        return values.sum(-1, keepdim=True)
     first, *rest = values.split(1, dim=-1)
     return functools.reduce(torch.add, rest, first)
 
@@ -188,10 +189,10 @@ def top(keys_TE: Tensor, topk: int) -> Tensor:
     return keys_TE.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
 
 
-def limit_to_groups(keys_TE: Tensor, topk: int, num_groups: int, group_topk: int) -> Tensor:
-    """The keys, -inf outside the best groups of each token."""
+def limit_to_groups(keys_TE: Tensor, topk: int, num_groups: int, group_topk: int, *, in_order: bool) -> Tensor:
+    """The keys, -inf outside the best groups of each token; ``in_order`` adds up the scores of a group one after the other."""
     keys_TGM = keys_TE.unflatten(-1, (num_groups, -1))
-    groups_TG = sum_in_order(keys_TGM.sort(dim=-1, descending=True).values[..., : topk // group_topk]).squeeze(-1)
+    groups_TG = _total(keys_TGM.sort(dim=-1, descending=True).values[..., : topk // group_topk], in_order=in_order).squeeze(-1)
     outside_TG = torch.ones_like(groups_TG, dtype=torch.bool).scatter(-1, top(groups_TG, group_topk), False)
     return keys_TGM.masked_fill(outside_TG.unsqueeze(-1), float("-inf")).flatten(-2)
 
