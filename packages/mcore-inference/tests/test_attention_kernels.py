@@ -5,9 +5,11 @@
 import dataclasses
 import itertools
 import random
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -250,6 +252,47 @@ def check_not_finite(device: str, dtype: torch.dtype) -> None:
     assert keys.sum() == keys[0, 1].sum() == 16 and values.sum() == values[1, 0].sum() == 16
 
 
+def check_append(device: str, dtype: torch.dtype) -> None:
+    """Keys and values lie where slots say, whatever the width of values."""
+    from mcore_inference.attention._triton import append
+
+    slots = torch.tensor([4, 0, 3], device=device)
+    for value_width in (24, 10):
+        k, v = (torch.randn(3, 3, width, device=device).to(dtype) for width in (24, value_width))
+        cached = make_slots(5, dataclasses.replace(CASES[0], kv_heads=3, width=24), dtype, device, fp8=False)
+        narrow = cached.of_value_width(value_width)
+        append(k, v, narrow, slots)
+        keys, values = narrow.read(slots, dtype)
+        assert torch.equal(keys, k) and torch.equal(values, v)
+        assert narrow.keys[[1, 2]].isnan().all() and narrow.values[[1, 2]].isnan().all()
+
+
+@pytest.mark.timeout(200)
+def test_keys_and_values_of_one_width_are_divided_into_heads_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from mcore_inference.attention import _triton
+    from tests.support.hopper import CompiledLaunches
+
+    class Launches(CompiledLaunches):
+        warps: list[int]
+
+        def _compile(self, *args: Any, num_warps: int = 4, **options: Any) -> None:
+            self.warps = [*getattr(self, "warps", []), num_warps]
+            super()._compile(*args, num_warps=num_warps, **options)
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches = Launches(_triton._append_kernel)
+    monkeypatch.setattr(_triton, "_append_kernel", launches)
+    # 64 heads without grouped queries.
+    for width, value_width in ((128, 128), (128, 96)):
+        k, v, slots = torch.zeros(3, 64, width), torch.zeros(3, 64, value_width), torch.zeros(3, dtype=torch.int64)
+        cached = LayerSlots(keys=torch.zeros(5, 64, width), values=torch.zeros(5, 64, width)).of_value_width(value_width)
+        _triton.append(k, v, cached, slots)
+    assert launches.warps == [4, 8]
+    one, two = (len(re.findall(r"\bdiv\.[su]\d+", ptx)) * warps for ptx, warps in zip(launches.ptx, launches.warps, strict=True))
+    assert two == 2 * one > 0
+
+
 def test_kernels_equal_plain_attention_in_the_interpreter() -> None:
     run_interpreted(__file__)
 
@@ -369,4 +412,5 @@ if __name__ == "__main__":
     check(dataclasses.replace(FAR, **near), "cpu", torch.float32, 2e-5)
     check_packed(dataclasses.replace(FAR_DECODE, **near), "cpu", torch.float32, 2e-5)
     check_not_finite("cpu", torch.float32)
+    check_append("cpu", torch.float32)
     print("same")

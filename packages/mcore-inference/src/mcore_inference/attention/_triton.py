@@ -35,11 +35,12 @@ def append(k_TKd: Tensor, v_TKd: Tensor, cached: LayerSlots, slots_T: Tensor) ->
                 BLOCK=triton.next_power_of_2(width), num_warps=1,
             )  # fmt: skip
     elif tokens:
-        block = triton.next_power_of_2(heads * width)
+        value_width, block = v_TKd.shape[-1], triton.next_power_of_2(heads * width)
+        same = value_width == width
         _append_kernel[(tokens,)](
             k_TKd, v_TKd, keys_NKd, values_NKd, slots_T, k_TKd.stride(0), k_TKd.stride(1), v_TKd.stride(0), v_TKd.stride(1),
-            keys_NKd.stride(0), values_NKd.stride(0), heads, width, v_TKd.shape[-1], BLOCK=block,
-            num_warps=max(4, min(16, block // 1024)),
+            keys_NKd.stride(0), values_NKd.stride(0), heads, width, value_width, SAME=same, BLOCK=block,
+            num_warps=4 if same else max(4, min(16, block // 1024)),
         )  # fmt: skip
 
 
@@ -157,14 +158,18 @@ def largest_power(size: int) -> int:
 @triton.jit
 def _append_kernel(
     k_ptr, v_ptr, keys_ptr, values_ptr, slots_ptr, k_token, k_head, v_token, v_head, keys_slot, values_slot, heads, width,
-    value_width, BLOCK: tl.constexpr,
+    value_width, SAME: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     at = tl.arange(0, BLOCK)
-    inside, value_inside = at < heads * width, at < heads * value_width
-    k = tl.load(k_ptr + token * k_token + at // width * k_head + at % width, mask=inside)
-    v = tl.load(v_ptr + token * v_token + at // value_width * v_head + at % value_width, mask=value_inside)
+    inside, head, lane = at < heads * width, at // width, at % width
+    # Of one width, one division serves both.
+    value_inside, value_head, value_lane = inside, head, lane
+    if not SAME:
+        value_inside, value_head, value_lane = at < heads * value_width, at // value_width, at % value_width
+    k = tl.load(k_ptr + token * k_token + head * k_head + lane, mask=inside)
+    v = tl.load(v_ptr + token * v_token + value_head * v_head + value_lane, mask=value_inside)
     tl.store(keys_ptr + slot * keys_slot + at, k.to(keys_ptr.dtype.element_ty), mask=inside)
     tl.store(values_ptr + slot * values_slot + at, v.to(values_ptr.dtype.element_ty), mask=value_inside)
 
