@@ -182,6 +182,14 @@ def test_what_has_no_such_path_is_refused_by_name(changes: dict[str, Any], messa
         build("plain", torch.float32, **{"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None, **changes})
 
 
+@pytest.mark.parametrize("layers", [range(1), range(1, 2)], ids=["dense", "mixture"])
+def test_inputs_in_fp8_are_refused_by_every_pipeline_stage(layers: range) -> None:
+    experts = moe_feed_forward(dataclasses.replace(EXPERTS, moe_layer_freq=(0, 1)), fp8_input_store=True)
+    exact = choose_backend(batch_invariant=True)
+    with pytest.raises(ValueError, match="fp8_input_store=True has no path beside batch_invariant=True of the backend; leave one out"):
+        GPTModel(SIZES, ProcessGroups.single(), layers=layers, feed_forward=experts, backend=exact)
+
+
 def check_expert_parallel(kind: str) -> None:
     groups, parts = ProcessGroups.build(ParallelPlan(dp=2, ep=2)), sequences()
     mine = [parts[i] for i in ((0, 2, 1) if groups.dp.rank else (3, 1))]

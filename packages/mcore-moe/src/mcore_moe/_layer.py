@@ -81,8 +81,8 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         _check_pause(config, pause)
-        if fp8_input_store and site.batch_invariant:
-            raise ValueError("fp8_input_store=True has no path beside batch_invariant=True of the backend; leave one out")
+        if site.batch_invariant:
+            _check_kept_inputs(fp8_input_store)
         groups = site.groups
         self.layer = site.layer
         check_experts(config, site.config, groups.plan, dtype=dtype, device=device)
@@ -394,12 +394,20 @@ def _check_pause(config: MoEConfig, pause: Callable[[], None] | None) -> None:
         raise ValueError("pause and moe_shared_expert_overlap=True both work while tokens travel; leave one out")
 
 
+def _check_kept_inputs(fp8_input_store: bool) -> None:
+    """Of a batch-invariant backend."""
+    if fp8_input_store:
+        raise ValueError("fp8_input_store=True has no path beside batch_invariant=True of the backend; leave one out")
+
+
 @experimental_api
 def moe_feed_forward(config: MoEConfig, *, pause: Callable[[], None] | None = None, fp8_input_store: bool = False) -> FeedForwardBuilder:
     """A feed-forward builder for `GPTModel` that puts the mixture into every layer that ``moe_layer_freq`` names, a dense one elsewhere.
 
     With ``pause=overlap.pause`` the all-to-alls of one micro-batch hide behind the computation of another, in the pairs of
     ``combined_one_f_one_b``. With ``fp8_input_store`` all of them keep the input of the activation for the backward in fp8.
+
+    A batch-invariant model refuses ``fp8_input_store``, on every pipeline stage.
 
     Raises:
         ValueError: ``pause`` with another ``moe_token_dispatcher_type`` than "alltoall".
@@ -440,6 +448,7 @@ class _MixtureBuilder:
         self, config: TransformerConfig, plan: ParallelPlan, *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         """As ``mcore_parallel.models.BatchInvariantChecked``."""
+        _check_kept_inputs(self.fp8_input_store)
         check_batch_invariant(self.config, plan, device=device)
 
     def aux_spec(self, layer: int, config: TransformerConfig) -> AuxSpec | None:
