@@ -12,7 +12,7 @@ from torch import Tensor
 from mcore_moe import MoEConfig, MoELayer, moe_feed_forward
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.backends import choose_backend
-from mcore_parallel.models import GPTModel, ModelOutput, TransformerConfig
+from mcore_parallel.models import GPTModel, LayerPatternError, ModelOutput, TransformerConfig
 from mcore_parallel.nn import RecomputeConfig, Step
 from mcore_parallel.tensor_parallel import LoraConfig, add_lora
 
@@ -180,6 +180,15 @@ def test_what_has_no_such_path_is_refused_by_name(changes: dict[str, Any], messa
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     with pytest.raises(ValueError, match=f"no path for a mixture with {message}"):
         build("plain", torch.float32, **{"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None, **changes})
+
+
+def test_of_a_pattern_without_experts_the_pattern_is_refused_and_no_mixture() -> None:
+    experts = moe_feed_forward(dataclasses.replace(EXPERTS, moe_expert_capacity_factor=1.0, moe_aux_loss_coeff=0.0))
+    place: dict[str, Any] = {"feed_forward": experts, "backend": choose_backend(batch_invariant=True)}
+    with pytest.raises(LayerPatternError, match=r"hybrid_layer_pattern='\*-' has no E for the feed_forward that was given"):
+        GPTModel(dataclasses.replace(SIZES, hybrid_layer_pattern="*-"), ProcessGroups.single(), **place)
+    with pytest.raises(ValueError, match="no path for a mixture with moe_expert_capacity_factor=1.0"):
+        GPTModel(dataclasses.replace(SIZES, hybrid_layer_pattern="*E"), ProcessGroups.single(), **place)
 
 
 @pytest.mark.parametrize("layers", [range(1), range(1, 2)], ids=["dense", "mixture"])
