@@ -75,7 +75,8 @@ class DynamicInferenceContext:
     Raises:
         UnifiedMemoryUnsupportedError: ``unified_memory_level`` is above 0 where no rank of the model has managed memory.
         ValueError: the memory does not hold two blocks beside the states, or tp does not divide the key-value heads; ``kv_cache_dtype``
-            for latents, or where no layer has keys and values; ``use_flashinfer_fused_rope=True`` without a rotation.
+            for latent attention, or where no layer has keys and values; ``use_flashinfer_fused_rope=True`` without a rotation;
+            ``expands_latents`` without latent attention.
     """
 
     def __init__(
@@ -106,6 +107,8 @@ class DynamicInferenceContext:
             raise ValueError(f"tp={tp} must divide num_query_groups={model_config.kv_heads}; lower tp")
         num_held, latent = model_config.num_layers if num_layers is None else num_layers, model_config.latent_attention
         num_kv_heads, head_dim = model_config.kv_heads, model_config.head_dim
+        if expands_latents and latent is None:
+            raise ValueError("expands_latents=True is for latent attention, and latent_attention is None; leave it out")
         if latent is not None and expands_latents:
             num_kv_heads, head_dim = model_config.num_attention_heads, latent.qk_head_dim
         entries = None if expands_latents else latent
