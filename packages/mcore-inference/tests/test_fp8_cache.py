@@ -19,6 +19,7 @@ from mcore_inference import (
 )
 from mcore_inference.cache import LayerSlots
 from mcore_parallel import ProcessGroups
+from mcore_parallel.backends import choose_backend
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import GatedDeltaNetConfig, LatentAttentionConfig
 
@@ -92,9 +93,9 @@ def test_bytes_are_counted_with_the_scales() -> None:
     assert context.cache.pages.dtype == torch.float8_e4m3fn
 
 
-def model_of(**fields: Any) -> GPTModel:
+def model_of(backend: Any = None, **fields: Any) -> GPTModel:
     config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, **fields)
-    return GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention())
+    return GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), backend=backend)
 
 
 def test_what_has_no_keys_and_values_is_refused_by_name() -> None:
@@ -102,8 +103,10 @@ def test_what_has_no_keys_and_values_is_refused_by_name() -> None:
         InferenceConfig(kv_cache_dtype="fp4")  # type: ignore[arg-type]
     sizes = InferenceConfig(num_blocks=8, block_size_tokens=8, max_sequence_length=32, max_requests=2, kv_cache_dtype="fp8")
     latent = LatentAttentionConfig(kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
-    with pytest.raises(ValueError, match="kv_cache_dtype='fp8': the cache of latent attention"):
+    with pytest.raises(ValueError, match="kv_cache_dtype='fp8': the cache of latent attention holds latents"):
         DynamicInferenceContext.for_model(model_of(latent_attention=latent), sizes)
+    with pytest.raises(ValueError, match="kv_cache_dtype='fp8': the cache of latent attention holds keys and values of every head"):
+        DynamicInferenceContext.for_model(model_of(choose_backend(batch_invariant=True), latent_attention=latent), sizes)
     delta = GatedDeltaNetConfig(key_head_dim=16, value_head_dim=16, num_key_heads=2, num_value_heads=2)
     with pytest.raises(ValueError, match="kv_cache_dtype='fp8': every layer keeps a state"):
         DynamicInferenceContext.for_model(model_of(hybrid_layer_pattern="GG", delta_net=delta), sizes)

@@ -227,8 +227,13 @@ def test_what_has_no_fp8_form_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="weight_dtype='fp4' is unknown"):
         InferenceConfig(weight_dtype="fp4")  # type: ignore[arg-type]
     latent = LatentAttentionConfig(kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
-    with pytest.raises(ValueError, match="weight_dtype='fp8': layers.0 is a LatentSelfAttention"):
+    with pytest.raises(ValueError, match="weight_dtype='fp8': layers.0 is a LatentSelfAttention, which absorbs a weight"):
         DynamicInferenceContext.for_model(model_of(latent_attention=latent), SIZES)
+    # A batch-invariant one absorbs none, and the other form is no remedy.
+    exact = model_of(choose_backend(batch_invariant=True), latent_attention=latent)
+    for name in ("fp8", "fp8_weight_only"):
+        with pytest.raises(ValueError, match=f"weight_dtype='{name}': layers.0 is a LatentSelfAttention, whose projections have no fp8"):
+            DynamicInferenceContext.for_model(exact, dataclasses.replace(SIZES, weight_dtype=name))
     model = model_of()
     model.layers["1"].mlp = torch.nn.Identity()
     with pytest.raises(ValueError, match="weight_dtype='fp8': layers.1.mlp is a Identity, whose weights have no fp8 form"):

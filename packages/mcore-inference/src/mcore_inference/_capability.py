@@ -366,18 +366,18 @@ def check_weights(model: GPTModel, weight_dtype: str | None) -> None:
     """
     if weight_dtype is None:
         return
-    if weight_dtype == "fp8":
-        _check_fp8_activations(model)
     for number, layer in model.layers.items():
         assert isinstance(layer, TransformerLayer)
         if isinstance(layer.mixer, LatentSelfAttention):
-            raise ValueError(
-                f"weight_dtype={weight_dtype!r}: layers.{number} is a LatentSelfAttention, which absorbs a weight into its queries; "
-                "leave it at None"
-            )
+            exact = layer.mixer.spec.batch_invariant
+            why = "whose projections have no fp8 form" if exact else "which absorbs a weight into its queries"
+            raise ValueError(f"weight_dtype={weight_dtype!r}: layers.{number} is a LatentSelfAttention, {why}; leave it at None")
         if layer.mlp is None or type(layer.mlp) is MLP:
             continue
         check_feed_forward(f"layers.{number}.mlp", layer.mlp, weight_dtype)
+    # Behind the layers: its remedy is the other form, which these may not have.
+    if weight_dtype == "fp8":
+        _check_fp8_activations(model)
 
 
 def check_feed_forward(name: str, module: object, weight_dtype: str) -> None:

@@ -113,7 +113,7 @@ class DynamicInferenceContext:
             num_kv_heads, head_dim = model_config.num_attention_heads, latent.qk_head_dim
         entries = None if expands_latents else latent
         if config.kv_cache_dtype is not None:
-            _check_scaled(config.kv_cache_dtype, latent is not None, states)
+            _check_scaled(config.kv_cache_dtype, latent is not None, expands_latents, states)
         sizes = {
             # Without attention one layer of pages stays: blocks count tokens.
             "num_layers": max(1, num_held) if states is None else max(1, len(states.attention_layers)),
@@ -466,10 +466,11 @@ class DynamicInferenceContext:
         }
 
 
-def _check_scaled(name: str, holds_latents: bool, states: MambaInferenceStateConfig | None) -> None:
-    if holds_latents:
+def _check_scaled(name: str, is_latent: bool, expands_latents: bool, states: MambaInferenceStateConfig | None) -> None:
+    if is_latent:
+        held = "keys and values of every head for a batch-invariant model" if expands_latents else "latents"
         raise ValueError(
-            f"kv_cache_dtype={name!r}: the cache of latent attention holds latents, which keep the model's dtype; leave it at None"
+            f"kv_cache_dtype={name!r}: the cache of latent attention holds {held}, which keep the model's dtype; leave it at None"
         )
     if states is not None and not states.attention_layers:
         raise ValueError(f"kv_cache_dtype={name!r}: every layer keeps a state, which stays in its own dtype; leave it at None")
