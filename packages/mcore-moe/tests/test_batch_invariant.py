@@ -136,6 +136,15 @@ def test_values_losses_and_gradients_are_those_of_the_plain_backend(kind: str) -
         torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("kind", ["deepseek", "latent"])
+def test_a_step_without_tokens_gives_gradients_of_zero(kind: str, exact: bool) -> None:
+    model = build(kind, torch.float32, exact=exact)
+    outcome(model, *packed([torch.zeros(0, dtype=torch.int64)])).sum().backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None and torch.equal(parameter.grad, torch.zeros_like(parameter))
+
+
 def test_a_recomputed_activation_changes_no_bit() -> None:
     tokens, step = packed(sequences())
     results = []

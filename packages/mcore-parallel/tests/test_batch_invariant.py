@@ -119,6 +119,16 @@ def test_positions_of_three_components_on_a_gpu(dtype: torch.dtype) -> None:
     mixed_positions("cuda", dtype)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"latent_attention": LATENT}], ids=["plain", "latent"])
+def test_a_step_without_tokens_gives_gradients_of_zero(fields: dict[str, Any], exact: bool) -> None:
+    model = build(exact=exact, **fields)
+    tokens, step = packed([torch.zeros(0, dtype=torch.int64)])
+    outcome(model, tokens, step).sum().backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None and torch.equal(parameter.grad, torch.zeros_like(parameter))
+
+
 def further_heads(device: str, dtype: torch.dtype) -> None:
     """Heads that predict further tokens have the same bits for a sequence alone and in a batch, and so has the model beside them."""
     model, parts = build(dtype=dtype, device=device, mtp_num_layers=2, qk_layernorm=True).train(), sequences()

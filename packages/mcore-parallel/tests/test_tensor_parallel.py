@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mcore_parallel import ParallelPlan, ProcessGroups, ShardSpec, comm, named_shards
-from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, pad_vocab_size
+from mcore_parallel.tensor_parallel import ColumnParallelLinear, MainGradient, RowParallelLinear, VocabParallelEmbedding, pad_vocab_size
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
@@ -83,6 +83,24 @@ def test_column_then_row_equals_dense_on_two_ranks(world) -> None:
 @pytest.mark.world(4)
 def test_column_then_row_equals_dense_on_four_ranks(world) -> None:
     world(check_mlp, tp=4)
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_no_tokens_give_gradients_of_zero(accumulates: bool) -> None:
+    groups = ProcessGroups.single()
+    up = ColumnParallelLinear(6, (2, 4), groups, dtype=torch.float64)
+    down = RowParallelLinear(8, 5, groups, dtype=torch.float64)
+    totals = [torch.ones_like(layer.weight) for layer in (up, down)]
+    if accumulates:
+        for layer, total in zip((up, down), totals, strict=True):
+            layer.accumulate_weight_gradients_into({"weight": MainGradient(total)})
+    x = torch.empty(0, 6, dtype=torch.float64, requires_grad=True)
+    hidden = up(x)
+    down(hidden.view(0, 8)).sum().backward()
+    assert x.grad is not None and x.grad.shape == (0, 6)
+    for layer, total in zip((up, down), totals, strict=True):
+        assert torch.equal(total, torch.ones_like(total))
+        assert layer.weight.grad is None if accumulates else torch.equal(layer.weight.grad, torch.zeros_like(layer.weight))
 
 
 def check_gather_output(tp: int) -> None:

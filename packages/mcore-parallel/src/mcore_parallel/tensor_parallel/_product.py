@@ -302,7 +302,8 @@ def _gather_then_weight_product(route: Route, grad_TO: Tensor, x: Tensor) -> Ten
 
 def _weight_product(route: Route, grad: Tensor, x: Tensor) -> Tensor | None:
     rows = math.prod(grad.shape[:-1])
-    grad_TO, x_TI = grad.reshape(rows, -1), x.reshape(rows, -1)
+    # A width by name, since nothing follows from no tokens.
+    grad_TO, x_TI = grad.reshape(rows, grad.shape[-1]), x.reshape(rows, x.shape[-1])
     if route.main_grad is None:
         return grad_TO.T @ x_TI
     route.main_grad.add_product(grad_TO, x_TI)
