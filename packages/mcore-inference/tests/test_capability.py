@@ -177,3 +177,16 @@ def test_latents_that_a_cache_of_keys_and_values_cannot_hold_are_refused(
     sizes = LatentAttentionConfig(kv_lora_rank=8, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=value)
     with nullcontext() if message is None else pytest.raises(ValueError, match=message):
         check_expanded_latents("layers.0.attention", sizes, num_heads, device)
+
+
+@pytest.mark.parametrize(("built", "message"), [("cuda", None), ("meta", "v_head_dim=11 and 16 channels of a key")])
+def test_expanded_latents_are_asked_for_where_the_parameters_are(built: str, message: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = LatentAttentionConfig(kv_lora_rank=8, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=11)
+    model = make(latent_attention=sizes, options={"backend": TorchBackend(batch_invariant=True)})
+    mixer = model.layers["0"].mixer  # type: ignore[index, union-attr]
+    mixer.spec = dataclasses.replace(mixer.spec, device=built)
+    if message is not None:
+        moved = iter([SimpleNamespace(device=torch.device("cuda"))])
+        monkeypatch.setattr(mixer, "parameters", lambda: moved)
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        EngineCapability().check_model(model)

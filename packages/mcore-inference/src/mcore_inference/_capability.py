@@ -170,7 +170,9 @@ class EngineCapability:
         name = f"{name}.{layer.mixer_name}"
         _check_class(name, layer.mixer, self.mixers, "serve a model whose mixers are all of these")
         if isinstance(layer.mixer, LatentSelfAttention) and layer.mixer.spec.batch_invariant:
-            check_expanded_latents(name, layer.mixer.latent, layer.mixer.local_heads, layer.mixer.spec.device)
+            # Where the layer is, which may not be where it was built.
+            device = next(layer.mixer.parameters()).device.type
+            check_expanded_latents(name, layer.mixer.latent, layer.mixer.local_heads, device)
         if isinstance(layer.mixer, (SelfAttention, LatentSelfAttention)):
             _check_class(f"{name}.core", layer.mixer.core, self.cores, "build the model with attention_core=PagedAttention()")
 
