@@ -13,6 +13,7 @@ from mcore_inference import (
     DynamicInferenceEngine,
     ExecutionConfig,
     InferenceConfig,
+    MtpSpeculation,
     NgramSpeculation,
     PagedAttention,
     SamplingParams,
@@ -24,6 +25,8 @@ from mcore_parallel.nn import Step
 
 SIZES = TransformerConfig(num_layers=2, hidden_size=48, num_attention_heads=4, num_query_groups=2, vocab_size=90, init_method_std=0.2)
 WINDOW = {"window_size": (9, 0), "softmax_type": "learnable", "qk_layernorm": True}
+ONE_HEAD = {"num_attention_heads": 1, "num_query_groups": 1, "mtp_num_layers": 1}
+"""Of attention, beside one that predicts further tokens in training."""
 PARAMS = [
     SamplingParams(temperature=1.0, num_tokens_to_generate=9, return_log_probs=True, processed_log_probs=True, seed=3),
     SamplingParams(temperature=0.7, num_tokens_to_generate=12, return_log_probs=True, processed_log_probs=True, top_n_logprobs=2, seed=4),
@@ -60,7 +63,7 @@ def results(records: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("fields", [{}, WINDOW], ids=["plain", "window and sinks"])
+@pytest.mark.parametrize("fields", [{}, WINDOW, ONE_HEAD], ids=["plain", "window and sinks", "one head and further tokens"])
 def test_requests_have_the_same_bits_in_any_company_and_as_the_trainer(fields: dict[str, Any], dtype: torch.dtype) -> None:
     alone = []
     for prompt, params in zip(prompts(), PARAMS, strict=True):
@@ -90,6 +93,11 @@ def test_speculation_changes_no_bit(dtype: torch.dtype) -> None:
         engine = build(max_tokens, {}, dtype, caching=caching, execution=speculation)
         assert results(engine.generate(repeating, settings)) == results(plain)
         assert engine.num_drafted > engine.num_accepted > 0
+
+
+def test_proposals_of_heads_for_further_tokens_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="MtpSpeculation and batch_invariant=True of the backend exclude each other"):
+        build(80, {"mtp_num_layers": 1}, torch.float32, caching=False, execution=ExecutionConfig(speculation=MtpSpeculation()))
 
 
 def test_a_cache_of_another_dtype_is_refused_by_name() -> None:

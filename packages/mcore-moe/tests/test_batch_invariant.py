@@ -208,19 +208,20 @@ def test_inputs_in_fp8_are_refused_by_every_pipeline_stage(layers: range) -> Non
         GPTModel(SIZES, ProcessGroups.single(), layers=layers, feed_forward=experts, backend=exact)
 
 
-def check_expert_parallel(kind: str) -> None:
+def check_expert_parallel(kind: str, dtype: torch.dtype) -> None:
     groups, parts = ProcessGroups.build(ParallelPlan(dp=2, ep=2)), sequences()
     mine = [parts[i] for i in ((0, 2, 1) if groups.dp.rank else (3, 1))]
-    whole, cut = build(kind, torch.float32), build(kind, torch.float32, groups=groups)
+    whole, cut = build(kind, dtype), build(kind, dtype, groups=groups)
     for training in (False, True):
         alone = [outcome(whole, part, Step.causal(1, len(part))) for part in mine]
         assert torch.equal(outcome(cut.train(training), *packed(mine, padding=3))[:-3], torch.cat(alone))
 
 
 @pytest.mark.world(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", ["deepseek", "latent"])
-def test_tokens_that_travel_to_experts_of_other_ranks_have_the_bits_of_one_rank(world, kind: str) -> None:
-    world(check_expert_parallel, kind=kind)
+def test_tokens_that_travel_to_experts_of_other_ranks_have_the_bits_of_one_rank(world, kind: str, dtype: torch.dtype) -> None:
+    world(check_expert_parallel, kind=kind, dtype=dtype)
 
 
 def test_exchanges_that_add_up_on_the_way_are_refused_by_name() -> None:
