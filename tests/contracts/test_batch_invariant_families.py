@@ -48,7 +48,9 @@ FAMILIES: dict[str, tuple[dict[str, Any], MoEConfig | None]] = {
     "latent of full queries, windows": (
         {"latent_attention": dataclasses.replace(LATENT, q_lora_rank=None, v_head_dim=16), "window_size": (9, 0)}, None,
     ),
+    "latent of one head": ({"latent_attention": LATENT, "num_attention_heads": 1}, None),
     "deepseek's": ({"latent_attention": LATENT, "rotary_interleaved": True}, DEEPSEEK),
+    "further tokens": ({"mtp_num_layers": 2}, DEEPSEEK),
     "output gate": ({"attention_output_gate": True, "qk_layernorm": True, "layernorm_zero_centered_gamma": True}, None),
     "pattern": ({"num_layers": 5, "hybrid_layer_pattern": "*E-*E"}, dataclasses.replace(DEEPSEEK, moe_layer_freq=1)),
     "mrope": ({"position_embedding_type": "mrope", "mrope_section": (2, 4, 2), "kv_channels": 16}, None),
