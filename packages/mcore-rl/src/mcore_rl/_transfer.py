@@ -151,7 +151,7 @@ class WeightTransfer:
         schedule, neighbours = self._agreed(parts, _taken(engine), world, device)
         while self._under_way:
             # Of a call whose weights were not taken to the end.
-            self._finish(self._under_way.popleft(), world)
+            self._finish(world)
         named: dict[str, list[_Part]] = {}
         for part in parts:
             named.setdefault(part.name, []).append(part)
@@ -175,9 +175,9 @@ class WeightTransfer:
             held = _held(bucket, named, held)
             self._under_way.append(self._begin(bucket, held, world, neighbours))
             if len(self._under_way) > num_ahead:
-                yield from self._take(whole, self._under_way.popleft(), world, neighbours)
+                yield from self._take(whole, self._under_way[0], world, neighbours)
         while self._under_way:
-            yield from self._take(whole, self._under_way.popleft(), world, neighbours)
+            yield from self._take(whole, self._under_way[0], world, neighbours)
 
     def _met(self, placement: Placement | None, groups: ProcessGroups | None) -> Group:
         """The world of a placement, or of a layout, all of whose ranks are there."""
@@ -259,7 +259,8 @@ class WeightTransfer:
         bucket, held = under_way.bucket, under_way.held
         for copy in bucket.own:
             yield copy.name, copy.box, held[copy.name, copy.source][copy.source_slices], False
-        self._finish(under_way, world)
+        # Who stops before leaves it to the next call.
+        self._finish(world)
         while under_way.transfers:
             # Its memory is free for the next messages.
             peer, buffer, arrives = under_way.transfers.pop()
@@ -271,7 +272,9 @@ class WeightTransfer:
         while (part := self._with_neighbours(world, bucket.where, cast(Any, next), parts, None)) is not None:
             yield from _boxes(*part)
 
-    def _finish(self, under_way: _UnderWay, world: Group) -> None:
+    def _finish(self, world: Group) -> None:
+        """Wait for the messages of the eldest bucket that is under way, which then is not."""
+        under_way = self._under_way.popleft()
         _finish(under_way.works, under_way.transfers, world, self.timeout_s, under_way.bucket.where)
 
     def _with_neighbours(self, world: Group, where: str, work: Callable[..., _Result], *inputs: Any) -> _Result:
