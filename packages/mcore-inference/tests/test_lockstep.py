@@ -38,6 +38,7 @@ from mcore_inference.server import serve, serve_runner
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.models import GPTModel, TransformerConfig
+from tests.support.lent_weights import lent
 
 World = Callable[..., list[Any]]
 CONFIG = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=384, init_method_std=0.3)
@@ -130,17 +131,6 @@ def test_openais_client_gets_the_tokens_of_one_rank_and_both_ranks_end_alike(wor
 
 
 # -- weights and memory --------------------------------------------------------------------------------------------------
-
-
-def lent(parts: list[tuple[str, WeightSlice]]) -> Iterator[tuple[str, WeightSlice]]:
-    """By three in memory that is overwritten when the next ones are asked for."""
-    for at in range(0, len(parts), 3):
-        some = parts[at : at + 3]
-        tensors = [part.tensor.clone() for _, part in some]
-        for number, ((name, part), tensor) in enumerate(zip(some, tensors, strict=True), 1):
-            yield name, WeightSlice(tensor=tensor, offsets=part.offsets, ends_buffer=number == len(some))
-        for tensor in tensors:
-            tensor.fill_(9.0)
 
 
 def check_updates() -> list[int]:

@@ -35,6 +35,7 @@ from mcore_inference import (
 from mcore_inference.engine import _weight_broadcast
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.models import GPTModel, TransformerConfig
+from tests.support.lent_weights import lent
 
 World = Callable[..., list[Any]]
 CONFIG = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=64, init_method_std=0.3)
@@ -89,6 +90,13 @@ def check_served(tp: int, pp: int) -> Any:
             # What no stage has copied a part of leaves the weights.
             with pytest.raises(WeightLoadError, match="nothing is no parameter"):
                 await runner.load_weights([("nothing", torch.zeros(1))])
+            assert await answers(runner) == expected[0]
+            await runner.load_weights(weights_of(second), version=7)
+            assert await answers(runner) == expected[1]
+            # Each buffer begins with a weight of the first stage, and ends with one of the last.
+            parts = [(name, WeightSlice(tensor=tensor, offsets=(0,) * tensor.dim())) for name, tensor in weights_of(first)]
+            third = -(-len(parts) // 3)
+            await runner.load_weights(lent([part for at in range(third) for part in parts[at::third]]), version=8)
             assert await answers(runner) == expected[0]
             await runner.load_weights(weights_of(second), version=7)
             assert await answers(runner) == expected[1]

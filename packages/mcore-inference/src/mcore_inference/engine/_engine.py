@@ -447,8 +447,9 @@ class DynamicInferenceEngine:
         """Replace all parameters and persistent buffers, in place; each rank cuts its part out.
 
         Addresses stay, so that recorded graphs hold. Chunks are checked and copied by buckets of 256 MiB, and no chunk of a bucket is
-        copied before all of it is checked: memory of a chunk must not be written before the bucket is full. Every later token is stamped
-        with the new version (``record.weight_versions``).
+        copied before all of it is checked: memory of a chunk must not be written before the bucket is full, or a ``WeightSlice`` that
+        ends a buffer closed it (``ends_buffer``), of whichever stage it is. Every later token is stamped with the new version
+        (``record.weight_versions``).
 
         Args:
             chunks: (global name, tensor of the global shape, or ``WeightSlice`` of it) in any order; together every element once.

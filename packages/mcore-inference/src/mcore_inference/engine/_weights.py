@@ -157,9 +157,8 @@ class ModelWeights:
         bucket: list[_Copy] = []
         num_bytes = 0
         for name, part in chunks:
-            if name in self._elsewhere:
-                continue
-            copy = _copy(targets, name, part)
+            # One of another stage ends a buffer all the same.
+            copy = None if name in self._elsewhere else _copy(targets, name, part)
             if copy is not None:
                 bucket.append(copy)
                 num_bytes += copy.source.nbytes
