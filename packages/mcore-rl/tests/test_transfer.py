@@ -3,9 +3,11 @@
 """Weights reach the engines of other layouts, box by box; who does not come is named."""
 
 import contextlib
+import itertools
 import os
 import signal
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from mcore_ckpt.chunks import Box
 from mcore_inference import WeightSlice
+from mcore_inference.engine._weights import ModelWeights
 from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ParallelPlan, ProcessGroups, named_buffer_shards, named_shards
 from mcore_parallel.models import GPTModel, TransformerConfig
@@ -182,6 +185,44 @@ def gather_then_send(bucket_bytes: int) -> tuple[int, bool, bool]:
 def test_weights_that_are_gathered_do_not_run_ahead(world, bucket_bytes: int) -> None:
     """In one bucket or in several."""
     assert world(gather_then_send, bucket_bytes=bucket_bytes) == [(0, True, True), (0, True, True)]
+
+
+def gather_for_slices(bucket_bytes: int, beside: bool) -> tuple[int, int, int, bool]:
+    """Most bytes of gathered weights at once, those of two buckets that follow each other, and of all; whether the engine has them."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, engine = build(ParallelPlan(dp=2), 1), build(ParallelPlan(tp=2), 2)
+    wanted = values(model)
+    fully_shard(model)
+    sizes: dict[weakref.ref[torch.UntypedStorage], int] = {}
+    most = 0
+    undivided = transfer_module.undivided
+
+    def watched(tensor: Tensor) -> Tensor:
+        nonlocal most
+        whole = undivided(tensor)
+        sizes[weakref.ref(whole.untyped_storage())] = whole.nbytes
+        most = max(most, sum(size for storage, size in sizes.items() if storage() is not None))
+        return whole
+
+    transfer_module.undivided = watched
+    transfer = WeightTransfer(bucket_bytes=bucket_bytes)
+    with contextlib.nullcontext() if beside else on_devices_of_their_own():
+        # It copies when it has 256 MiB, or is told to.
+        ModelWeights(engine).load(transfer.weights(model, model.groups, Engine(engine)))
+    assert transfer._schedule is not None
+    buckets = [set(bucket.names) for bucket in transfer._schedule.buckets]
+    two = max(sum(wanted[name].nbytes for name in one | other) for one, other in itertools.pairwise(buckets))
+    taken = values(engine)
+    return most, two, sum(tensor.nbytes for tensor in wanted.values()), all(torch.equal(wanted[name], taken[name]) for name in wanted)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("beside", [True, False], ids=["beside", "apart"])
+@pytest.mark.parametrize("bucket_bytes", [6000, 1000])
+def test_an_engine_that_takes_slices_holds_gathered_weights_of_two_buckets(world, bucket_bytes: int, beside: bool) -> None:
+    for most, two, everything, is_equal in world(gather_for_slices, bucket_bytes=bucket_bytes, beside=beside):
+        assert is_equal and 0 < most <= two < everything / 2
 
 
 def give_up_between(whole: bool, beside: bool) -> bool:

@@ -68,6 +68,8 @@ class _UnderWay:
     bucket: Bucket
     held: Mapping[tuple[str, Box], Tensor]
     """What this rank has of its weights."""
+    is_gathered: bool
+    """Whether some of that was gathered for it, and goes with it."""
     transfers: list[tuple[int, Tensor, bool]]
     """Rank, buffer, and whether that is received; they are nobody else's until the works are done. None of neighbours."""
     works: list[dist.Work]
@@ -85,8 +87,8 @@ class WeightTransfer:
 
     Args:
         bucket_bytes: memory of weights that are on their way, on each rank; the smallest limit of any rank holds. Half of them go between
-            the ranks while the other half is taken, and larger weights go in several buckets. Whole weights, and those that are gathered
-            from shards, take their own memory beside it.
+            the ranks while the other half is taken, and larger weights go in several buckets. Whole weights take their own memory beside
+            it, and so do those that are gathered from shards: the ones with a part in two buckets that follow each other, at most.
         timeout_s: limit of waiting for all ranks to come, and of each bucket; after it the rank that is waited for is named.
 
     Raises:
@@ -168,12 +170,13 @@ class WeightTransfer:
     ) -> Iterator[tuple[str, Any]]:
         """All buckets, one ahead of the other."""
         # What is gathered first goes over other communicators than the messages: one after the other.
-        num_ahead = 0 if any(is_divided(part.tensor) for parts in named.values() for part in parts) else 1
+        divided = {name for name, parts in named.items() if any(is_divided(part.tensor) for part in parts)}
+        num_ahead = 0 if divided else 1
         whole = None if schedule.takes_slices else WholeWeights(schedule, device)
         held: Mapping[tuple[str, Box], Tensor] = {}
         for bucket in schedule.buckets:
             held = _held(bucket, named, held)
-            self._under_way.append(self._begin(bucket, held, world, neighbours))
+            self._under_way.append(self._begin(bucket, held, not divided.isdisjoint(bucket.names), world, neighbours))
             if len(self._under_way) > num_ahead:
                 yield from self._take(whole, self._under_way[0], world, neighbours)
         while self._under_way:
@@ -222,7 +225,9 @@ class WeightTransfer:
             self._layout = layout
         return self._schedule, self._neighbours
 
-    def _begin(self, bucket: Bucket, held: Mapping[tuple[str, Box], Tensor], world: Group, neighbours: Neighbours) -> _UnderWay:
+    def _begin(
+        self, bucket: Bucket, held: Mapping[tuple[str, Box], Tensor], is_gathered: bool, world: Group, neighbours: Neighbours
+    ) -> _UnderWay:
         """Send what ranks of other devices take of a bucket, and receive what this one takes of them; waits for nobody."""
         transfers = [(peer, message.empty(self._wire), True) for peer, message in bucket.incoming.items() if peer not in neighbours.sources]
         for peer, message in bucket.outgoing.items():
@@ -236,7 +241,7 @@ class WeightTransfer:
             peers = sorted({peer for peer, _, _ in transfers})
             why = absence(world, peers, "did not exchange weights", f"{bucket.where}: {error}", waited_s=0.0, timeout_s=self.timeout_s)
             raise RefitTimeoutError(why) from error
-        return _UnderWay(bucket=bucket, held=held, transfers=transfers, works=works)
+        return _UnderWay(bucket=bucket, held=held, is_gathered=is_gathered, transfers=transfers, works=works)
 
     def _take(self, whole: WholeWeights | None, under_way: _UnderWay, world: Group, neighbours: Neighbours) -> Iterator[tuple[str, Any]]:
         """The weights of a bucket: slices where they are, or those that are whole with it."""
@@ -254,11 +259,13 @@ class WeightTransfer:
                 cast(Any, tensor).set_()
 
     def _arrivals(self, under_way: _UnderWay, world: Group, neighbours: Neighbours) -> Iterator[tuple[str, Box, Tensor, bool]]:
-        """Name, box and value of what this rank takes of a bucket, and whether its memory and that of those before it is another's once
-        the next one is asked for."""
+        """Name, box and value of what this rank takes of a bucket, and whether its memory and that of those before it is another's, or let
+        go, once the next one is asked for."""
         bucket, held = under_way.bucket, under_way.held
-        for copy in bucket.own:
-            yield copy.name, copy.box, held[copy.name, copy.source][copy.source_slices], False
+        for number, copy in enumerate(bucket.own, 1):
+            # An engine that kept slices of gathered weights would hold all of these.
+            ends_buffer = under_way.is_gathered and number == len(bucket.own)
+            yield copy.name, copy.box, held[copy.name, copy.source][copy.source_slices], ends_buffer
         # Who stops before leaves it to the next call.
         self._finish(world)
         while under_way.transfers:
