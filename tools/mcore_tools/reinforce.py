@@ -46,7 +46,16 @@ from mcore_tools.recipes import (
     recipe,
     write_config,
 )
-from mcore_tools.rl import Reinforced, build_environment, open_policy_tokenizer, reference_weights, reinforce_rank, teacher_run, texts
+from mcore_tools.rl import (
+    Reinforced,
+    build_environment,
+    check_tokenizer,
+    open_policy_tokenizer,
+    reference_weights,
+    reinforce_rank,
+    teacher_run,
+    texts,
+)
 from mcore_tools.sft import keep_tokenizer, wait_for
 from mcore_tools.torchrun import tell_launcher
 from mcore_tools.train import FINAL, refused
@@ -199,11 +208,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             own = CheckpointManager(Path(config.output) / "checkpoints")
             source = find_source(config.load, own)
             check_stored(config, first_folder(config.load, own, source), is_own=source is None)
-            if config.rl.reference and own.latest() is None:
+            rl, begins = config.rl, own.latest() is None
+            if rl.reference and begins:
                 reference_weights(config)
             with removed_if_refused(config.output):
                 config = prepared(config, int(os.environ.get("RANK", "0")))
-                open_policy_tokenizer(config, environment)
+                tokenizer = open_policy_tokenizer(config, environment)
+                if rl.teacher:
+                    check_tokenizer("rl.teacher", rl.teacher, tokenizer)
+                if rl.reference and begins:
+                    check_tokenizer("rl.reference", rl.reference, tokenizer)
             return reinforce(config)
     except (*FINAL, OSError, RuntimeError, CheckpointingException, RankFailedError, RanksLostError) as error:
         return refused(error)

@@ -121,8 +121,13 @@ def test_what_is_no_reference_is_one_line_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_another_tokenizer_is_refused(other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("field", ["rl.reference", "rl.teacher"])
+def test_another_tokenizer_is_refused_before_the_imitation(
+    field: str, other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     vocabulary = override(recipe("countdown_tiny"), [*FAST]).model.vocab_size
-    changes = ("rl.kl_beta=0.1", f"rl.reference={other}", "data.tokenizer=byte", f"model.vocab_size={vocabulary}", "train.seq_len=64")
-    assert run(tmp_path / "run", *changes) == 2
-    assert f"rl.reference='{other}' has another tokenizer than the policy" in capsys.readouterr().err
+    changes = (f"rl.kl_beta={0.1 * (field == 'rl.reference')}", f"{field}={other}", "data.tokenizer=byte", "rl.imitation_steps=3")
+    assert run(tmp_path / "run", *changes, f"model.vocab_size={vocabulary}", "train.seq_len=64") == 2
+    printed = capsys.readouterr()
+    assert f"{field}='{other}' has another tokenizer than the policy" in printed.err
+    assert "imitation" not in printed.out and not (tmp_path / "run").exists()

@@ -9,7 +9,7 @@ from mcore_tools.rl._imitation import best_attempt, texts
 from mcore_tools.rl._post_train import post_train_rank
 from mcore_tools.rl._reference import REFERENCE, reference_weights
 from mcore_tools.rl._run import Reinforced, reinforce_rank
-from mcore_tools.rl._teacher import teacher_run
+from mcore_tools.rl._teacher import check_tokenizer, teacher_run
 
 __all__ = [
     "CRITIC",
@@ -17,6 +17,7 @@ __all__ = [
     "Reinforced",
     "best_attempt",
     "build_environment",
+    "check_tokenizer",
     "open_policy_tokenizer",
     "post_train_rank",
     "reference_weights",
