@@ -154,6 +154,33 @@ def test_a_server_that_is_not_there_is_named() -> None:
         ask(url)
 
 
+def test_only_requests_under_way_have_bodies_and_seeds_follow_the_order_in_which_they_come() -> None:
+    made, most, seeds = 0, 0, {}
+
+    class Asked(OpenAIInference):
+        def _body(self, prompt: list[int], args: GenericGenerationArgs) -> dict[str, Any]:
+            nonlocal made, most
+            made += 1
+            most = max(most, made)
+            return super()._body(prompt, args)
+
+        async def _post(self, body: bytes) -> bytes:
+            nonlocal made
+            content = json.loads(body)
+            [first] = content["prompt"]
+            seeds[first] = content["seed"]
+            # Later ones are answered sooner.
+            await asyncio.sleep(0.05 / first)
+            made -= 1
+            return json.dumps({"choices": [CHOICE]}).encode()
+
+    interface = Asked("http://127.0.0.1:1", model="m", tokenizer=TOKENIZER, max_concurrency=3, seeds=RequestSeeds(5))
+    many = InferenceRequest(prompts=[[first] for first in range(1, 13)], generation_args=GenericGenerationArgs(max_tokens=2))
+    asyncio.run(interface.agenerate(many))
+    expected = RequestSeeds(5)
+    assert most == 3 and [seeds[first] for first in range(1, 13)] == [expected.following() for _ in range(12)]
+
+
 def test_no_more_requests_than_max_concurrency_are_under_way() -> None:
     lock, running, most = threading.Lock(), 0, 0
 

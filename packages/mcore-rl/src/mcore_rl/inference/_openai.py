@@ -69,8 +69,6 @@ class OpenAIInference(PeerInference):
             "top_p": args.top_p or 1.0,
             "top_k": args.top_k or 0,
         }
-        if self._seeds is not None:
-            body["seed"] = self._seeds.following()
         if self.logprobs == "none":
             # Other servers refuse fields that they do not know.
             return {name: value for name, value in body.items() if name != "top_k" or value}
@@ -79,6 +77,9 @@ class OpenAIInference(PeerInference):
             # A server of this project is told with each request, vLLM when it starts.
             body["logprobs_mode"] = "processed_logprobs"
         return body
+
+    def _next_seed(self) -> int | None:
+        return None if self._seeds is None else self._seeds.following()
 
     def _read(self, content: Any) -> PeerAnswer:
         [choice] = content["choices"]

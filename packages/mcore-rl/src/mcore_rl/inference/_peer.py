@@ -100,11 +100,15 @@ class PeerInference(InferenceInterface):
         if args.max_tokens is None:
             raise ValueError("generation_args.max_tokens=None: servers then stop after 16 tokens; set it")
         gate = self._gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_concurrency))
-        return await answer_all(request, lambda prompt: self._answer(gate, list(prompt), args))
+        return await answer_all(request, lambda prompt: self._answer(gate, prompt, args))
 
     @abstractmethod
     def _body(self, prompt: list[int], args: GenericGenerationArgs) -> dict[str, Any]:
         """Of the request."""
+
+    def _next_seed(self) -> int | None:
+        """Of a request that comes; None to send none."""
+        return None
 
     @abstractmethod
     def _read(self, content: Any) -> PeerAnswer:
@@ -123,11 +127,13 @@ class PeerInference(InferenceInterface):
                     "drawn from; leave it open, or start the server with processed ones and set logprobs='processed'"
                 )
 
-    async def _answer(self, gate: asyncio.Semaphore, prompt: list[int], args: GenericGenerationArgs) -> InferenceResponse:
-        # In the order of the requests, which wait for one another behind it.
-        body = json.dumps(self._body(prompt, args)).encode()
+    async def _answer(self, gate: asyncio.Semaphore, prompt: Sequence[int], args: GenericGenerationArgs) -> InferenceResponse:
+        # In the order of the requests; their bodies take no memory while they wait.
+        seed = self._next_seed()
         async with gate:
-            content = await self._post(body)
+            prompt = list(prompt)
+            body = self._body(prompt, args) | ({} if seed is None else {"seed": seed})
+            content = await self._post(json.dumps(body).encode())
         try:
             answer = self._read(json.loads(content))
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
