@@ -45,8 +45,8 @@ class MegatronLocal(InferenceInterface):
         engine: with a tokenizer.
         max_lag: versions between the weights that an answer began with and the newest ones, at most: at a load that exceeds it the answer
             is given up and drawn again from the newest weights. None for no limit.
-        seed: request n that comes here is drawn with a seed of ``seed`` and n alone, whatever else the engine is asked; None for one of the
-            engine's own seed and the number of the request among all.
+        seed: request n that comes here is drawn with a seed of ``seed`` and n alone (as of `RequestSeeds`), whatever else the engine is
+            asked; None for one of the engine's own seed and the number of the request among all.
 
     Raises:
         ValueError: the engine has no tokenizer, or shares experts with other ranks; a limit below 0.

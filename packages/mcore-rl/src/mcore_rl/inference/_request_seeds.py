@@ -9,6 +9,9 @@ from mcore_rl._stability import experimental_api
 class RequestSeeds:
     """A seed for each request, of its number alone; interfaces that are given one object count their requests together.
 
+    Requests are numbered as they come. Those that wait for an answer before, as later turns of a conversation do, come when that is there:
+    all take the same seeds in another run, and which takes which depends on how fast answers are.
+
     Args:
         seed: of them all.
 
