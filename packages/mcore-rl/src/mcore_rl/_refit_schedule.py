@@ -4,7 +4,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -45,8 +45,6 @@ class Schedule:
     buckets: list[Bucket]
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, torch.dtype]
-    taken: Set[str]
-    """Names that this rank's engine takes."""
     takes_slices: bool
     """Whether it takes boxes of them, or all of each in one tensor."""
     largest: Mapping[int, int]
@@ -83,7 +81,6 @@ class Schedule:
             buckets=buckets,
             shapes=shapes,
             dtypes=dtypes,
-            taken=shapes.keys() if own is None else {name for name, _, _ in own},
             takes_slices=own is not None,
             largest=largest,
             limit=limit,
