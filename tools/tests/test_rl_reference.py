@@ -51,12 +51,16 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_divergence_is_from_the_named_weights_which_the_run_keeps(
-    other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moved, output, plain = tmp_path / "other", tmp_path / "run", tmp_path / "plain"
     shutil.copytree(other, moved)
     named = (*STILL, "rl.kl_beta=0.1", f"rl.reference={moved}")
-    assert run(output, *named) == run(plain, *STILL, "rl.kl_beta=0.1") == 0
+    with monkeypatch.context() as here:
+        here.chdir(tmp_path)
+        # Which goes on from anywhere.
+        assert run(output, *STILL, "rl.kl_beta=0.1", "rl.reference=./other/") == 0
+    assert run(plain, *STILL, "rl.kl_beta=0.1") == 0
     expected = weights_of(other / "checkpoints")
     assert equal(weights_of(output / REFERENCE), expected)
     # The policy's own weights are where they were.

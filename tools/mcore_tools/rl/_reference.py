@@ -3,6 +3,7 @@
 """The weights from which a run measures its divergence, and their checkpoints."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import torch.distributed as dist
@@ -97,7 +98,7 @@ class RunReference:
             )
         forget_after(self._checkpoints, step, self._parts.groups)
         _, extra = self._checkpoints.load(model_state(self._parts.model, self._parts.groups))
-        if (named := extra.get("rl.reference", "")) != self._rl.reference:
+        if _absolute(named := extra.get("rl.reference", "")) != _absolute(self._rl.reference):
             raise ValueError(
                 f"rl.reference={self._rl.reference!r}, and the run began with {named!r}, with which it goes on; set that, or begin another "
                 "one with load.path"
@@ -116,5 +117,11 @@ class RunReference:
         """Before the policy's step, where they are others than those that were saved."""
         if self._has_changed and self.frozen is not None:
             with self.frozen.swapped():
-                self._checkpoints.save(step, model_state(self._parts.model, self._parts.groups), {"rl.reference": self._rl.reference})
+                named = {"rl.reference": _absolute(self._rl.reference)}
+                self._checkpoints.save(step, model_state(self._parts.model, self._parts.groups), named)
             self._has_changed = False
+
+
+def _absolute(place: str) -> str:
+    """The one name of a folder here; of an object store as it is."""
+    return place if not place or "://" in place else os.path.abspath(place)
