@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mcore_ckpt import CheckpointManager, load
 from mcore_ckpt.manifest import read_manifest
 from mcore_tools import reinforce
 from mcore_tools.launch import launch
-from mcore_tools.recipes import override, recipe
-from mcore_tools.rl import REFERENCE, reinforce_rank
-from mcore_tools.training import export_run
+from mcore_tools.recipes import RunConfig, override, recipe
+from mcore_tools.rl import REFERENCE, _reference, reinforce_rank
+from mcore_tools.training import export_run, open_weights
 from tests.support.countdown import PACE, QUIET, SIZES, countdown_words, rows
 
 pytestmark = pytest.mark.journey
@@ -91,6 +92,23 @@ def test_a_published_folder_is_the_reference_in_every_layout(layout: str, other:
     # It follows the policy, as first weights do.
     assert [row["kl"] > 1e-4 for row in rows(output)] == [True, True, False]
     assert equal(weights_of(output / REFERENCE), weights_of(output / "checkpoints"))
+
+
+def rank_that_finds_another(config: RunConfig, kind: str, found: Path) -> None:
+    """The second rank resolves the reference to ``found``, as one that looks when a step more is there."""
+    if dist.get_rank() == 1:
+        _reference.reference_weights = lambda config: open_weights(found)
+    reinforce_rank(config, kind)
+
+
+def test_all_ranks_take_the_reference_that_the_first_one_found(other: Path, tmp_path: Path) -> None:
+    output, later = tmp_path / "run", tmp_path / "later"
+    assert run(later, "rl.kl_beta=0", "rl.imitation_steps=1", "rl.imitation_lr=1e-2") == 0
+    sets = [*FAST, *STILL, "train.global_batch_size=8", f"output={output}", "rl.kl_beta=0.1", f"rl.reference={other}", "plan.tp=2"]
+    config = reinforce.prepared(override(recipe("countdown_tiny"), sets), rank=0)
+    launch(rank_that_finds_another, 2, config=config, kind="cpu", found=later)
+    expected = weights_of(other / "checkpoints")
+    assert equal(weights_of(output / REFERENCE), expected) and not equal(weights_of(later / "checkpoints"), expected)
 
 
 def test_a_mixture_takes_no_dense_reference_and_pairs_take_one(other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from mcore_ckpt import CheckpointManager
 from mcore_ckpt.storage import Folder
+from mcore_parallel import Group
 from mcore_parallel.data import Tokenizer
 from mcore_parallel.training import model_state
 from mcore_rl import FrozenWeights
@@ -80,8 +81,9 @@ class RunReference:
         self.frozen = FrozenWeights(self._parts.model)
         if weights is not None:
             with self.frozen.swapped() as model:
+                first = _of_first_rank(weights, self._parts.groups.world)
                 # Heads for further tokens score nothing.
-                fill_model(model_state(model, self._parts.groups), weights, untrained=("mtp.",), group=self._group)
+                fill_model(model_state(model, self._parts.groups), first, untrained=("mtp.",), group=self._group)
                 self.frozen.refresh()
         self.save(0)
 
@@ -120,6 +122,15 @@ class RunReference:
                 named = {"rl.reference": _absolute(self._rl.reference)}
                 self._checkpoints.save(step, model_state(self._parts.model, self._parts.groups), named)
             self._has_changed = False
+
+
+def _of_first_rank(weights: Folder | HuggingFaceFolder, world: Group) -> Folder | HuggingFaceFolder:
+    """Those that the first rank found, for all: the run that they are of may have saved another step since."""
+    if world.size == 1:
+        return weights
+    places = [""] * world.size
+    dist.all_gather_object(places, str(weights), group=world.pg)
+    return weights if places[0] == str(weights) else open_weights(places[0])
 
 
 def _absolute(place: str) -> str:
