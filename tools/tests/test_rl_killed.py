@@ -130,16 +130,6 @@ def test_a_reference_follows_the_policy_in_its_turn(tmp_path: Path) -> None:
     assert references.steps() == [2, 4]
 
 
-def test_noise_of_an_iteration_is_that_of_a_run_that_was_not_killed(tmp_path: Path) -> None:
-    mixture = ("moe.num_moe_experts=4", "moe.moe_router_topk=2", "moe.moe_ffn_hidden_size=32", "moe.moe_input_jitter_eps=0.3")
-    changes = (*KINDS["rewards"], *mixture, "batch_invariant=false")
-    whole, output = (words(tmp_path / name, *changes) for name in ("whole", "run"))
-    codes = run_starts([Start(words=whole), Start(words=output, phase="train", iteration=3), Start(words=output)])
-    assert codes == [[0], [-9], [0]]
-    grad_norms = [[row["grad_norm"] for row in curve(tmp_path / name)] for name in ("whole", "run")]
-    assert grad_norms[1] == pytest.approx(grad_norms[0], rel=1e-4)
-
-
 APART = ("rl.placement.num_engines=1", "rl.placement.timeout_s=60", "rl.rollout_timeout_s=50")
 HALVES = [
     ("generate", 1),

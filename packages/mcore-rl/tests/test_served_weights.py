@@ -39,7 +39,7 @@ from mcore_rl import (
     refit,
 )
 from mcore_rl.envs import CharacterShare
-from mcore_rl.inference import BalancedInference, OpenAIInference, PeerError, PeerReplyError, SGLangInference, WeightServer
+from mcore_rl.inference import BalancedInference, OpenAIInference, PeerError, PeerReplyError, RequestSeeds, SGLangInference, WeightServer
 
 TOKENIZER = ByteTokenizer()
 VOCAB = -(-TOKENIZER.vocab_size // 8) * 8
@@ -338,9 +338,10 @@ def engines(count: int, root: Path) -> Iterator[list[str]]:
 
 def served(urls: list[str], root: Path, **options: Any) -> tuple[BalancedInference, ServedWeights]:
     keyed: dict[str, Any] = {"api_key": "secret", "timeout_s": 30.0}
+    seeds = RequestSeeds(1)
     sink = ServedWeights([WeightServer(url=url, kind="mcore", **keyed) for url in urls], root, **LLAMA, **options)
     return BalancedInference(
-        [OpenAIInference(url, model="mcore", tokenizer=TOKENIZER, logprobs="processed", **keyed) for url in urls]
+        [OpenAIInference(url, model="mcore", tokenizer=TOKENIZER, logprobs="processed", seeds=seeds, **keyed) for url in urls]
     ), sink
 
 
@@ -362,14 +363,14 @@ def test_a_policy_learns_from_servers_that_take_its_weights(tmp_path: Path) -> N
     with engines(2, root) as urls:
         interface, sink = served(urls, root)
         refit(own.model, own.groups, sink)
-        reports = [grpo_iteration(CONFIG, agent=agent, interface=interface, engine=sink, learner=own, lr=2e-2) for _ in range(6)]
+        reports = [grpo_iteration(CONFIG, agent=agent, interface=interface, engine=sink, learner=own, lr=2e-2) for _ in range(8)]
         request = InferenceRequest(prompts=[[65]] * 4, generation_args=GenericGenerationArgs(max_tokens=4))
         answers = asyncio.run(interface.agenerate(request))
     # The servers answer with the policy's weights: log-probabilities are those of the trainer.
     assert all(report.train.metrics["logprob_mismatch"] < 1e-4 for report in reports)
     assert sum(r.mean_reward for r in reports[-2:]) > 1.2 * sum(r.mean_reward for r in reports[:2])
-    assert {version for [answer] in answers for version in answer.weight_versions or ()} == {7}
-    assert set(sink.versions.values()) == {7} and folders(root) == ["version-00000007"]
+    assert {version for [answer] in answers for version in answer.weight_versions or ()} == {9}
+    assert set(sink.versions.values()) == {9} and folders(root) == ["version-00000009"]
 
 
 def learn_beside(urls: list[str], root: str) -> tuple[list[float], list[str]]:

@@ -291,7 +291,7 @@ class _Run:
                 writer.write(0, self.first)
         for step in numbers if watchdog is None else watchdog.watch(numbers, start=self.state.step + 1):
             begin = time.perf_counter()
-            # A run that goes on draws the noise of layers that it would have drawn.
+            # What draws from torch's state, an environment for instance, draws in a run that goes on what it would have drawn.
             torch.manual_seed(train.seed + step)
             lr = self.rates.lr(self.state.step - self.state.skipped_steps)
             report = self._iteration(grpo, step, lr)
