@@ -2,6 +2,9 @@
 # Copyright (c) 2026 the mcore authors
 """Collectives against the same arithmetic on one rank."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -417,3 +420,18 @@ def check_operators() -> None:
 def test_collectives_use_no_operator_that_damages_the_heap_on_gloo(world) -> None:
     """Its worker threads store the name of what they finished without a lock; names of 16 characters and more are freed twice."""
     world(check_operators)
+
+
+META = """
+import torch, torch.distributed as dist
+from mcore_parallel import Group, comm
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+of_two = Group((0, 1), 0, dist.group.WORLD, dist.group.WORLD.group_name)
+print(*comm.reduce_scatter(torch.ones(4, 3, device="meta"), of_two).shape)
+"""
+
+
+def test_tensors_without_data_go_through_collectives_in_a_new_process() -> None:
+    """Nothing else has loaded what torch makes of them."""
+    done = subprocess.run([sys.executable, "-c", META], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["2", "3"], done.stderr

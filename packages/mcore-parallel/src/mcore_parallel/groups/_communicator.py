@@ -42,7 +42,7 @@ class Group:
     def __post_init__(self) -> None:
         if self.pg is not None:
             # What its operators make of tensors without data; whoever has no communicator need not wait for it.
-            pass
+            import torch.distributed._functional_collectives  # noqa: F401
 
     @property
     def size(self) -> int:
