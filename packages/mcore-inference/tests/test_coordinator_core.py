@@ -126,6 +126,17 @@ def test_the_size_of_a_cache_bounds_what_an_engine_computes_at_a_time() -> None:
     assert sum(engine.open_tokens for engine in group.got(b"c0", Status)[-1].engines) == 8 * 50 + 64
 
 
+def test_chats_that_name_no_length_weigh_little_and_meet_the_engine_that_has_their_past() -> None:
+    """Their budgets are all that is left, and their answers are not."""
+    group = Group(clients=1)
+    for index in range(2):
+        group.send(b"e%d" % index, register(f"dp-{index}", max_sequence_length=131_072, max_requests=64, cache_tokens=400_000))
+    group.send(b"c0", submit(0, [7] * 640, budget=131_000))
+    [home] = [peer for peer in (b"e0", b"e1") if group.got(peer, SubmitRequest)]
+    group.send(b"c0", submit(1, [7] * 640 + [8] * 64, budget=130_000))
+    assert len(group.got(home, SubmitRequest)) == 2
+
+
 def full(number: int) -> Failure:
     return Failure(request_id=number, kind="QueueFullError", message="too many wait", is_transient=True)
 

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Ten thousand requests through a coordinator's sockets to engines that answer at once; one of them drains in between."""
 
+import asyncio
 import threading
 from collections import Counter
 from contextlib import ExitStack
@@ -11,7 +12,12 @@ import pytest
 
 zmq = pytest.importorskip("zmq")
 
-from mcore_inference.coordinator import CoordinatorConfig, DataParallelInferenceCoordinator  # noqa: E402
+from mcore_inference import CoordinatorError, SamplingParams  # noqa: E402
+from mcore_inference.coordinator import (  # noqa: E402
+    CoordinatorConfig,
+    DataParallelInferenceCoordinator,
+    InferenceClient,
+)
 from mcore_inference.coordinator._messages import (  # noqa: E402
     ConnectAck,
     Disconnect,
@@ -112,3 +118,17 @@ def test_ten_thousand_requests_are_answered_once_each_by_one_engine_each() -> No
     assert set(seen.values()) == {1} and seen.total() == NUM_REQUESTS
     assert all(set(engine.attempts.values()) == {1} for engine in engines)
     assert engines[0].has_left and NUM_REQUESTS // 10 <= engines[0].seen.total() < NUM_REQUESTS // 4
+
+
+def test_a_record_of_another_version_ends_its_request_and_not_the_client() -> None:
+    async def main(address: str) -> None:
+        async with InferenceClient(address, timeout_s=20.0) as client:
+            for _ in range(2):
+                with pytest.raises(CoordinatorError, match="the answer of an engine was not understood .*; use one version"):
+                    await asyncio.wait_for(client.add_request([5], SamplingParams(num_tokens_to_generate=2)), 10)
+
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(DataParallelInferenceCoordinator(config=CoordinatorConfig()))
+        stack.callback(Engine(coordinator.address, "dp-0").close)
+        coordinator.wait_for_engines(1)
+        asyncio.run(main(coordinator.address))

@@ -117,7 +117,7 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
         "refused_peers": _counter("Engines and clients that a coordinator refused: another secret, protocol or name."),
         "refused_messages": _counter("Messages that a coordinator did not take: not understood, too long, or of strangers."),
         "open_requests": Figure(help="Requests that have no answer yet."),
-        "open_tokens": Figure(help="Tokens of the prompts and budgets of open requests."),
+        "open_tokens": Figure(help="Tokens of the prompts of open requests and of their answers, of each at most 1,024."),
     }
 )
 """By name; each has an entry in ``/metrics`` where ``stats`` has it."""

@@ -441,8 +441,13 @@ class InferenceClient:
 
     def _end(self, reply: EngineReply) -> None:
         stream = self._streams.pop(reply.request_id, None)
-        if stream is not None:
+        if stream is None:
+            return
+        try:
             record = DynamicInferenceRequestRecord.deserialize(reply.record, stream.sampling_params)
+        except (KeyError, TypeError, ValueError) as error:
+            stream.take(CoordinatorError(f"the answer of an engine was not understood ({error!r}); use one version"))
+        else:
             stream.take(_whole(record) if stream.whole else _increment(reply, record))
 
     def _settle(self, number: int, value: Any) -> None:

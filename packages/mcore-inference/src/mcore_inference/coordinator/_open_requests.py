@@ -16,8 +16,8 @@ from mcore_inference.sampling import request_seed
 
 _DEFAULT_BUDGET = 256
 _CHARACTERS_PER_TOKEN = 4
-_MAX_BUDGET = 2**32
-"""That a request counts with, so that sums of them stay small."""
+_MAX_BUDGET = 1024
+"""Of an answer that a request counts with: a chat that names no length may take all that is left, and takes some hundreds of tokens."""
 _STOPPED = "the engines were stopped"
 
 
