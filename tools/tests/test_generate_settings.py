@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mcore_ckpt import CheckpointManager
-from mcore_inference import DynamicInferenceEngine, SamplingParams
+from mcore_inference import DynamicInferenceEngine, InvalidTokenError, SamplingParams
 from mcore_inference.sampling import StructuredOutput
 from mcore_inference.text import chat_tokens
 from mcore_parallel import ProcessGroups
@@ -172,3 +172,28 @@ def test_lines_that_are_no_chats_are_refused(
     source.write_text(json.dumps(line) + "\n")
     assert cli.main(["generate", str(folder), "--input", str(source), "--output", str(tmp_path / "texts.jsonl")]) == 2
     assert 'is no object with a "prompt", or with "messages" of a role and a content each' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line", ['{"prompt": "x\\ud800"}', '{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "\\udc00x"}]}']
+)
+def test_halves_of_surrogate_pairs_are_refused_by_their_line_before_anything_is_continued(
+    line: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mcore_tools.generate.open_engine", lambda *_, **__: pytest.fail("loaded"))
+    source, target = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
+    source.write_text(f'{{"prompt": "words"}}\n{line}\n{{"prompt": "chat \\ud83d\\ude00"}}\n')
+    assert cli.main(["generate", str(folder), "--input", str(source), "--output", str(target)]) == 2
+    assert f"line 2 of {source} has \\ud" in capsys.readouterr().err and not target.exists()
+
+
+def test_whole_surrogate_pairs_are_characters(folder: Path, tmp_path: Path) -> None:
+    # json.dumps escapes them.
+    assert continued(folder, tmp_path, [{"prompt": "chat \U0001f600"}], "--max-tokens", "2")[0]["prompt"] == "chat \U0001f600"
+
+
+def test_a_prompt_that_the_tokenizer_refuses_fails_alone(engine: DynamicInferenceEngine) -> None:
+    params = SamplingParams(temperature=0, num_tokens_to_generate=4)
+    first, refused, last = engine.generate(["words", "x\ud800", "chat"], params)
+    assert isinstance(refused.error, InvalidTokenError) and refused.error.message.startswith("the tokenizer refused the prompt: ")
+    assert [first.generated_text, last.generated_text] == [engine.generate([text], params)[0].generated_text for text in ("words", "chat")]

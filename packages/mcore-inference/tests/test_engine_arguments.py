@@ -24,6 +24,7 @@ from mcore_inference import (
     StaticInferenceEngine,
 )
 from mcore_parallel import ProcessGroups
+from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.models import GPTModel, TransformerConfig
 from tests.support.engine_checks import check_idle
 
@@ -51,6 +52,25 @@ def test_what_is_no_prompt_is_refused_before_a_step(make_engine: Make) -> None:
             engine.add_request(prompt)
         (record,) = engine.generate([prompt])
         assert isinstance(record.error, InvalidTokenError)
+    check_idle(engine)
+
+
+class Strict(ByteTokenizer):
+    """Takes text only, and says so as Rust does."""
+
+    def tokenize(self, text: str) -> list[int]:
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise TypeError("TextInputSequence must be str")
+        return super().tokenize(text)
+
+
+def test_a_prompt_that_the_tokenizer_refuses_fails_alone(make_model: Make, make_engine: Make) -> None:
+    engine = make_engine(make_model(vocab_size=272), Strict())
+    with pytest.raises(InvalidTokenError, match="the tokenizer refused the prompt: TextInputSequence must be str"):
+        engine.add_request("x\ud800")
+    first, refused, last = engine.generate(["a", "x\ud800", "a"], GREEDY)
+    assert isinstance(refused.error, InvalidTokenError) and refused[-1].prompt == "x\ud800"
+    assert first.generated_tokens == last.generated_tokens != []
     check_idle(engine)
 
 

@@ -250,10 +250,17 @@ def _prompt(source: Path, number: int, line: str) -> str | Messages:
         return line
     entry = _object(line)
     given = [name for name in ("prompt", "messages") if name in entry]
-    if given == ["prompt"] and isinstance(entry["prompt"], str):
-        return entry["prompt"]
-    if given == ["messages"] and _is_conversation(entry["messages"]):
-        return entry["messages"]
+    if (given == ["prompt"] and isinstance(entry["prompt"], str)) or (given == ["messages"] and _is_conversation(entry["messages"])):
+        prompt = entry[given[0]]
+        try:
+            # As the target gets it. An escape of JSON can be half a surrogate pair, which no file of text holds and no tokenizer takes.
+            json.dumps(prompt, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start])[1:-1]
+            raise ValueError(
+                f"line {number + 1} of {source} has {half}, half of a surrogate pair, which is no character; correct it"
+            ) from error
+        return prompt
     raise ValueError(
         f'line {number + 1} of {source} is no object with a "prompt", or with "messages" of a role and a content each; correct it, or give '
         "prompts as plain lines of a .txt"

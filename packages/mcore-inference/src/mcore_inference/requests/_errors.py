@@ -97,7 +97,7 @@ class TensorStateDeallocatedError(ContextOverflowError):
 
 
 class InvalidTokenError(RequestError):
-    """A prompt is empty or holds ids outside the vocabulary."""
+    """A prompt is empty, is refused by the tokenizer, or holds ids outside the vocabulary."""
 
 
 class NonFiniteLogitsError(RequestError):

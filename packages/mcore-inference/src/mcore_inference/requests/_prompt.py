@@ -22,13 +22,17 @@ def encode_prompt(prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer |
     """Token ids of a prompt.
 
     Raises:
-        InvalidTokenError: empty, no text and no sequence of integers, or an id outside the vocabulary.
+        InvalidTokenError: empty, no text and no sequence of integers, a text that the tokenizer refuses, or an id outside the vocabulary.
         ValueError: text without tokenizer, or a begin-of-text id that the tokenizer does not have.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("a text prompt needs a tokenizer; give the engine one, or pass token ids")
-        tokens = list(tokenizer.tokenize(prompt))
+        try:
+            tokens = list(tokenizer.tokenize(prompt))
+        except Exception as error:
+            # Tokenizers refuse what is no text, such as half a surrogate pair, in their own ways.
+            raise InvalidTokenError(request_id, f"the tokenizer refused the prompt: {error}") from error
         if params.add_BOS:
             bos = tokenizer.bos if isinstance(tokenizer, BosTokenizer) else None
             if bos is None:
