@@ -9,10 +9,11 @@ The folder of a run, of its steps (the newest is taken), one checkpoint that kee
 With --tp N and --pp M the model is split over N x M processes, one a GPU, which are started here or by torchrun. USE_COORDINATOR=1 in
 the environment puts the engine into a process of its own, behind a coordinator as of `mcore serve --data-parallel`.
 --input has a prompt a line, or JSON objects with a "prompt" or the "messages" of a chat (.jsonl). --output gets a JSON object a line, in
-the order in which they end; the same command again goes on with the prompts that it has not, and draws what it would have drawn. What the
-texts depend on is kept beside it, in FILE.settings.json: a command with other settings is refused.
-Exit code: 0 done; 1 failed, or a prompt was refused; 2 an input cannot be used, and why; 75 the engine failed several times in a row, or
-hangs.
+the order in which they end; the same command again goes on with the prompts that it has not, and draws what it would have drawn. Prompts
+of a step that failed are among those. What the texts depend on is kept beside it, in FILE.settings.json: a command with other settings is
+refused.
+Exit code: 0 done; 1 failed, or a prompt was refused or is left to the same command; 2 an input cannot be used, and why; 75 the engine
+failed several times in a row, or hangs.
 """
 
 import argparse
@@ -318,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_scores(options)
         prompts = None if options.input is None else PromptFile(options.input, options.output, _settings(options))
         if prompts is not None and not prompts.left:
-            return 1 if prompts.num_refused else 0
+            return 0 if prompts.has_all_texts else 1
         if uses_coordinator():
             return continue_coordinated(options) if prompts is None else _continue_file_coordinated(options, prompts)
         with opened("generate", words, options) as (engine, ranks):
@@ -345,14 +346,14 @@ def _continue_file(engine: DynamicInferenceEngine, options: argparse.Namespace, 
     except EngineDeadError as error:
         print(f"error: {error}; the same command goes on where this one ended", file=sys.stderr)
         return STALLED_EXIT_CODE
-    return 1 if prompts.num_refused else 0
+    return 0 if prompts.has_all_texts else 1
 
 
 def _continue_file_coordinated(options: argparse.Namespace, prompts: PromptFile) -> int:
     check_length(options)
     with _coordinated_runner(options) as runner, under_way():
         prompts.run(runner, sampling_params(options, runner.max_sequence_length), chat_encoder(open_served_tokenizer(options.checkpoint)))
-    return 1 if prompts.num_refused else 0
+    return 0 if prompts.has_all_texts else 1
 
 
 if __name__ == "__main__":

@@ -6,12 +6,14 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from mcore_ckpt import CheckpointManager
-from mcore_inference import DynamicInferenceEngine, InvalidTokenError, SamplingParams
+from mcore_inference import DynamicInferenceEngine, InvalidTokenError, NonFiniteLogitsError, SamplingParams, StepFailedError
 from mcore_inference.sampling import StructuredOutput
 from mcore_inference.text import chat_tokens
 from mcore_parallel import ProcessGroups
@@ -20,7 +22,7 @@ from mcore_parallel.training import model_state
 from mcore_tools import cli
 from mcore_tools.assembly import build_model
 from mcore_tools.recipes import DataConfig, override, recipe
-from mcore_tools.serving import open_engine
+from mcore_tools.serving import Outcome, continue_prompts, open_engine
 from mcore_tools.training import run_assets
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
@@ -197,3 +199,72 @@ def test_a_prompt_that_the_tokenizer_refuses_fails_alone(engine: DynamicInferenc
     first, refused, last = engine.generate(["words", "x\ud800", "chat"], params)
     assert isinstance(refused.error, InvalidTokenError) and refused.error.message.startswith("the tokenizer refused the prompt: ")
     assert [first.generated_text, last.generated_text] == [engine.generate([text], params)[0].generated_text for text in ("words", "chat")]
+
+
+class FailsOnce(torch.nn.Module):
+    """An output layer whose first step fails."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner, self.errors = inner, [RuntimeError("out of memory")]
+
+    def forward(self, *inputs: Any) -> Any:
+        if self.errors:
+            raise self.errors.pop()
+        return self.inner(*inputs)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_prompts_of_a_step_that_failed_are_left_to_the_same_command(
+    n: int, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [{"prompt": "words"}, {"prompt": "words " * 200}, {"prompt": "chat"}]
+    source, target, whole = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl", tmp_path / "whole.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["generate", str(folder), "--cache-gb", "0.01", "--max-tokens", "4", "--temperature", "1", "--n", str(n)]
+    words += ["--input", str(source), "--output"]
+    assert cli.main([*words, str(whole)]) == 1
+
+    def failing(*arguments: Any, **options: Any) -> DynamicInferenceEngine:
+        engine = open_engine(*arguments, **options)
+        engine.model.output = FailsOnce(engine.model.output)
+        return engine
+
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr("mcore_tools.generate.open_engine", failing)
+        assert cli.main([*words, str(target)]) == 1
+    entries = [json.loads(line) for line in target.read_text().splitlines()]
+    errors = capsys.readouterr().err
+    # The one that is too long is refused for good; its error has no number of the engine's.
+    assert any(entry["number"] == 1 and entry["error"].startswith("the prompt") for entry in entries) and len(entries) < 3
+    assert all("error" not in entry for entry in entries if entry["number"] != 1)
+    assert f"{len(entries)} of 3 prompts; {3 - len(entries)} ended with errors that may pass, such as: " in errors
+    assert "out of memory" in errors and "the same command goes on with them" in errors and "request " not in errors
+    assert cli.main([*words, str(target)]) == 1 and "3 of 3 prompts" in capsys.readouterr().err
+    # With the draws of a command in which no step failed.
+    by_number = [{entry["number"]: entry for entry in map(json.loads, file.read_text().splitlines())} for file in (target, whole)]
+    assert by_number[0] == by_number[1] and len(target.read_text().splitlines()) == 3
+
+
+class Refuses:
+    """A runner whose requests end with these errors, in turn."""
+
+    def __init__(self, errors: list[Exception]) -> None:
+        self.errors = errors
+
+    async def submit(self, *_: Any, **__: Any) -> "Refuses":
+        return self
+
+    async def record(self) -> Any:
+        return SimpleNamespace(error=self.errors.pop(0))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_prompt_is_not_left_to_the_same_command_where_one_continuation_is_refused_for_good(order: int) -> None:
+    errors = [StepFailedError(7, "out of memory"), NonFiniteLogitsError(8, "the model gave NaN")][::order]
+    ends: list[Outcome] = []
+    params = SamplingParams(n=2, temperature=1)
+    continue_prompts(cast(Any, Refuses(errors)), {0: "a"}, params, lambda _, end: ends.append(end))
+    (end,) = ends
+    assert isinstance(end, NonFiniteLogitsError) and not end.is_transient and end.message == "the model gave NaN"

@@ -91,8 +91,9 @@ async def _continue(
             except RequestError as error:
                 on_end(number, error)
             else:
-                errors = [record.error for record in records if record.error is not None]
-                on_end(number, RequestError(None, str(errors[0])) if errors else records)
+                errors = [_request_error(record.error) for record in records if record.error is not None]
+                # One that stays outweighs those that may pass.
+                on_end(number, min(errors, key=lambda error: error.is_transient) if errors else records)
 
     try:
         async with asyncio.TaskGroup() as workers:
@@ -100,6 +101,10 @@ async def _continue(
                 workers.create_task(work())
     except ExceptionGroup as group:
         raise group.exceptions[0] from None
+
+
+def _request_error(error: Exception) -> RequestError:
+    return error if isinstance(error, RequestError) else RequestError(None, str(error))
 
 
 async def _records(runner: AnyRunner, prompt: Any, params: SamplingParams) -> list[DynamicInferenceRequestRecord]:
@@ -124,7 +129,7 @@ class PromptFile:
         target: gets an object a line: ``number`` of the prompt (from 0), ``prompt`` or ``messages``, and ``text``, ``finish_reason``,
             ``tokens``, or ``error``. Several continuations are objects of such fields in ``choices``. Settings that ask for
             log-probabilities add ``token_ids``, ``log_probs`` and ``top_log_probs`` (pairs of an id and its log-probability). Prompts
-            that it has already are not continued again.
+            that it has already are not continued again. It gets no line for an error that may pass, so that its prompt is.
         settings: what texts depend on, by flag. They are kept beside the target, so that all of its texts have the same.
 
     Raises:
@@ -142,6 +147,8 @@ class PromptFile:
         self._prompts = [_prompt(source, number, line) for number, line in enumerate(lines) if line]
         self.num_refused = 0
         """Prompts with an ``error``, those of earlier calls included."""
+        self.num_postponed = 0
+        """Prompts of this call without a line, by errors that may pass."""
         done = self._read_done()
         self.left = {number: prompt for number, prompt in enumerate(self._prompts) if number not in done}
         """Prompts that are to be continued, by number."""
@@ -190,18 +197,30 @@ class PromptFile:
         prompt = self._prompts[number]
         return {"prompt" if isinstance(prompt, str) else "messages": prompt}
 
+    @property
+    def has_all_texts(self) -> bool:
+        """Whether no prompt was refused or postponed, once none is left to ``run``."""
+        return not self.num_refused and not self.num_postponed
+
     def run(self, runner: AnyRunner, params: SamplingParams, encode: Encode) -> None:
-        """Continue what is left, a line of the target each, and tell the progress on standard error. Raises as ``continue_prompts``."""
+        """Continue what is left, a line of the target each, and tell the progress on standard error. Raises as ``continue_prompts``.
+
+        Prompts that an error ended that may pass, such as a step that ran out of memory, are left to the next call.
+        """
         if self._keeps_settings:
             half = self._settings_file.with_name(f"{self._settings_file.name}.half")
             half.write_text(json.dumps(self._settings, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
             half.replace(self._settings_file)
         begin = last = time.monotonic()
-        num_done, num_tokens = len(self._prompts) - len(self.left), 0
+        num_done, num_tokens, why = len(self._prompts) - len(self.left), 0, ""
         with self._target.open("a", encoding="utf-8") as target:
 
             def end(number: int, result: Outcome) -> None:
-                nonlocal last, num_done, num_tokens
+                nonlocal last, num_done, num_tokens, why
+                if isinstance(result, RequestError) and result.is_transient:
+                    self.num_postponed += 1
+                    why = why or result.message
+                    return
                 entry: dict[str, Any] = {"number": number, **self._asked(number)}
                 if isinstance(result, RequestError):
                     entry["error"] = result.message
@@ -220,6 +239,13 @@ class PromptFile:
                     print(f"{num_done} of {len(self._prompts)} prompts, {rate:,.0f} tokens/s", file=sys.stderr, flush=True)
 
             continue_prompts(runner, self.left, params, end, encode)
+        if self.num_postponed:
+            print(
+                f"{num_done} of {len(self._prompts)} prompts; {self.num_postponed} ended with errors that may pass, such as: {why}; "
+                "the same command goes on with them",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _object(line: str | bytes) -> dict[str, Any]:
