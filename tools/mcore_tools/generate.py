@@ -39,6 +39,7 @@ from mcore_inference import (
     ExpertBalancing,
     FinishReason,
     RequestError,
+    UnifiedMemoryUnsupportedError,
 )
 from mcore_inference.coordinator import CoordinatedRunner
 from mcore_parallel import ProcessGroups
@@ -262,19 +263,22 @@ def opened(
                 layout.check(*served_model(options.checkpoint), balancing_of(options))
             stack.enter_context(ranks)
         device = device_of("cuda" if torch.cuda.is_available() else "cpu")
-        engine = open_engine(
-            options.checkpoint,
-            device,
-            max_length=options.max_length,
-            max_requests=options.max_requests,
-            cache_gb=options.cache_gb,
-            kv_cache_dtype=options.kv_cache_dtype,
-            weight_dtype=options.weight_dtype,
-            groups=None if ranks is None else ranks.groups,
-            execution=lambda config, groups: _execution(options, config, groups, device),
-            sizes=engine_sizes(options),
-            attention_backend=options.attention_backend,
-        )
+        try:
+            engine = open_engine(
+                options.checkpoint,
+                device,
+                max_length=options.max_length,
+                max_requests=options.max_requests,
+                cache_gb=options.cache_gb,
+                kv_cache_dtype=options.kv_cache_dtype,
+                weight_dtype=options.weight_dtype,
+                groups=None if ranks is None else ranks.groups,
+                execution=lambda config, groups: _execution(options, config, groups, device),
+                sizes=engine_sizes(options),
+                attention_backend=options.attention_backend,
+            )
+        except UnifiedMemoryUnsupportedError as error:
+            raise ValueError(f"--unified-memory-level {options.unified_memory_level}: {error}") from error
         if ranks is not None:
             ranks.meet("loaded")
         yield engine, ranks

@@ -268,3 +268,12 @@ def test_a_prompt_is_not_left_to_the_same_command_where_one_continuation_is_refu
     continue_prompts(cast(Any, Refuses(errors)), {0: "a"}, params, lambda _, end: ends.append(end))
     (end,) = ends
     assert isinstance(end, NonFiniteLogitsError) and not end.is_transient and end.message == "the model gave NaN"
+
+
+@pytest.mark.parametrize("level", ["1", "2"])
+def test_unified_memory_is_refused_on_a_machine_without_it(
+    level: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cli.main(["generate", str(folder), "--prompt", "a", "--cache-gb", "0.01", "--unified-memory-level", level]) == 2
+    assert f"--unified-memory-level {level}: unified memory needs a GPU, and the model is on cpu" in capsys.readouterr().err

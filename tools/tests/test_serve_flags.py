@@ -95,6 +95,8 @@ def test_an_operator_names_the_model_and_reads_the_step_log(folder: Path, coordi
         ("--max-step-tokens 63", "--max-step-tokens 63 is less than the 64 requests of a step; raise it, or lower --max-requests"),
         ("--block-size x", "--block-size: 'x' must be a whole number"),
         ("--unified-memory-level 3", "--unified-memory-level: unified_memory_level=3 must be an integer from 0 to 2"),
+        ("--unified-memory-level 1", "--unified-memory-level 1: unified memory needs a GPU, and the model is on cpu"),
+        ("--unified-memory-level 2 --prompt b", "--unified-memory-level 2: unified memory needs a GPU, and the model is on cpu"),
         ("--attention-backend best", "--attention-backend: invalid choice: 'best'"),
         ("--num-cuda-graphs 0", "--num-cuda-graphs: num_cuda_graphs=0 must be an integer from 1"),
         ("--num-cuda-graphs 4", "num_cuda_graphs=4: graphs need a GPU"),
