@@ -221,11 +221,13 @@ def test_siblings_fill_what_follows_from_the_same_tokens_alone() -> None:
         made([8, 2, 3, 4], [0, 0, 0]),
         made([1, 2], None),
         made([1, 2, 3, 4, 5], [-1, -1, -1, 3]),
+        # Nobody knows where its own last token went, and others where the prompt's did.
+        made([1, 2, 6, 6], [-1, -1, -1]),
     ]
     filled = [
         None if rollout.routed_experts is None else rollout.routed_experts.flatten().tolist() for rollout in routed_as_siblings(group)
     ]
-    assert filled == [[7, 5, 6], [7, 5], [0, 0, 0], None, [7, 5, 6, 3]]
+    assert filled == [[7, 5, 6], [7, 5], [0, 0, 0], None, [7, 5, 6, 3], [7, 5, -1]]
     assert group[0].routed_experts is not None and group[0].routed_experts.flatten().tolist() == [-1, 5, 6]
 
 
