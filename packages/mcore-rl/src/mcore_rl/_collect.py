@@ -21,6 +21,7 @@ from mcore_rl._config import GRPOConfig
 from mcore_rl._delivery import Delivery
 from mcore_rl._exchange import all_gather_json, all_to_all_bytes
 from mcore_rl._header import RolloutHeader
+from mcore_rl._lost import LostGroup, check_all_lost, described, last_reason
 from mcore_rl._placement import RankTimeoutError
 from mcore_rl._rendezvous import rendezvous
 from mcore_rl._rollout_statistics import example_numbers, pair_counts, token_versions
@@ -57,7 +58,14 @@ class Collection:
 
     @classmethod
     def of(
-        cls, config: GRPOConfig, groups: Sequence[Sequence[TokenRollout]], *, num_ranks: int = 1, num_filtered: int = 0, pairs: bool = False
+        cls,
+        config: GRPOConfig,
+        groups: Sequence[Sequence[TokenRollout]],
+        *,
+        num_ranks: int = 1,
+        num_filtered: int = 0,
+        pairs: bool = False,
+        lost: Exception | None = None,
     ) -> "Collection":
         """Of rollouts that all are here.
 
@@ -67,13 +75,14 @@ class Collection:
             num_ranks: data ranks that share them.
             num_filtered: as of the field.
             pairs: as of ``plan_updates``.
+            lost: as of ``Drawn``.
 
         Raises:
-            RuntimeError: there is none.
+            RuntimeError: there is none; its cause is ``lost``.
             ValueError: as of ``plan_updates``.
         """
-        share = share_of(groups, num_filtered, None, pairs=pairs)
-        collected, _ = joined(config, [share], num_ranks=num_ranks)
+        share = share_of(groups, num_filtered, None, pairs=pairs, lost=lost)
+        collected, _ = joined(config, [share], num_ranks=num_ranks, lost=lost)
         return dataclasses.replace(collected, **_here(collected, dict(enumerate(flat(groups)))))
 
     @property
@@ -89,15 +98,16 @@ class Drawn:
     groups: list[list[TokenRollout]]
     num_filtered: int = 0
     failure: Exception | None = None
+    lost: Exception | None = None
+    """Of the groups that are not there, why the last one that says so is not."""
 
 
 def draw(config: GRPOConfig, agent: GroupedRolloutGenerator, interface: InferenceInterface, num_groups: int) -> Drawn:
     """Groups of this rank's share. A failure waits for ``exchange``: a rank that raised at once would leave the others waiting for it."""
     try:
-        groups, num_filtered = run_async(ask(config, agent, interface, num_groups))
+        return run_async(ask(config, agent, interface, num_groups))
     except Exception as error:
         return Drawn(groups=[], failure=error)
-    return Drawn(groups=groups, num_filtered=num_filtered)
 
 
 def run_async(call: Coroutine[Any, Any, T]) -> T:
@@ -134,16 +144,16 @@ def exchange(
     if groups.world.size == 1:
         if drawn.failure is not None:
             raise drawn.failure
-        return Collection.of(config, drawn.groups, num_filtered=drawn.num_filtered, pairs=pairs)
+        return Collection.of(config, drawn.groups, num_filtered=drawn.num_filtered, pairs=pairs, lost=drawn.lost)
     with own_failure_first(drawn.failure):
         rendezvous(groups.world, timeout_s, "rollouts")
-        share = share_of(drawn.groups, drawn.num_filtered, drawn.failure, replica=groups.dp.rank, pairs=pairs)
+        share = share_of(drawn.groups, drawn.num_filtered, drawn.failure, replica=groups.dp.rank, pairs=pairs, lost=drawn.lost)
         shares = all_gather_json(share, groups.world, device)
 
     def swap(parcels: list[Tensor], sizes: list[int]) -> list[Tensor]:
         return all_to_all_bytes(parcels, sizes, groups.world, device)
 
-    return delivered(config, shares, groups.world.rank, drawn.groups, swap)
+    return delivered(config, shares, groups.world.rank, drawn.groups, swap, lost=drawn.lost)
 
 
 @contextlib.contextmanager
@@ -170,6 +180,7 @@ def share_of(
     *,
     replica: int | None = None,
     pairs: bool = False,
+    lost: Exception | None = None,
 ) -> dict[str, Any]:
     """What a rank tells all others of what it has drawn, as JSON: headers, and counts over its tokens.
 
@@ -179,9 +190,11 @@ def share_of(
         failure: why there is nothing.
         replica: data rank of the rank; None where it does not train.
         pairs: rollouts are pairs.
+        lost: as of ``Drawn``.
     """
     return {
-        "failure": failure and repr(failure),
+        "failure": described(failure) if failure else None,
+        "lost": described(lost) if lost else None,
         "groups": [[RolloutHeader.of(rollout).to_json() for rollout in group] for group in groups],
         "num_filtered": num_filtered,
         "pair_counts": pair_counts(groups),
@@ -199,16 +212,19 @@ def check_failures(shares: Sequence[Mapping[str, Any]]) -> None:
         raise RuntimeError(f"ranks failed: {failed}")
 
 
-def joined(config: GRPOConfig, shares: Sequence[Mapping[str, Any]], *, num_ranks: int = 0) -> tuple[Collection, Delivery]:
+def joined(
+    config: GRPOConfig, shares: Sequence[Mapping[str, Any]], *, num_ranks: int = 0, lost: Exception | None = None
+) -> tuple[Collection, Delivery]:
     """What the shares of all ranks say, in their order, without rollouts, and how those come to where they are trained on.
 
     Args:
         config: of the iteration.
         shares: as of ``share_of``.
         num_ranks: data ranks; 0 for as many as ``shares`` names.
+        lost: as of ``Drawn``, of this rank.
 
     Raises:
-        RuntimeError: ranks failed, which carries what they raised; or nothing is there to train on.
+        RuntimeError: ranks failed, which carries what they raised; or nothing is there to train on, whose cause is ``lost``.
         ValueError: as of ``plan_updates``.
     """
     check_failures(shares)
@@ -216,7 +232,7 @@ def joined(config: GRPOConfig, shares: Sequence[Mapping[str, Any]], *, num_ranks
     groups = [[RolloutHeader.from_json(header) for header in group] for part in shares for group in part["groups"]]
     headers = flat(groups)
     if not headers:
-        raise RuntimeError(_nothing(config, pairs))
+        raise RuntimeError(_nothing(config, pairs, [part["lost"] for part in shares])) from lost
     if config.old_logprobs == "inference" and (silent := next((header for header in headers if not header.has_logprobs), None)):
         raise ValueError(
             f"old_logprobs='inference' takes the engine's log-probabilities, and an answer to problem {silent.problem_id!r} of environment "
@@ -250,6 +266,8 @@ def delivered(
     rank: int,
     drawn: Sequence[Sequence[TokenRollout]],
     swap: Callable[[list[Tensor], list[int]], list[Tensor]],
+    *,
+    lost: Exception | None = None,
 ) -> Collection:
     """What the shares of all ranks say, with the rollouts that ``rank`` trains on; all ranks call it together.
 
@@ -259,11 +277,12 @@ def delivered(
         rank: this one.
         drawn: groups of this rank.
         swap: gives a parcel to each rank, and takes one of so many bytes from each.
+        lost: as of ``Drawn``, of this rank.
 
     Raises:
         RuntimeError, ValueError: as of ``joined``, on all ranks.
     """
-    collected, delivery = joined(config, shares)
+    collected, delivery = joined(config, shares, lost=lost)
     own = dict(enumerate(flat(drawn), bisect_left(delivery.sources, rank)))
     parcels = swap(delivery.parcels(rank, own), [delivery.size(source, rank) for source in range(len(shares))])
     return dataclasses.replace(collected, **_here(collected, delivery.received(rank, parcels, own), delivery.wanted[rank]))
@@ -281,17 +300,31 @@ def _here(collected: Collection, rollouts: Mapping[int, TokenRollout], wanted: f
     return {"rollouts": {number: rollouts[number] for number in numbers}, "examples": examples}
 
 
-def _nothing(config: GRPOConfig, pairs: bool) -> str:
+def _nothing(config: GRPOConfig, pairs: bool, lost: Sequence[str | None]) -> str:
+    """Why there is nothing to train on.
+
+    Args:
+        config: of the iteration.
+        pairs: rollouts are pairs.
+        lost: as of ``share_of``, of each rank.
+    """
+    named = {rank: reason for rank, reason in enumerate(lost) if reason is not None}
+    last = f"; last of each rank: {named}" if named else ""
+    if pairs and named:
+        return f"no pair of {config.num_groups} is left, the log names each that was lost{last}"
     if pairs:
-        return f"no pair of {config.num_groups}: in every group all answers earned the same; ask harder or easier problems"
+        return (
+            f"no pair of {config.num_groups}: in every group all answers earned the same, but for those that the log names as lost; ask "
+            "harder or easier problems"
+        )
     return (
         f"no rollout of {config.num_groups} groups of {config.group_size} is left: all came late (rollout_timeout_s="
-        f"{config.rollout_timeout_s}), or were lost with their problem, request, tokens or judge; the log names each"
+        f"{config.rollout_timeout_s}), or were lost with their problem, request, tokens or judge; the log names each{last}"
     )
 
 
 def fitting(config: GRPOConfig, made: Sequence[TokenRollout | Rollout], interface: InferenceInterface | None) -> list[TokenRollout]:
-    """The rollouts of a group that can be trained on, those of text in tokens; the log names the others.
+    """The rollouts of a group that can be trained on, those of text in tokens; the log names the others. A `LostGroup` stays one.
 
     Args:
         config: says how long they may be.
@@ -302,6 +335,8 @@ def fitting(config: GRPOConfig, made: Sequence[TokenRollout | Rollout], interfac
         TypeError: as of ``in_tokens``.
         TrajectoryError: a turn of the policy that goes on behind its end: an engine does not stop there.
     """
+    if isinstance(made, LostGroup):
+        return made
     most, group = config.longest_trajectory, []
     for rollout in (in_tokens(one, interface) for one in made):
         check_turn_ends(rollout, config.eod_id)
@@ -317,12 +352,13 @@ def fitting(config: GRPOConfig, made: Sequence[TokenRollout | Rollout], interfac
     return group
 
 
-async def ask(
-    config: GRPOConfig, agent: GroupedRolloutGenerator, interface: InferenceInterface, num_groups: int
-) -> tuple[list[list[TokenRollout]], int]:
-    """Groups of this rank, as many as are there in time, and how many others replaced.
+async def ask(config: GRPOConfig, agent: GroupedRolloutGenerator, interface: InferenceInterface, num_groups: int) -> Drawn:
+    """Groups of this rank, as many as are there in time.
 
     A group without a rollout is lost, not replaced.
+
+    Raises:
+        Exception: what the agent or the interface raised; or as of ``check_all_lost``.
     """
     groups: list[list[TokenRollout]] = []
     equal: list[list[TokenRollout]] = []
@@ -347,4 +383,6 @@ async def ask(
     filled = equal[: max(0, num_groups - len(groups))]
     if filled:
         _log.warning("%d of %d groups have equal rewards, after %d were asked for", len(filled), num_groups, num_asked)
-    return [group for group in (*groups, *filled) if group], len(equal) - len(filled)
+    check_all_lost(groups, num_asked, is_alone=num_groups == config.num_groups)
+    own = [group for group in (*groups, *filled) if group]
+    return Drawn(groups=own, num_filtered=len(equal) - len(filled), lost=last_reason(groups))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from mcore_rl._collect import ask, check_failures, delivered, own_failure_first, run_async, share_of
+from mcore_rl._collect import Drawn, ask, check_failures, delivered, own_failure_first, run_async, share_of
 from mcore_rl._config import GRPOConfig
 from mcore_rl._dpo import ask_pairs, check_pairs, update_pairs
 from mcore_rl._handover import Handover, RolloutBatch
@@ -23,7 +23,6 @@ from mcore_rl._refit import WeightSink
 from mcore_rl._rollout_stream import LiveWeights, RolloutStream
 from mcore_rl._stability import experimental_api
 from mcore_rl._transfer import WeightTransfer, refit
-from mcore_rl._types import TokenRollout
 from mcore_rl._update import Learner, update
 from mcore_rl._vocabulary import check_vocabulary, num_drawn, num_trained
 from mcore_rl.agent import BestAndWorst, ContrastiveRolloutGenerator, GroupedRolloutGenerator, NumberedAgent
@@ -222,41 +221,41 @@ class DisjointLoop:
     def _work(self, lr: float, batch: RolloutBatch | None, *, draws: bool, train_policy: bool = True) -> dict[str, Any]:
         """Each half does its part, then what was drawn goes to those who train on it; a failure of one is raised on all."""
         begin = time.perf_counter()
-        own: list[list[TokenRollout]] = []
-        num_filtered, failure, pairs = 0, None, False
+        drawn, failure, pairs = Drawn(groups=[]), None, False
         updates: dict[str, Any] = {"updates": ()}
         try:
             if self._learner is not None and batch is not None:
                 updates = self._train(self._learner, batch, lr, train_policy)
             elif self._server is not None and draws:
                 pairs = isinstance(self._server.agent, ContrastiveRolloutGenerator)
-                own, num_filtered = run_async(self._ask(self._server))
+                drawn = run_async(self._ask(self._server))
         except Exception as error:
             failure = error
         seconds = time.perf_counter() - begin
         replica = None if self._learner is None else self._learner.groups.dp.rank
-        sent = share_of(own, num_filtered, failure, replica=replica, pairs=pairs) | {"seconds": seconds, "num_posed": self._num_posed()}
+        share = share_of(drawn.groups, drawn.num_filtered, failure, replica=replica, pairs=pairs, lost=drawn.lost)
+        sent = share | {"seconds": seconds, "num_posed": self._num_posed()}
         with own_failure_first(failure):
             shares = self.placement.gather(sent, self.timeout_s, "rollouts" if draws else "updates")
         check_failures(shares)
         if draws:
-            self._keep(shares, own)
+            self._keep(shares, drawn)
         return updates
 
-    async def _ask(self, server: RolloutServer) -> tuple[list[list[TokenRollout]], int]:
-        """Rollouts of this rank, as many as are there in time, and how many groups others replaced."""
+    async def _ask(self, server: RolloutServer) -> Drawn:
+        """Rollouts of this rank, as many as are there in time."""
         if isinstance(server.agent, ContrastiveRolloutGenerator):
-            return await ask_pairs(self.config, server.agent, server.interface, self._own_groups()), 0
+            return await ask_pairs(self.config, server.agent, server.interface, self._own_groups())
         return await ask(self.config, server.agent, server.interface, self._own_groups())
 
-    def _keep(self, shares: Sequence[Mapping[str, Any]], drawn: Sequence[Sequence[TokenRollout]]) -> None:
+    def _keep(self, shares: Sequence[Mapping[str, Any]], drawn: Drawn) -> None:
         """What was drawn, for an iteration to come."""
         placement = self.placement
 
         def swap(parcels: list[Tensor], sizes: list[int]) -> list[Tensor]:
             return exchange_parcels(placement, parcels, sizes, self.timeout_s, "rollouts")
 
-        collected = delivered(self.config, shares, placement.world.rank, drawn, swap)
+        collected = delivered(self.config, shares, placement.world.rank, drawn.groups, swap, lost=drawn.lost)
         served = shares[placement.num_trainers :]
         num_asked = self.config.num_groups * (2 if any(part["pairs"] for part in served) else self.config.group_size)
         self._drawn.append(RolloutBatch.of(self.config, collected, served, self.version, num_asked))

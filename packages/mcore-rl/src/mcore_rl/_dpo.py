@@ -16,6 +16,7 @@ from mcore_rl._aggregation import Aggregation
 from mcore_rl._collect import Collection, Drawn, exchange, fitting, run_async
 from mcore_rl._config import GRPOConfig
 from mcore_rl._loop import IterationReport, iteration_report
+from mcore_rl._lost import check_all_lost, last_reason
 from mcore_rl._policy_forward import check_policy_forward
 from mcore_rl._preference import DPOObjective, pair_batches
 from mcore_rl._reference import with_old_logprobs, with_ref_logprobs
@@ -23,7 +24,6 @@ from mcore_rl._refit import WeightSink
 from mcore_rl._stability import experimental_api
 from mcore_rl._trajectories import BatchStyle
 from mcore_rl._transfer import refit
-from mcore_rl._types import TokenRollout
 from mcore_rl._update import Learner, finish_parameters
 from mcore_rl.agent import ContrastiveRollout, ContrastiveRolloutGenerator
 from mcore_rl.inference import InferenceInterface
@@ -143,27 +143,30 @@ def _draw(config: GRPOConfig, pairs: ContrastiveRolloutGenerator, interface: Inf
     """The pairs of this rank, each a group of two."""
     world = learner.groups.world
     try:
-        own = run_async(ask_pairs(config, pairs, interface, len(range(world.rank, config.num_groups, world.size))))
+        return run_async(ask_pairs(config, pairs, interface, len(range(world.rank, config.num_groups, world.size))))
     except Exception as error:
         # As of ``draw``.
         return Drawn(groups=[], failure=error)
-    return Drawn(groups=own)
 
 
-async def ask_pairs(
-    config: GRPOConfig, pairs: ContrastiveRolloutGenerator, interface: InferenceInterface | None, num_pairs: int
-) -> list[list[TokenRollout]]:
-    """Pairs of this rank, each a group of two, the chosen one first."""
+async def ask_pairs(config: GRPOConfig, pairs: ContrastiveRolloutGenerator, interface: InferenceInterface | None, num_pairs: int) -> Drawn:
+    """Pairs of this rank, each a group of two, the chosen one first.
+
+    Raises:
+        TimeoutError: they are not there in time.
+        Exception: what ``pairs`` raised; or as of ``check_all_lost``.
+    """
     generator: Any = interface
     try:
         async with asyncio.timeout(config.rollout_timeout_s) as limit:
             made = await pairs.get_contrastive_rollouts(generator, num_pairs=num_pairs, args=config.drawing_args)
-            drawn = [[pair.chosen, pair.rejected] for pair in made]
-            return [pair for pair in drawn if len(fitting(config, pair, interface)) == len(pair)]
+            drawn = [fitting(config, [pair.chosen, pair.rejected], interface) for pair in made]
     except TimeoutError as error:
         if not limit.expired():
             raise
         raise TimeoutError(f"{num_pairs} pairs were not there within rollout_timeout_s={config.rollout_timeout_s}; raise it") from error
+    check_all_lost(drawn, len(made), is_alone=num_pairs == config.num_groups)
+    return Drawn(groups=[pair for pair in drawn if len(pair) == 2], lost=last_reason(drawn))
 
 
 def update_pairs(config: GRPOConfig, collected: Collection, learner: Learner, lr: float) -> list[TrainReport]:

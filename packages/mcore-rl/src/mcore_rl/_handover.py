@@ -132,13 +132,13 @@ class Handover:
     def _hand_over(self) -> RolloutBatch:
         replica, drawn = (None if self._layout is None else self._layout.dp.rank), []
         sent: dict[str, Any] = share_of([], 0, None, replica=replica)
-        failure = None
+        failure = lost = None
         try:
             if self._stream is not None:
                 taken = self._stream.draw()
                 about = {name: getattr(taken, name) for name in ("seconds", "num_posed", "num_asked", "oldest")}
-                drawn = taken.groups
-                sent = {**share_of(drawn, taken.num_filtered, None), **about}
+                drawn, lost = taken.groups, taken.lost
+                sent = {**share_of(drawn, taken.num_filtered, None, lost=lost), **about}
         except Exception as error:
             failure = error
             sent = share_of([], 0, failure)
@@ -151,7 +151,7 @@ class Handover:
         def swap(parcels: list[Tensor], sizes: list[int]) -> list[Tensor]:
             return exchange_parcels(placement, parcels, sizes, self._timeout_s, "rollouts", ahead=True)
 
-        collected = delivered(self._config, shares, placement.world.rank, drawn, swap)
+        collected = delivered(self._config, shares, placement.world.rank, drawn, swap, lost=lost)
         served = shares[placement.num_trainers :]
         oldest, num_asked = min(part["oldest"] for part in served), sum(part["num_asked"] for part in served)
         batch = RolloutBatch.of(self._config, collected, served, oldest, num_asked)

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 from mcore_rl._collect import fitting
 from mcore_rl._config import GRPOConfig
 from mcore_rl._late import LATE
+from mcore_rl._lost import check_all_lost, last_reason
 from mcore_rl._shaping import same_reward
 from mcore_rl._types import TokenRollout
 from mcore_rl.agent import GroupedRolloutGenerator, NumberedAgent
@@ -50,6 +51,8 @@ class TakenGroups:
     """Problems that a `NumberedAgent` had posed with the last of these groups."""
     seconds: float
     """Of drawing them, from the call on."""
+    lost: Exception | None = None
+    """As of ``Drawn``."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +191,7 @@ class RolloutStream:
         if filled:
             _log.warning("%d of %d groups have equal rewards, after %d were asked for", len(filled), self._num_groups, num_taken)
         self._num_taken += num_taken
+        check_all_lost(useful, num_taken, is_alone=self._num_groups == config.num_groups)
         return TakenGroups(
             groups=[group for group in (*useful, *filled) if group],
             num_filtered=len(equal) - len(filled),
@@ -195,6 +199,7 @@ class RolloutStream:
             oldest=oldest,
             num_posed=self._num_taken,
             seconds=time.perf_counter() - begin,
+            lost=last_reason(useful),
         )
 
     def _pose(self, count: int) -> None:

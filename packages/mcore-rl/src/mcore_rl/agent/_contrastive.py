@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mcore_rl._lost import LostGroup, check_all_lost
 from mcore_rl._stability import experimental_api
 from mcore_rl._text_rollouts import in_tokens
 from mcore_rl._types import GenericGenerationArgs, TokenRollout
@@ -60,6 +61,7 @@ class ContrastiveRolloutGenerator(ABC):
 @experimental_api
 class BestAndWorst(ContrastiveRolloutGenerator):
     """The best and the worst answer of each group of an agent; a group of equal rewards has none, and another is asked for.
+    Where no problem can be posed, what the last one raised is.
 
     Args:
         agent: produces the groups.
@@ -81,12 +83,18 @@ class BestAndWorst(ContrastiveRolloutGenerator):
         self, interface: InferenceInterface, *, num_pairs: int, args: GenericGenerationArgs
     ) -> list[ContrastiveRollout]:
         pairs: list[ContrastiveRollout] = []
-        left = int(num_pairs * self.max_filter_ratio)
+        lost: list[LostGroup] = []
+        most = left = int(num_pairs * self.max_filter_ratio)
         while len(pairs) < num_pairs and left:
             wanted = min(num_pairs - len(pairs), left)
             left -= wanted
             stream = self.agent.get_grouped_rollouts(interface, num_groups=wanted, size=self.group_size, args=args)
-            pairs += [pair async for group in stream if (pair := _pair([in_tokens(one, interface) for one in group])) is not None]
+            async for group in stream:
+                if isinstance(group, LostGroup):
+                    lost.append(group)
+                elif (pair := _pair([in_tokens(one, interface) for one in group])) is not None:
+                    pairs.append(pair)
+        check_all_lost(lost, most - left, is_alone=False)
         return pairs
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mcore_rl._late import LATE
-from mcore_rl._lost import LostError
+from mcore_rl._lost import LostError, LostGroup, described
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import (
     EvaluationResponse,
@@ -57,9 +57,10 @@ class JudgedAgent(TokenizedRolloutGenerator, GroupedRolloutGenerator, Evaluation
     """Poses problems and judges attempts at them.
 
     Each attempt is judged as soon as it is there, while others are generated. A problem of training that cannot be posed is dropped with
-    its answers. An attempt whose request the engine refuses, which does not come in time, or whose judge raises or takes too long, is
-    dropped: the others of its group go on. A warning names each, and it counts as missing. A request whose failure is transient is
-    repeated, twice at most. A reward that is no finite number is an error, and so is an engine that failed.
+    its answers; where none of an iteration can, it fails with what the last one raised. An attempt whose request the engine refuses,
+    which does not come in time, or whose judge raises or takes too long, is dropped: the others of its group go on. A warning names each,
+    and it counts as missing. A request whose failure is transient is repeated, twice at most. A reward that is no finite number is an
+    error, and so is an engine that failed.
 
     Args:
         env_id: name under which rewards are reported.
@@ -113,14 +114,14 @@ class JudgedAgent(TokenizedRolloutGenerator, GroupedRolloutGenerator, Evaluation
             return None
 
     async def rollout(self, interface: InferenceInterface, *, args: GenericGenerationArgs) -> TokenRollout | None:
-        problem = await self._problem_or_none()
-        attempt = None if problem is None else await self._attempt(interface, problem, args)
+        problem = await self._problem_or_failure()
+        attempt = None if isinstance(problem, Exception) else await self._attempt(interface, problem, args)
         return None if attempt is None else attempt.rollout
 
     async def group_rollout(self, interface: InferenceInterface, *, size: int, args: GenericGenerationArgs) -> list[TokenRollout]:
-        problem = await self._problem_or_none()
-        if problem is None:
-            return []
+        problem = await self._problem_or_failure()
+        if isinstance(problem, Exception):
+            return LostGroup(problem)
         tasks = [asyncio.ensure_future(self._attempt(interface, problem, args)) for _ in range(size)]
         late = False
         try:
@@ -178,14 +179,14 @@ class JudgedAgent(TokenizedRolloutGenerator, GroupedRolloutGenerator, Evaluation
     async def _problem(self, *, validation: bool = False) -> Problem:
         return await self._in_time(lambda: self.get_prompt(validation=validation))
 
-    async def _problem_or_none(self) -> Problem | None:
-        """A problem of training; None for one that cannot be posed, which is named in the log and costs its own answers alone."""
+    async def _problem_or_failure(self) -> Problem | Exception:
+        """A problem of training; or why it cannot be posed, which the log has and which costs its own answers alone."""
         try:
             return await self._problem()
         except Exception as error:
-            reason = ", ".join([repr(error), *getattr(error, "__notes__", ())])
-            _log.warning("environment %r: a problem is dropped with all its answers, it was not posed: %s", self.env_id, reason)
-            return None
+            text = "environment %r: a problem is dropped with all its answers, it was not posed: %s"
+            _log.warning(text, self.env_id, described(error), exc_info=True)
+            return error
 
     async def _in_time(self, pose: Callable[[], Awaitable[Problem]]) -> Problem:
         """A problem, within the limit."""
