@@ -26,7 +26,7 @@ from mcore_rl._placement import RankTimeoutError
 from mcore_rl._rendezvous import rendezvous
 from mcore_rl._rollout_statistics import example_numbers, pair_counts, token_versions
 from mcore_rl._shaping import same_reward
-from mcore_rl._special_tokens import check_turn_ends, doubled_beginning
+from mcore_rl._special_tokens import TrajectoryError, check_turn_ends, doubled_beginning
 from mcore_rl._text_rollouts import in_tokens
 from mcore_rl._types import Rollout, TokenRollout
 from mcore_rl._update_plan import UpdatePlan, plan_updates
@@ -324,7 +324,8 @@ def _nothing(config: GRPOConfig, pairs: bool, lost: Sequence[str | None]) -> str
 
 
 def fitting(config: GRPOConfig, made: Sequence[TokenRollout | Rollout], interface: InferenceInterface | None) -> list[TokenRollout]:
-    """The rollouts of a group that can be trained on, those of text in tokens; the log names the others. A `LostGroup` stays one.
+    """The rollouts of a group that can be trained on, those of text in tokens; the log names the others. A group whose prompts all begin
+    twice is a `LostGroup`, and one that is stays so.
 
     Args:
         config: says how long they may be.
@@ -337,11 +338,12 @@ def fitting(config: GRPOConfig, made: Sequence[TokenRollout | Rollout], interfac
     """
     if isinstance(made, LostGroup):
         return made
-    most, group = config.longest_trajectory, []
+    most, group, doubled = config.longest_trajectory, [], []
     for rollout in (in_tokens(one, interface) for one in made):
         check_turn_ends(rollout, config.eod_id)
         if reason := doubled_beginning(rollout, config.bos_id, config.eod_id):
             _log.warning("an answer is dropped: %s", reason)
+            doubled.append(reason)
             continue
         if (length := len(rollout.trajectory)) > most:
             name = f"seq_len={config.seq_len}" if config.packing is None else f"packing.bin_size={config.packing.bin_size}"
@@ -349,7 +351,7 @@ def fitting(config: GRPOConfig, made: Sequence[TokenRollout | Rollout], interfac
             _log.warning("%s is dropped, it has %d tokens with its prompt and %s admits %d; raise it", where, length, name, most)
             continue
         group.append(rollout)
-    return group
+    return LostGroup(TrajectoryError(doubled[-1])) if doubled and len(doubled) == len(made) else group
 
 
 async def ask(config: GRPOConfig, agent: GroupedRolloutGenerator, interface: InferenceInterface, num_groups: int) -> Drawn:
