@@ -279,8 +279,19 @@ def test_sizes_and_norms_of_latents_that_are_missing_are_named(tmp_path):
     with pytest.raises(CheckpointingException, match=r"q_layernorm\.weight is missing: latents without norms"):
         import_checkpoint_megatron(folder, tmp_path / "ours", drop=("*q_layernorm*",))
     with pytest.raises(CheckpointingException, match=r"does not say v_head_dim, rope_type; give it in the config"):
-        import_checkpoint_megatron(folder, tmp_path / "ours", config={"v_head_dim": None, "rope_type": None})
+        unsaid = {"v_head_dim": None, "rope_type": None, "multi_latent_attention": None}
+        import_checkpoint_megatron(folder, tmp_path / "ours", config=unsaid)
     assert not (tmp_path / "ours").exists()
+
+
+def test_latent_attention_whose_args_name_no_positions_has_yarn(tmp_path):
+    """The default of the arg is None, which leaves that of the config there: yarn."""
+    folder = unpack("0.19_latent", tmp_path)
+    import_checkpoint_megatron(folder, tmp_path / "said")
+    import_checkpoint_megatron(folder, tmp_path / "ours", config={"rope_type": None, "multi_latent_attention": True})
+    config = read_manifest(tmp_path / "ours").extra["config"]
+    assert config["position_embedding_type"] == "yarn" and config["yarn"]["factor"] == 4.0
+    assert config == read_manifest(tmp_path / "said").extra["config"]
 
 
 def test_a_latent_model_goes_on_to_hugging_face(tmp_path):

@@ -192,7 +192,10 @@ def _latent_of(settings: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
             names = (f"{layer}.self_attention.{norm}_layernorm.weight", f"{layer}.self_attention.linear_{norm}_up_proj.layer_norm_weight")
             if not any(name in shapes for name in names):
                 raise ValueError(f"{names[0]} is missing: latents without norms (qk_layernorm=False) are a model that is not there here")
-    needed = [name for name in (*LATENT, "rope_type") if name != "q_lora_rank" and settings.get(name) is None]
+    # An arg that nobody set leaves the default of their config.
+    kind = settings.get("rope_type") or ("yarn" if settings.get("multi_latent_attention") else None)
+    needed = [name for name in LATENT if name != "q_lora_rank" and settings.get(name) is None]
+    needed += ["rope_type"] if kind is None else []
     if needed:
         raise ValueError(f"the checkpoint has latent attention and does not say {', '.join(needed)}; give it in the config")
     if settings.get("rotary_percent") not in (None, 1.0):
@@ -207,7 +210,7 @@ def _latent_of(settings: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
         "position_embedding_type": "rope",
     }
     yarn = {ours: settings[theirs] for theirs, ours in YARN.items() if settings.get(theirs) is not None}
-    if settings["rope_type"] == "yarn":
+    if kind == "yarn":
         sizes |= {"position_embedding_type": "yarn", "yarn": yarn}
     elif (all_dims := yarn.get("mscale_all_dim")) and (factor := yarn.get("factor", 1.0)) > 1.0:
         # The factor of the scores is theirs whether positions are scaled or not.
