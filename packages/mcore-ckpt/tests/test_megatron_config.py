@@ -230,7 +230,6 @@ def test_depths_of_multi_token_prediction_are_left_out_by_name(tmp_path):
     ("settings", "words"),
     [
         ({"qk_l2_norm": True}, r"qk_l2_norm=True is norms of queries and keys without weights.*only False can be imported"),
-        ({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm=True is residuals"),
         ({"attention_output_gate": True}, "attention_output_gate=True is a gate"),
         ({"experimental_attention_variant": "dsa"}, "experimental_attention_variant='dsa' is another attention"),
         ({"is_hybrid_model": True}, "is_hybrid_model=True is a hybrid model"),
@@ -256,6 +255,15 @@ def test_settings_that_no_model_has_are_refused_before_anything_is_written(setti
     with pytest.raises(CheckpointingException, match=words):
         import_checkpoint_megatron(tmp_path / "theirs", tmp_path / "again", config=settings)
     assert not (tmp_path / "again").exists()
+
+
+def test_settings_that_no_layer_there_reads_change_nothing(tmp_path):
+    state = {f"model.{shard.name}": shard.parameter.detach() for shard in parallel.named_shards(model_of(BASE))}
+    save(state, tmp_path / "ours", extra={"config": BASE})
+    export_checkpoint_megatron(tmp_path / "ours", tmp_path / "theirs")
+    import_checkpoint_megatron(tmp_path / "theirs", tmp_path / "plain")
+    import_checkpoint_megatron(tmp_path / "theirs", tmp_path / "again", config={"apply_residual_connection_post_layernorm": True})
+    assert read_manifest(tmp_path / "again").extra == read_manifest(tmp_path / "plain").extra
 
 
 def test_settings_that_have_no_argument_are_taken_from_the_config(tmp_path):

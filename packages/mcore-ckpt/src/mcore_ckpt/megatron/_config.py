@@ -18,7 +18,6 @@ _GATED = MappingProxyType({"swiglu": True, "quick_geglu": True, "squared_relu": 
 _NOT_HERE: Mapping[str, tuple[Any, str]] = MappingProxyType(
     {
         "qk_l2_norm": (False, "norms of queries and keys without weights"),
-        "apply_residual_connection_post_layernorm": (False, "residuals from behind the norms"),
         "attention_output_gate": (False, "a gate whose rows lie between those of the queries"),
         "experimental_attention_variant": (None, "another attention"),
         "is_hybrid_model": (False, "a hybrid model"),
