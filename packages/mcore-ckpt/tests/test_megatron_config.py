@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mcore_ckpt import CheckpointingException, read_tensor, save
+from mcore_ckpt.hf import export_checkpoint_hf
 from mcore_ckpt.manifest import read_manifest
 from mcore_ckpt.megatron import export_checkpoint_megatron, import_checkpoint_megatron
 from mcore_ckpt.megatron._args import args_of
@@ -264,6 +265,20 @@ def test_settings_that_no_layer_there_reads_change_nothing(tmp_path):
     import_checkpoint_megatron(tmp_path / "theirs", tmp_path / "plain")
     import_checkpoint_megatron(tmp_path / "theirs", tmp_path / "again", config={"apply_residual_connection_post_layernorm": True})
     assert read_manifest(tmp_path / "again").extra == read_manifest(tmp_path / "plain").extra
+
+
+def test_the_scaled_positions_of_llama_go_on_to_hugging_face(tmp_path):
+    scaled = {**BASE, "rope_scaling": {"factor": 8.0}, "kv_channels": 16, "rotary_base": 500_000.0}
+    state = {f"model.{shard.name}": shard.parameter.detach() for shard in parallel.named_shards(model_of(scaled))}
+    save(state, tmp_path / "ours", extra={"config": scaled})
+    export_checkpoint_megatron(tmp_path / "ours", tmp_path / "theirs")
+    import_checkpoint_megatron(tmp_path / "theirs", tmp_path / "again")
+    again = read_manifest(tmp_path / "again").extra
+    assert again["family"] == "llama"
+    export_checkpoint_hf(tmp_path / "again", tmp_path / "hf", family=again["family"], config=again["config"], prefix="model.")
+    written = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert written["model_type"] == "llama" and written["rope_parameters"]["rope_type"] == "llama3"
+    assert written["rope_parameters"]["factor"] == 8.0
 
 
 def test_settings_that_have_no_argument_are_taken_from_the_config(tmp_path):

@@ -232,7 +232,7 @@ def family_of(settings: Mapping[str, Any], sizes: Mapping[str, Any], *, gated: b
         return "deepseek3" if sizes.get("norm_epsilon") == 1e-6 and known else None
     ordinary = {"moe_router_score_function": "softmax", "rotary_percent": 1.0}
     others = ("rotary_interleaved", "rotary_percent", "layernorm_zero_centered_gamma", "seq_len_interpolation_factor", "softmax_scale")
-    others = (*others, "no_rope_freq", "rope_scaling", "moe_router_bias", "moe_layer_freq", *SHARED, *ROUTER[1:])
+    others = (*others, "no_rope_freq", "moe_router_bias", "moe_layer_freq", *SHARED, *ROUTER[1:])
     if any((value := sizes.get(name)) and value != ordinary.get(name) for name in others):
         return None
     experts, qk_norm, bias = "num_moe_experts" in sizes, bool(sizes.get("qk_layernorm")), bool(sizes.get("add_qkv_bias"))
