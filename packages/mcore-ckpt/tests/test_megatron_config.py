@@ -21,6 +21,7 @@ step = pytest.importorskip("mcore_parallel.nn").Step
 BASE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": 32, "ffn_hidden_size": 24}
 LATENT = {"q_lora_rank": 6, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 8, "mscale_all_dim": 1.0}
+GROUPED_YARN = {"position_embedding_type": "yarn", "yarn": YARN, "kv_channels": 16}
 BIASED = {"add_bias_linear": True, "add_qkv_bias": True}
 WINDOW = {"window_size": (3, 0)}
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2}
@@ -105,6 +106,26 @@ MORE_MAPPED = {
     "biases of experts without a gate": {**EXPERTS, **BIASED, "activation": "squared_relu", "moe_router_bias": True},
     "off-by-one": {"softmax_type": "off-by-one"},
     "the scale that follows": {"softmax_scale": 0.5},
+    "YaRN of grouped queries": GROUPED_YARN,
+    "every number of YaRN": {
+        **GROUPED_YARN,
+        "yarn": {**YARN, "beta_fast": 8.0, "beta_slow": 0.5, "mscale": 0.7, "mscale_all_dim": 0.3, "correction_range_round_to_int": False},
+    },
+    "gpt-oss": {
+        **EXPERTS,
+        **BIASED,
+        **WINDOW,
+        "window_attn_skip_freq": 2,
+        "softmax_type": "learnable",
+        "activation": "quick_geglu",
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": 7.0,
+        "kv_channels": 8,
+        "num_query_groups": 2,
+        "rotary_base": 150_000.0,
+        "position_embedding_type": "yarn",
+        "yarn": {"factor": 32.0, "original_max_position_embeddings": 8, "correction_range_round_to_int": False},
+    },
 }
 MORE_REFUSED = {
     "activation='geglu'": {"activation": "geglu"},
@@ -112,7 +133,11 @@ MORE_REFUSED = {
     "activation='gelu_tanh'": {"activation": "gelu_tanh"},
     "activation='gelu_tanh' cannot be exported with experts": {"activation": "gelu_tanh", **BIASED, **EXPERTS},
     "add_qkv_bias=False": {"add_bias_linear": True},
-    "position_embedding_type='yarn'": {"position_embedding_type": "yarn", "yarn": {"factor": 4.0}},
+    "position_embedding_type='relative'": {"position_embedding_type": "relative"},
+    "yarn={'factor': 4.0}": {"yarn": {"factor": 4.0}},
+    "rotary_percent=0.5 cannot be exported with YaRN": {**GROUPED_YARN, "rotary_percent": 0.5},
+    "rotary_interleaved=True cannot be exported with YaRN": {**GROUPED_YARN, "rotary_interleaved": True},
+    "seq_len_interpolation_factor=4.0 cannot be exported with YaRN": {**GROUPED_YARN, "seq_len_interpolation_factor": 4.0},
     "rope_scaling.low_freq_factor=2.0": {"rope_scaling": {"low_freq_factor": 2.0}},
     "window_attn_skip_freq='": {"window_attn_skip_freq": "([1]*1+[0]*1)*1", **WINDOW},
     "rotary_percent=0.5": {"latent_attention": LATENT, "rotary_interleaved": True, "rotary_percent": 0.5},
@@ -256,6 +281,15 @@ def test_settings_that_no_model_has_are_refused_before_anything_is_written(setti
     with pytest.raises(CheckpointingException, match=words):
         import_checkpoint_megatron(tmp_path / "theirs", tmp_path / "again", config=settings)
     assert not (tmp_path / "again").exists()
+
+
+def test_numbers_of_yarn_that_are_none_go_out_as_those_that_they_mean():
+    yarn = {"factor": 4.0, "mscale": None, "mscale_all_dim": 1.0}
+    args = args_of({**BASE, **GROUPED_YARN, "yarn": yarn})
+    assert args["position_embedding_type"] == "yarn" and args["yarn_rotary_scaling_factor"] == 4.0
+    assert (args["yarn_mscale"], args["yarn_mscale_all_dim"]) == (1.0, 0.0) and args["yarn_original_max_position_embeddings"] == 4096
+    scaling = parallel.nn.YarnScaling
+    assert scaling(**yarn).concentration == scaling(factor=4.0, mscale=1.0, mscale_all_dim=0.0).concentration
 
 
 def test_settings_that_no_layer_there_reads_change_nothing(tmp_path):

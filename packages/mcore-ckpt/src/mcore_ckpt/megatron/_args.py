@@ -68,7 +68,7 @@ _ACTIVATIONS: Mapping[str, Mapping[str, bool]] = MappingProxyType(
         "gelu_tanh": {"bias_gelu_fusion": True},
     }
 )
-_POSITIONS = ("rope", "mrope", "learned_absolute", "none")
+_POSITIONS = ("rope", "mrope", "yarn", "learned_absolute", "none")
 # Fields without an argument there: the only value that can be written, and why.
 _NOT_THERE: Mapping[str, tuple[Any, str]] = MappingProxyType(
     {
@@ -222,8 +222,11 @@ def _positions(full: Mapping[str, Any]) -> dict[str, Any]:
     width = full["kv_channels"] or ((full["hidden_size"] or 0) // (full["num_attention_heads"] or 1))
     if scale is not None and not (width and math.isclose(scale, width**-0.5, rel_tol=1e-9)):
         _only(full, "softmax_scale", None, "it has no argument there, and follows from the width of a head")
-    _only(full, "yarn", None, "it has no argument there but with latent attention")
     args: dict[str, Any] = {"position_embedding_type": kind}
+    if kind == "yarn":
+        args |= _yarn(full)
+    else:
+        _only(full, "yarn", None, "it is of position_embedding_type='yarn'")
     if full["mrope_section"] is not None:
         args["mrope_section"] = list(full["mrope_section"])
     if scaling is not None:
@@ -231,6 +234,21 @@ def _positions(full: Mapping[str, Any]) -> dict[str, Any]:
             _only({f"rope_scaling.{name}": scaling.get(name, only)}, f"rope_scaling.{name}", only, "only the factor has an argument there")
         args |= {"use_rope_scaling": True, "rope_scaling_factor": scaling.get("factor", 8.0)}
     return args
+
+
+def _yarn(full: Mapping[str, Any]) -> dict[str, Any]:
+    """YaRN of grouped queries, all of its numbers, by the names that their config has without latent attention."""
+    beside = " with YaRN"
+    _only(full, "rotary_percent", 1.0, "all channels turn there", beside)
+    _only(full, "rotary_interleaved", False, "the halves of a head turn there", beside)
+    for name in ("seq_len_interpolation_factor", "rope_scaling"):
+        _only(full, name, None, "it has no effect there", beside)
+    yarn = {**_YARN_DEFAULTS, **(full["yarn"] or {})}
+    if yarn["mscale"] is None or yarn["mscale_all_dim"] is None:
+        # Either one means the factor that these have.
+        yarn |= {"mscale": 1.0, "mscale_all_dim": 0.0}
+    theirs_of = {ours: theirs for theirs, ours in YARN.items()}
+    return {f"yarn_{theirs_of.get(name, name)}": yarn[name] for name in _YARN_DEFAULTS}
 
 
 def _latent(full: Mapping[str, Any]) -> dict[str, Any]:
