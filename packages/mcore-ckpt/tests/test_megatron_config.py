@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Every field of a model's config goes to Megatron-LM's settings and comes back, or is refused by name before anything is written."""
 
+import argparse
 import dataclasses
 import json
 
@@ -12,7 +13,7 @@ from mcore_ckpt import CheckpointingException, read_tensor, save
 from mcore_ckpt.hf import export_checkpoint_hf
 from mcore_ckpt.manifest import read_manifest
 from mcore_ckpt.megatron import export_checkpoint_megatron, import_checkpoint_megatron
-from mcore_ckpt.megatron._args import args_of
+from mcore_ckpt.megatron._args import EXPORTED, args_of
 
 parallel = pytest.importorskip("mcore_parallel", reason="compares with the configs and models of mcore-parallel")
 models = pytest.importorskip("mcore_parallel.models")
@@ -290,6 +291,50 @@ def test_numbers_of_yarn_that_are_none_go_out_as_those_that_they_mean():
     assert (args["yarn_mscale"], args["yarn_mscale_all_dim"]) == (1.0, 0.0) and args["yarn_original_max_position_embeddings"] == 4096
     scaling = parallel.nn.YarnScaling
     assert scaling(**yarn).concentration == scaling(factor=4.0, mscale=1.0, mscale_all_dim=0.0).concentration
+
+
+@pytest.mark.parametrize(
+    ("args", "theirs", "free"),
+    [
+        ({"rotary_seq_len_interpolation_factor": 4.0}, None, {"position_embedding_type": "none"}),
+        ({"use_rope_scaling": True, "rope_scaling_factor": 32.0}, 8.0, {"use_rope_scaling": False}),
+    ],
+    ids=["interpolation", "scaling"],
+)
+def test_numbers_of_positions_that_their_program_does_not_read_are_the_callers_choice(args, theirs, free, tmp_path):
+    """The model of a run has ``theirs``, whatever its args say; with ``free`` it has no such number."""
+    config = {**BASE, "kv_channels": 16}
+    state = {f"model.{shard.name}": shard.parameter.detach() for shard in parallel.named_shards(model_of(config))}
+    save(state, tmp_path / "ours", extra={"config": config})
+    export_checkpoint_megatron(tmp_path / "ours", tmp_path / "theirs")
+    common = torch.load(tmp_path / "theirs" / "common.pt", weights_only=False)
+    # A run of theirs writes no mark of an export.
+    common["args"] = argparse.Namespace(**{name: value for name, value in vars(common["args"]).items() if name != EXPORTED} | args)
+    torch.save(common, tmp_path / "theirs" / "common.pt")
+
+    def imported(output, settings=None):
+        import_checkpoint_megatron(tmp_path / "theirs", tmp_path / output, config=settings)
+        back = read_manifest(tmp_path / output).extra["config"]
+        return back.get("rope_scaling", {}).get("factor"), back.get("seq_len_interpolation_factor")
+
+    name, value = list(args.items())[-1]
+    with pytest.raises(CheckpointingException, match=rf"{name}={value} is in the args.* give {value} or {theirs} in the config"):
+        imported("refused")
+    assert not (tmp_path / "refused").exists()
+    assert value in imported("said", {name: value})
+    assert imported("read", {name: theirs}) == (theirs, None)
+    assert imported("free", free)[0] is None
+
+
+@pytest.mark.parametrize("format", ["torch_dist", "fsdp_dtensor"])
+def test_the_same_numbers_come_back_from_an_export(format, tmp_path):
+    for number, name in enumerate(("seq_len_interpolation_factor", "rope_scaling")):
+        config = {**BASE, **MAPPED[name]}
+        ours, theirs, again = (tmp_path / f"{folder}{number}" for folder in ("ours", "theirs", "again"))
+        save({f"model.{s.name}": s.parameter.detach() for s in parallel.named_shards(model_of(config))}, ours, extra={"config": config})
+        export_checkpoint_megatron(ours, theirs, format=format)
+        import_checkpoint_megatron(theirs, again)
+        assert meant(read_manifest(again).extra["config"])[name] == meant(config)[name]
 
 
 def test_settings_that_no_layer_there_reads_change_nothing(tmp_path):

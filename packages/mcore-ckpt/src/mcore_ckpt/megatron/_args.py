@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["LATENT", "LLAMA3", "OTHER_NAMES", "ROUTER", "SAME_NAMES", "SHARED", "YARN", "args_of"]
+__all__ = ["EXPORTED", "LATENT", "LLAMA3", "OTHER_NAMES", "ROUTER", "SAME_NAMES", "SHARED", "YARN", "args_of"]
 
+EXPORTED = "exported_by_mcore"
+"""Marks args that an export wrote: every one of them is the model's."""
 SAME_NAMES = (
     *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "normalization", "qk_layernorm"),
     *("add_bias_linear", "add_qkv_bias", "softmax_type", "rotary_base", "rotary_percent", "rotary_interleaved", "init_method_std"),
@@ -152,7 +154,7 @@ def args_of(sizes: Mapping[str, Any]) -> dict[str, Any]:
     args |= _activation(full) | _layer_choices(full) | _experts(full, said)
     args |= _positions(full) if full["latent_attention"] is None else _latent(full)
     _check_biases(full)
-    return {name: value for name, value in args.items() if value is not None}
+    return {name: value for name, value in args.items() if value is not None} | {EXPORTED: True}
 
 
 def _only(full: Mapping[str, Any], name: str, only: Any, why: str, beside: str = "") -> None:

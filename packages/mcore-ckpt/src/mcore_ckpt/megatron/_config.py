@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from mcore_ckpt.megatron._args import LATENT, LLAMA3, OTHER_NAMES, ROUTER, SAME_NAMES, SHARED, YARN
+from mcore_ckpt.megatron._args import EXPORTED, LATENT, LLAMA3, OTHER_NAMES, ROUTER, SAME_NAMES, SHARED, YARN
 from mcore_ckpt.megatron._names import LAYERS
 
-__all__ = ["family_of", "sizes_of"]
+__all__ = ["check_unread", "family_of", "sizes_of"]
 
 _POSITIONS = ("learned_absolute", "rope", "mrope", "yarn", "none")
 _GATED = MappingProxyType({"swiglu": True, "quick_geglu": True, "squared_relu": False})
@@ -26,6 +26,29 @@ _NOT_HERE: Mapping[str, tuple[Any, str]] = MappingProxyType(
         "use_mup": (False, "factors of embeddings, scores and logits"),
     }
 )
+
+
+def check_unread(args: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Refuse numbers of rotary positions in args of a run of theirs: its program builds a model that has its own, whatever they say.
+
+    ``config``, the settings of the caller, may say either number. Args that an export of ours wrote are those of the model.
+
+    Raises:
+        ValueError: such a number that only the args say, by its name and value.
+    """
+    settings = {**args, **config}
+    kind = settings.get("position_embedding_type")
+    if args.get(EXPORTED) or settings.get("multi_latent_attention") or kind in ("learned_absolute", "none"):
+        return
+    unread: dict[str, tuple[Any, ...]] = {"rotary_seq_len_interpolation_factor": (None, 1)}
+    if settings.get("use_rope_scaling") and kind in (None, "rope"):
+        unread["rope_scaling_factor"] = (8.0, None)
+    for name, same in unread.items():
+        if name not in config and (value := args.get(name)) not in same:
+            raise ValueError(
+                f"{name}={value!r} is in the args, and pretrain_gpt.py builds its model with {same[0]!r} whatever they say; "
+                f"give {value!r} or {same[0]!r} in the config, as the model had it"
+            )
 
 
 def sizes_of(settings: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], *, gated: bool) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from mcore_ckpt._core import DeferredTensor, SaveOptions, is_checkpoint, read_ma
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import BACKEND_NAME, METADATA_NAME
 from mcore_ckpt._storage import Folder, WatchedFolder, open_folder
-from mcore_ckpt.megatron._config import family_of, sizes_of
+from mcore_ckpt.megatron._config import check_unread, family_of, sizes_of
 from mcore_ckpt.megatron._fsdp_dtensor import is_fsdp, open_fsdp
 from mcore_ckpt.megatron._legacy import is_legacy, open_legacy
 from mcore_ckpt.megatron._names import is_gated, our_name, our_shape
@@ -76,6 +76,7 @@ def import_checkpoint_megatron(
     gated, groups = is_gated(shapes), _groups(settings)
     state: dict[str, DeferredTensor] = {}
     try:
+        check_unread(source.args, config or {})
         for key in keys:
             shape = our_shape(key, shapes[key], gated=gated, num_query_groups=groups, num_heads=settings.get("num_attention_heads"))
             state[prefix + str(our_name(key))] = _shaped(source.tensors[key], shape)
