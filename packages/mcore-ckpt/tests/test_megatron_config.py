@@ -91,11 +91,41 @@ REFUSED = {
     "output_multiplier": {"output_multiplier": 0.5},
     "final_logit_softcapping": {"final_logit_softcapping": 30.0},
     "moe_router_bias": {**EXPERTS, "moe_router_bias": True},
+    "moe_expert_capacity_factor": {**EXPERTS, "moe_expert_capacity_factor": 1.5},
+    "moe_dispatch_fwd_dtype": {**EXPERTS, "moe_dispatch_fwd_dtype": "fp8"},
+    "moe_router_force_load_balancing": {**EXPERTS, "moe_router_force_load_balancing": True},
     "num_token_types": {"num_token_types": 2},
     "add_binary_head": {"add_binary_head": True},
 }
 # They change no weight's meaning: which kernel computes it, and depths of multi-token prediction, whose weights are left out by name.
 FREE = {"attention_backend", "mtp_num_layers", "mtp_detach"}
+# Nor do these of a mixture: how it is trained, at which precision its router multiplies, who moves its tokens. A value off the default.
+FREE_OF_EXPERTS = {
+    "moe_shared_expert_overlap": True,
+    "moe_router_dtype": "fp64",
+    "moe_router_bias_update_rate": 0.01,
+    "moe_router_bias_decay_steps": 100,
+    "moe_router_bias_decay_style": "linear",
+    "moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"],
+    "moe_aux_loss_coeff": [0.01, 0.001],
+    "moe_aux_loss_num_devices": 2,
+    "moe_z_loss_coeff": 1e-3,
+    "moe_router_report_entropy": True,
+    "moe_input_jitter_eps": 0.01,
+    "moe_token_dispatcher_type": "flex",
+    "moe_flex_dispatcher_backend": "hybridep",
+    "moe_flex_dispatcher_fallback": "alltoall",
+    "moe_flex_timeout_s": 10.0,
+    "moe_deepep_num_sms": 24,
+    "moe_hybridep_num_sms": 24,
+    "moe_symmetric_max_tokens": 4096,
+    "moe_symmetric_exact_rows": True,
+    "moe_enable_deepep": True,
+    "moe_token_drop_policy": "position",
+    "moe_pad_expert_input_to_capacity": True,
+    "moe_router_padding_for_quantization": True,
+    "moe_router_padding_for_fp8": True,
+}
 # Of fields above, other values and combinations.
 MORE_MAPPED = {
     "quick_geglu": {"activation": "quick_geglu"},
@@ -147,6 +177,8 @@ MORE_REFUSED = {
     "yarn.mscale=None": {**MAPPED["yarn"], "yarn": {"factor": 4.0, "mscale": None, "mscale_all_dim": 1.0}},
     "moe_shared_expert_intermediate_size=12": {**MAPPED["moe_shared_expert_intermediate_size"], **BIASED},
     "moe_latent_size=8": {**MAPPED["moe_latent_size"], **BIASED},
+    "moe_router_load_balancing_type='sinkhorn'": {**EXPERTS, "moe_router_load_balancing_type": "sinkhorn"},
+    "moe_expert_capacity_factor=0.0": {**EXPERTS, "moe_expert_capacity_factor": 0.0},
     "new_field=3": {"new_field": 3},
 }
 
@@ -203,6 +235,30 @@ def test_every_field_of_a_config_has_a_case():
     assert args_of(sizes).items() <= args_of(whole).items()
     with pytest.raises(ValueError, match="new_field=3 cannot be exported: no setting of Megatron-LM is known for it"):
         args_of({**sizes, "new_field": 3})
+
+
+def test_every_field_of_a_mixture_has_a_case():
+    moe = pytest.importorskip("mcore_moe")
+    fields = {field.name: field for field in dataclasses.fields(moe.MoEConfig)}
+    assert set(fields) == {name for name in (*MAPPED, *REFUSED, *FREE_OF_EXPERTS) if "moe_" in name}
+    assert not set(FREE_OF_EXPERTS) & {*MAPPED, *REFUSED}
+    plain = args_of({**BASE, **EXPERTS})
+    for name, value in FREE_OF_EXPERTS.items():
+        assert value != fields[name].default and args_of({**BASE, **EXPERTS, name: value}) == plain, name
+    # What a run records: the whole mixture at its defaults; a negative capacity is none.
+    whole = json.loads(json.dumps(dataclasses.asdict(moe.MoEConfig(**EXPERTS))))
+    assert plain.items() <= args_of({**BASE, **whole}).items()
+    assert args_of({**BASE, **EXPERTS, "moe_expert_capacity_factor": -1.0}) == plain
+
+
+def test_a_mixture_comes_back_without_what_trained_it(tmp_path):
+    config = {**BASE, **EXPERTS, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 1e-3, "moe_router_dtype": "fp32"}
+    state = {f"model.{shard.name}": shard.parameter.detach() for shard in parallel.named_shards(model_of(config))}
+    save(state, tmp_path / "ours", extra={"config": config})
+    assert export_checkpoint_megatron(tmp_path / "ours", tmp_path / "theirs") == []
+    import_checkpoint_megatron(tmp_path / "theirs", tmp_path / "again")
+    back = read_manifest(tmp_path / "again").extra["config"]
+    assert back["num_moe_experts"] == 4 and not {"moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_dtype"} & set(back)
 
 
 @pytest.mark.parametrize("name", [*MAPPED, *MORE_MAPPED])

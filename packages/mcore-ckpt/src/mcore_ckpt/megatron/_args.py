@@ -88,6 +88,8 @@ _NOT_THERE: Mapping[str, tuple[Any, str]] = MappingProxyType(
         "final_logit_softcapping": (None, "logits have no cap there"),
         "num_token_types": (None, "only GPT models have names there"),
         "add_binary_head": (None, "only GPT models have names there"),
+        "moe_router_force_load_balancing": (False, "it routes at random"),
+        "moe_dispatch_fwd_dtype": (None, "experts read tokens as they are there"),
     }
 )
 _DEFAULTS: Mapping[str, Any] = MappingProxyType(
@@ -113,6 +115,8 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "moe_router_topk": 2,
         "moe_layer_freq": 1,
         "moe_router_score_function": "softmax",
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_expert_capacity_factor": None,
         # Which kernel computes it; what trains further depths, whose weights an export leaves out by name.
         "attention_backend": "auto",
         "mtp_num_layers": 0,
@@ -120,7 +124,19 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
         **{name: only for name, (only, _) in _NOT_THERE.items()},
     }
 )
-"""Every field of a config of ours, mixtures included, and what it means where it is left out."""
+"""Fields of a config of ours, mixtures included, and what each means where it is left out."""
+_PASSED_OVER = frozenset(
+    {
+        *("moe_shared_expert_overlap", "moe_router_bias_update_rate", "moe_router_bias_decay_steps", "moe_router_bias_decay_style"),
+        *("moe_aux_loss_coeff", "moe_aux_loss_num_devices", "moe_z_loss_coeff", "moe_router_report_entropy", "moe_input_jitter_eps"),
+        *("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_flex_dispatcher_fallback", "moe_flex_timeout_s"),
+        *("moe_deepep_num_sms", "moe_hybridep_num_sms", "moe_symmetric_max_tokens", "moe_symmetric_exact_rows", "moe_enable_deepep"),
+        *("moe_pad_expert_input_to_capacity", "moe_router_padding_for_quantization", "moe_router_padding_for_fp8", "moe_router_dtype"),
+        # Without a capacity nothing is dropped.
+        "moe_token_drop_policy",
+    }
+)
+"""Fields of mixtures that leave the model's function in evaluation alone: its training, who moves its tokens, the router's precision."""
 _ALWAYS = ("normalization", "add_bias_linear")
 """Fields whose defaults differ on the two sides."""
 
@@ -131,7 +147,7 @@ def args_of(sizes: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a field that no setting of theirs says, by its name and value.
     """
-    if unknown := [name for name in sizes if name not in _DEFAULTS]:
+    if unknown := [name for name in sizes if name not in _DEFAULTS and name not in _PASSED_OVER]:
         raise ValueError(
             f"{unknown[0]}={sizes[unknown[0]]!r} cannot be exported: no setting of Megatron-LM is known for it; leave it out of the "
             "checkpoint's config if it changes nothing"
@@ -193,6 +209,13 @@ def _layer_choices(full: Mapping[str, Any]) -> dict[str, Any]:
 def _experts(full: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
     if full["num_moe_experts"] is None:
         return {}
+    kinds, capacity = full["moe_router_load_balancing_type"], full["moe_expert_capacity_factor"]
+    if "sinkhorn" in ([kinds] if isinstance(kinds, str) else kinds):
+        raise ValueError(
+            f"moe_router_load_balancing_type={kinds!r} cannot be exported: it weighs experts in a way of its own; only types without it can"
+        )
+    if capacity is not None and capacity >= 0:
+        _only(full, "moe_expert_capacity_factor", None, "it drops tokens in evaluation too")
     biased, router = full["add_bias_linear"], full["moe_router_bias"]
     if router is not None and router != biased:
         raise ValueError(
