@@ -216,7 +216,7 @@ def installed_findings(wheel: str) -> list[str]:
     if extra := sorted(there - closure - {"pip"}):
         findings.append(f"{wheel}: installed without being declared: {', '.join(extra)}")
     try:
-        seconds = min(import_seconds(module) for _ in range(5))
+        seconds = quickest_import(module)
     except subprocess.CalledProcessError as error:
         return [*findings, f"{wheel}: {module} does not import:\n{error.stderr}"]
     print(f"{wheel}: {len(there)} distributions, import {seconds:.2f} s above torch (at most {IMPORT_BUDGET_S})")
@@ -229,6 +229,16 @@ def _wheel_parts(wheel: str) -> set[str]:
     """First path parts that every installed wheel has beside its package: metadata and scripts."""
     version = importlib.metadata.version(wheel)
     return {f"{wheel.replace('-', '_')}-{version}.dist-info", ".."}
+
+
+def quickest_import(module: str, tries: int = 15) -> float:
+    """Of so many times the least, or the first within the budget: what else the machine does makes each longer, and none shorter."""
+    least = float("inf")
+    for _ in range(tries):
+        least = min(least, import_seconds(module))
+        if least <= IMPORT_BUDGET_S:
+            break
+    return least
 
 
 def import_seconds(module: str) -> float:

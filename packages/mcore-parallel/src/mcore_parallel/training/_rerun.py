@@ -5,7 +5,6 @@
 import json
 import math
 import socket
-import statistics
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -204,8 +203,11 @@ class Rerun:
     def _is_wrong(self, loss: float) -> bool:
         if not math.isfinite(loss):
             return True
-        known = len(self._losses) == self.config.window
-        return known and loss > self.config.spike_factor * statistics.median(self._losses)
+        if len(self._losses) < self.config.window:
+            return False
+        import statistics
+
+        return loss > self.config.spike_factor * statistics.median(self._losses)
 
     def _same(self, one: float, other: float) -> bool:
         return _difference(one, other) <= self.config.tolerance

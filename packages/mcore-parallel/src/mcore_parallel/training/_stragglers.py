@@ -2,7 +2,6 @@
 # Copyright (c) 2026 the mcore authors
 """Ranks that are slower than those with the same work."""
 
-import statistics
 import time
 from typing import Any
 
@@ -94,6 +93,8 @@ def _slowest(times: list[tuple[int, float]]) -> dict[str, float]:
     Args:
         times: (stage, seconds) of each rank.
     """
+    import statistics
+
     medians = {stage: statistics.median(value for other, value in times if other == stage) for stage, _ in times}
     slowdowns = [value / medians[stage] if medians[stage] > 0 else 1.0 for stage, value in times]
     rank = max(range(len(times)), key=slowdowns.__getitem__)

@@ -7,7 +7,6 @@ import dataclasses
 import math
 import random
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from typing import Any
 
 from mcore_rl._stability import experimental_api
@@ -190,6 +189,8 @@ def _whole_shares(names: Sequence[str], weights: Sequence[float]) -> list[int]:
         raise ValueError(f"weights={list(weights)} must be as many as the {len(names)} environments")
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
         raise ValueError(f"weights={list(weights)} must be finite and not negative, and one of them above 0")
+    from fractions import Fraction
+
     # 0.97 is 97/100 here, not the nearest binary fraction.
     exact = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(weight.denominator for weight in exact))
