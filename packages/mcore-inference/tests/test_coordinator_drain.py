@@ -285,6 +285,9 @@ def test_the_health_of_a_server_says_that_the_last_engines_drain(service: _Servi
 
     async def ask(runner: CoordinatedRunner) -> None:
         streams = [await runner.submit(f"prompt {number}", LONG) for number in range(4)]
+        # An engine that has none yet would have left at once.
+        while min((stats["open_requests"] for stats in runner.engine_stats().values()), default=0) < 1:
+            await asyncio.sleep(0.02)
         for worker in service.workers:
             closing.append(asyncio.ensure_future(asyncio.to_thread(worker.close, 30.0)))
         while runner.stats()["draining_engines"] < 2:
