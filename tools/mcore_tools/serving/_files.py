@@ -16,6 +16,7 @@ from mcore_inference import DynamicInferenceRequestRecord, EngineRunner, Request
 from mcore_inference.coordinator import CoordinatedRunner
 from mcore_inference.sampling import request_seed
 from mcore_inference.text import BosTokenizer, Tokenizer, chat_tokens
+from mcore_tools.whole_file import write_whole
 
 _MAX_OPEN = 512
 """Requests that wait or run."""
@@ -184,7 +185,7 @@ class PromptFile:
         for place, line in enumerate(whole.splitlines(), start=1):
             entry = _object(line)
             number = entry.get("number")
-            if type(number) is not int or not 0 <= number < len(self._prompts) or not self._asked(number).items() <= entry.items():
+            if type(number) is not int or not 0 <= number < len(self._prompts) or not self._named_prompt(number).items() <= entry.items():
                 raise ValueError(f"line {place} of {self._target} is no continuation of this --input; give another --output")
             done.add(number)
             self.num_refused += "error" in entry
@@ -192,7 +193,7 @@ class PromptFile:
             os.truncate(self._target, len(whole) + len(newline))
         return done
 
-    def _asked(self, number: int) -> dict[str, Any]:
+    def _named_prompt(self, number: int) -> dict[str, Any]:
         """What a prompt is called in a line of the target, and it."""
         prompt = self._prompts[number]
         return {"prompt" if isinstance(prompt, str) else "messages": prompt}
@@ -208,9 +209,7 @@ class PromptFile:
         Prompts that an error ended that may pass, such as a step that ran out of memory, are left to the next call.
         """
         if self._keeps_settings:
-            half = self._settings_file.with_name(f"{self._settings_file.name}.half")
-            half.write_text(json.dumps(self._settings, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-            half.replace(self._settings_file)
+            write_whole(self._settings_file, json.dumps(self._settings, ensure_ascii=False, indent=1) + "\n")
         begin = last = time.monotonic()
         num_done, num_tokens, why = len(self._prompts) - len(self.left), 0, ""
         with self._target.open("a", encoding="utf-8") as target:
@@ -221,7 +220,7 @@ class PromptFile:
                     self.num_postponed += 1
                     why = why or result.message
                     return
-                entry: dict[str, Any] = {"number": number, **self._asked(number)}
+                entry: dict[str, Any] = {"number": number, **self._named_prompt(number)}
                 if isinstance(result, RequestError):
                     entry["error"] = result.message
                     self.num_refused += 1
