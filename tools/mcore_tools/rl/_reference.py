@@ -3,7 +3,6 @@
 """The weights from which a run measures its divergence, and their checkpoints."""
 
 import dataclasses
-import os
 from pathlib import Path
 
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from mcore_tools.assembly import Parts
 from mcore_tools.recipes import RunConfig
 from mcore_tools.rl._left_over import forget_after
 from mcore_tools.rl._teacher import check_tokenizer
-from mcore_tools.training import HuggingFaceFolder, check_stored, fill_model, open_weights, stored_model
+from mcore_tools.training import HuggingFaceFolder, absolute_place, check_stored, fill_model, open_weights, stored_model
 
 REFERENCE = "reference"
 """Folder of a run with these weights, where ``rl.kl_beta``, ``rl.kl_in_reward`` or ``rl.dpo`` asks for them."""
@@ -100,7 +99,7 @@ class RunReference:
             )
         forget_after(self._checkpoints, step, self._parts.groups)
         _, extra = self._checkpoints.load(model_state(self._parts.model, self._parts.groups))
-        if _absolute(named := extra.get("rl.reference", "")) != _absolute(self._rl.reference):
+        if absolute_place(named := extra.get("rl.reference", "")) != absolute_place(self._rl.reference):
             raise ValueError(
                 f"rl.reference={self._rl.reference!r}, and the run began with {named!r}, with which it goes on; set that, or begin another "
                 "one with load.path"
@@ -119,7 +118,7 @@ class RunReference:
         """Before the policy's step, where they are others than those that were saved."""
         if self._has_changed and self.frozen is not None:
             with self.frozen.swapped():
-                named = {"rl.reference": _absolute(self._rl.reference)}
+                named = {"rl.reference": absolute_place(self._rl.reference)}
                 self._checkpoints.save(step, model_state(self._parts.model, self._parts.groups), named)
             self._has_changed = False
 
@@ -131,8 +130,3 @@ def _of_first_rank(weights: Folder | HuggingFaceFolder, world: Group) -> Folder 
     places = [""] * world.size
     dist.all_gather_object(places, str(weights), group=world.pg)
     return weights if places[0] == str(weights) else open_weights(places[0])
-
-
-def _absolute(place: str) -> str:
-    """The one name of a folder here; of an object store as it is."""
-    return place if not place or "://" in place else os.path.abspath(place)

@@ -16,6 +16,7 @@ from mcore_tools.training._pretrained import HuggingFaceFolder, is_huggingface
 from mcore_tools.training._start import RunCheckpoints, find_base, find_source, first_folder
 from mcore_tools.training._stored import (
     RUN_FILE,
+    absolute_place,
     check_stored,
     fill_model,
     open_weights,
@@ -35,6 +36,7 @@ __all__ = [
     "Origin",
     "RunCheckpoints",
     "Trained",
+    "absolute_place",
     "build_trainer",
     "check_log",
     "check_lora",

@@ -3,7 +3,6 @@
 """Steps of a run that trains adapters: they hold these alone, and their base model is where the run took it from."""
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from mcore_tools.recipes import LoadConfig, RunConfig
 from mcore_tools.training._begun_adapter import check_adapter, fill_adapter
 from mcore_tools.training._pretrained import HuggingFaceFolder
 from mcore_tools.training._start import RunCheckpoints, Source
+from mcore_tools.training._stored import absolute_place
 
 _OPTIMIZER = "optimizer."
 _LORA, _BASE = "lora", "lora_base"
@@ -66,7 +66,7 @@ def describe_adapters(config: RunConfig, origin: Folder | HuggingFaceFolder | No
     if config.lora is None or origin is None:
         return {}
     base = str(origin)
-    return {_LORA: _settings(config.lora), _BASE: base if "://" in base else os.path.abspath(base)}
+    return {_LORA: _settings(config.lora), _BASE: absolute_place(base)}
 
 
 def _settings(config: LoraConfig) -> dict[str, Any]:

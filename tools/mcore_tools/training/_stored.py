@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -90,6 +91,11 @@ def weights_identity(weights: Folder | HuggingFaceFolder) -> str:
     if isinstance(weights, HuggingFaceFolder):
         return f"{weights} {weights.digest()}"
     return f"{weights} {json.loads(read_manifest(weights).encode())['sha256']}"
+
+
+def absolute_place(place: str) -> str:
+    """The one name of a folder here, of an object store as it is; empty for none."""
+    return place if not place or "://" in place else os.path.abspath(place)
 
 
 def open_weights(place: str | Path) -> Folder | HuggingFaceFolder:
