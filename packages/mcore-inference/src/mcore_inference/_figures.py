@@ -42,6 +42,8 @@ class Histogram:
         return dict.fromkeys((*self.bucket_names(name), f"{name}_count", f"{name}_sum"), _counter(self.help))
 
 
+_BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
+"""Seconds."""
 HISTOGRAMS: Mapping[str, Histogram] = MappingProxyType(
     {
         "time_to_first_token_seconds": Histogram(
@@ -50,11 +52,11 @@ HISTOGRAMS: Mapping[str, Histogram] = MappingProxyType(
         ),
         "time_per_output_token_seconds": Histogram(
             help="Mean seconds between tokens of a request that was completed, behind its first.",
-            bounds=(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1),
+            bounds=_BETWEEN_TOKENS,
         ),
         "inter_token_latency_seconds": Histogram(
             help="Seconds between two steps that brought tokens of a request; without speculation, between two of its tokens.",
-            bounds=(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1),
+            bounds=_BETWEEN_TOKENS,
         ),
         "request_queue_time_seconds": Histogram(
             help="Seconds from a request's arrival to the first step that computes some of it.",
