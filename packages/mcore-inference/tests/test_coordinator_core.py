@@ -145,15 +145,15 @@ def test_a_request_goes_round_the_engines_whose_queues_are_full() -> None:
     group = Group(engines=3, clients=1)
     # One behind another would meet the first again, by its beginning.
     group.send(b"c0", submit(5, [7] * 64, stream=True))
-    asked = []
+    refusing = []
     while not group.got(b"c0", Failure):
         [(engine, message)] = [(peer, each) for peer in (b"e0", b"e1", b"e2") for each in group.got(peer, SubmitRequest)]
-        asked.append(engine)
+        refusing.append(engine)
         group.inbox[engine].clear()
         group.send(engine, full(message.request_id))
         # Once only: it is at another one.
         group.send(engine, full(message.request_id))
-    assert sorted(asked) == [b"e0", b"e1", b"e2"]
+    assert sorted(refusing) == [b"e0", b"e1", b"e2"]
     [failure] = group.got(b"c0", Failure)
     assert (failure.request_id, failure.kind, failure.is_transient) == (5, "QueueFullError", True)
     assert not group.core.num_open_requests

@@ -167,7 +167,7 @@ def test_turns_behind_one_system_prompt_meet_the_engine_that_has_their_past() ->
     draw, router = random.Random(3), PrefixRouter()
     system = [draw.randrange(50_000) for _ in range(800)]
     tokens, places = {A: 0, B: 0}, 64
-    answered, found = Counter({A: 0, B: 0}), Counter[bool]()
+    num_answers, found = Counter({A: 0, B: 0}), Counter[bool]()
     cached: dict[bytes, set[int]] = {A: set(), B: set()}
     past: dict[int, list[int]] = {number: [*system] for number in range(60)}
     home: dict[int, bytes] = {}
@@ -180,7 +180,7 @@ def test_turns_behind_one_system_prompt_meet_the_engine_that_has_their_past() ->
         now, number, engine, size = heapq.heappop(events)
         if engine:
             tokens[engine] -= size
-            answered[engine] += 1
+            num_answers[engine] += 1
             past[number] += [draw.randrange(50_000) for _ in range(150)]
             cached[engine].update(_blocks(past[number]))
             if left[number]:
@@ -188,7 +188,7 @@ def test_turns_behind_one_system_prompt_meet_the_engine_that_has_their_past() ->
             continue
         left[number] -= 1
         past[number] += [draw.randrange(50_000) for _ in range(draw.randrange(16, 60))]
-        shares = {name: (turns[name] - answered[name]) / places for name in tokens}
+        shares = {name: (turns[name] - num_answers[name]) / places for name in tokens}
         engine = router.choose(past[number], {name: load(shares[name], tokens[name]) for name in tokens})
         found.update(block in cached[engine] for block in _blocks(past[number]))
         if number in home:
@@ -196,7 +196,7 @@ def test_turns_behind_one_system_prompt_meet_the_engine_that_has_their_past() ->
         home[number], size = engine, len(past[number]) + 256
         tokens[engine] += size
         turns[engine] += 1
-        widest = max(widest, abs(turns[A] - answered[A] - turns[B] + answered[B]))
+        widest = max(widest, abs(turns[A] - num_answers[A] - turns[B] + num_answers[B]))
         heapq.heappush(events, (now + 1 + draw.random() * 2, number, engine, size))
     assert met.total() == 300 and met[True] >= 0.7 * 300 and found[True] >= 0.88 * found.total(), (met, found)
     assert widest <= places // 8 + 1 and 0.35 <= turns[A] / turns.total() <= 0.65, (widest, turns)

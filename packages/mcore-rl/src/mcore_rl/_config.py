@@ -117,8 +117,8 @@ class GRPOConfig:
     @property
     def drawing_args(self) -> GenericGenerationArgs:
         """``generation_args`` with what they leave open of the distribution said: that of the model, which no interface changes."""
-        said = {name: value for name, value in asdict(self.generation_args).items() if value is not None}
-        return GenericGenerationArgs(**{"temperature": 1.0, "top_k": 0, "top_p": 1.0, **said})
+        given = {name: value for name, value in asdict(self.generation_args).items() if value is not None}
+        return GenericGenerationArgs(**{"temperature": 1.0, "top_k": 0, "top_p": 1.0, **given})
 
     @property
     def longest_trajectory(self) -> int:

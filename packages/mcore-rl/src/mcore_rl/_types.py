@@ -65,14 +65,14 @@ class GenericGenerationArgs:
         """The field that keeps tokens from being drawn; None where all may be."""
         return "top_k" if self.top_k else "top_p" if self.top_p not in (None, 1) else None
 
-    def _said(self) -> dict[str, float | int | None]:
+    def _choices(self) -> dict[str, float | int | None]:
         """By field: every value, and each None that opens a choice."""
         return {name: value for name, value in asdict(self).items() if value is not None or name in self._opened}
 
     def add(self, other: "GenericGenerationArgs") -> "GenericGenerationArgs":
         """These choices, overridden by those that ``other`` makes. A None that it was given opens a choice again; where it was given all
         fields, as ``dataclasses.replace`` and files do, a None says nothing."""
-        both = {**self._said(), **other._said()}
+        both = {**self._choices(), **other._choices()}
         added = GenericGenerationArgs(**both)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
         object.__setattr__(added, "_opened", frozenset(name for name, value in both.items() if value is None))
         return added

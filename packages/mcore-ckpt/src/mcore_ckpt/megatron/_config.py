@@ -146,11 +146,11 @@ def _activation_of(settings: Mapping[str, Any], shapes: Mapping[str, Sequence[in
     Raises:
         ValueError: settings that no activation of ours has, or that the weights contradict.
     """
-    said = {name: bool(settings[name]) for name in _GATED if settings.get(name) is not None}
-    chosen = [name for name, on in said.items() if on]
+    flags = {name: bool(settings[name]) for name in _GATED if settings.get(name) is not None}
+    chosen = [name for name, on in flags.items() if on]
     if len(chosen) > 1:
         raise ValueError(f"{' and '.join(f'{name}=True' for name in chosen)} exclude one another; set one of them in the config")
-    if not said or not any(key.endswith("linear_fc1.weight") for key in shapes):
+    if not flags or not any(key.endswith("linear_fc1.weight") for key in shapes):
         return {}
     if gated != (bool(chosen) and _GATED[chosen[0]]):
         has, sets = ("a gate", ", ".join(chosen) or "none") if gated else ("no gate", chosen[0])

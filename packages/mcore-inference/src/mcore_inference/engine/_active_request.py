@@ -71,9 +71,9 @@ class ActiveRequest:
 
     def reset_prompt_scores(self) -> None:
         """Of the prompt's log-probabilities none is there; where they are asked for, those of one token are an empty list."""
-        asked = self.wants_prompt_log_probs
-        self.segment.prompt_log_probs = [] if asked else None
-        self.segment.prompt_top_n_logprobs = [] if asked and self.params.top_n_logprobs else None
+        scores = self.wants_prompt_log_probs
+        self.segment.prompt_log_probs = [] if scores else None
+        self.segment.prompt_top_n_logprobs = [] if scores and self.params.top_n_logprobs else None
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -115,10 +115,10 @@ def check_batch_invariant(
     symbols = set(config.hybrid_layer_pattern or "")
     linear = {"M", "G"} & symbols
     # A pattern without E builds none.
-    asked = config.hybrid_layer_pattern is None or "E" in symbols
+    has_feed_forward = config.hybrid_layer_pattern is None or "E" in symbols
     kv_heads_cut = config.kv_heads % groups.tp.size != 0
     gpu = torch.device(device).type == "cuda"
-    follows = not asked or is_dense(feed_forward) or isinstance(feed_forward, BatchInvariantChecked)
+    follows = not has_feed_forward or is_dense(feed_forward) or isinstance(feed_forward, BatchInvariantChecked)
     narrow_store = isinstance(feed_forward, functools.partial) and bool(feed_forward.keywords.get("fp8_input_store"))
     refused = {
         f"device={str(device)!r} without Triton": gpu and importlib.util.find_spec("triton") is None,
@@ -135,7 +135,7 @@ def check_batch_invariant(
     for what, wrong in refused.items():
         if wrong:
             raise ValueError(f"batch_invariant=True of the backend has no path for {what}; leave that or batch_invariant out")
-    if asked and isinstance(feed_forward, BatchInvariantChecked):
+    if has_feed_forward and isinstance(feed_forward, BatchInvariantChecked):
         feed_forward.check_batch_invariant(config, groups.plan, dtype=dtype, device=device)
 
 
