@@ -638,7 +638,7 @@ def test_a_server_that_was_there_before_its_engines_serves_once_they_are(runners
     httpx = pytest.importorskip("httpx")
     from mcore_inference.server import serve_runner
 
-    body = {"prompt": "x", "max_tokens": 4}
+    body = {"prompt": "x", "max_tokens": 4, "ignore_eos": True}
     with ExitStack() as stack:
         coordinator = stack.enter_context(DataParallelInferenceCoordinator(CoordinatorConfig(**QUICK)))
         server = stack.enter_context(serve_runner(lambda: CoordinatedRunner(coordinator.address), ByteTokenizer()))
