@@ -117,6 +117,8 @@ class Words(ByteTokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         known = {"cat": [300], " cat": [301], "dog": [302, 303], " dog": [304], "hat": [305, 306], " hat": [307, 305, 306], "far": [999]}
+        if text.strip() == "no text":
+            raise TypeError("of another kind")  # As tokenizers of others do.
         return known[text] if text in known else [] if text == "none" else super().tokenize(text)
 
 
@@ -129,6 +131,7 @@ def test_words_are_tokens_as_they_are_and_behind_a_space() -> None:
     assert tokens(" ") == (tuple(TOKENIZER.tokenize(" ")), tuple(TOKENIZER.tokenize("  ")))
     assert tokens() == bad_word_tokens(SamplingParams(), (), None, 400) == ()
     reasons = {"none": "which is 0 tokens", "x" * 33: "which is 33 tokens; a word has 1 to 32", "far": "whose token 999 is never drawn"}
+    reasons["no text"] = "which the tokenizer refused: of another kind"
     for word, reason in reasons.items():
         with pytest.raises(ValueError, match=f"bad_words holds '{word}', {reason}"):
             tokens(word)

@@ -80,6 +80,14 @@ def test_a_form_that_could_not_be_compiled_for_now_is_not_the_fault_of_its_clien
     assert (error.status, error.code, error.message) == (status, "StructuredOutputError", "structured_output: no room")
 
 
+def test_an_output_that_cannot_go_on_in_its_form_is_refused_as_one_that_cannot_begin_in_it(client: openai.OpenAI) -> None:
+    grammar = 'start: e\ne: e e e | e e | "a" | \n'
+    ambiguous: Any = {"structured_outputs": {"grammar": grammar}, "ignore_eos": True, "logit_bias": {97: 100.0}}
+    with pytest.raises(openai.BadRequestError, match="structured_output cannot go on") as caught:
+        client.completions.create(model="mcore", prompt="x", max_tokens=120, seed=1, extra_body=ambiguous)
+    assert (caught.value.code, caught.value.param) == ("StructuredOutputError", "response_format")
+
+
 def test_a_form_that_cannot_be_had_is_refused_and_says_why(client: openai.OpenAI) -> None:
     ask = functools.partial(client.chat.completions.create, model="mcore", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:

@@ -111,7 +111,10 @@ def bad_word_tokens(
     for word in params.bad_words:
         bare = word.lstrip() or word
         for text in (bare, " " + bare):
-            tokens = tuple(tokenizer.tokenize(text))
+            try:
+                tokens = tuple(tokenizer.tokenize(text))
+            except Exception as error:
+                raise ValueError(f"bad_words holds {word[:80]!r}, which the tokenizer refused: {error}") from error
             if not 0 < len(tokens) <= longest:
                 raise ValueError(f"bad_words holds {word[:80]!r}, which is {len(tokens)} tokens; a word has 1 to {longest}, so shorten it")
             if max(tokens) >= vocab_size:

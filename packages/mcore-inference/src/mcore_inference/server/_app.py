@@ -239,12 +239,12 @@ class Routes:
         except ClientGone:
             return Response(status_code=CLIENT_LEFT)
         except Exception as error:
-            raise _refusal(call, error) from error
+            raise _named(call, ApiError.of(error)) from error
         finally:
             _abort(streams)
         for record in records:
             if record.status is Status.FAILED:
-                raise ApiError.of_failure(record.error)
+                raise _named(call, ApiError.of_failure(record.error))
         choices = [call.choice(call, index, record) for index, record in enumerate(records)]
         answer = call.envelope(call.kind, self._model_name)
         return JSONResponse({**answer, "choices": choices, "usage": usage(records, call.body.num_choices)})
@@ -259,7 +259,7 @@ class Routes:
         except BaseException as error:
             _abort(streams)
             if isinstance(error, Exception):
-                raise _refusal(call, error) from error
+                raise _named(call, ApiError.of(error)) from error
             raise
         return streams
 
@@ -286,7 +286,7 @@ class Routes:
                 if increment.record is not None:
                     records[index] = increment.record
                     if increment.record.status is Status.FAILED:
-                        raise ApiError.of_failure(increment.record.error)
+                        raise _named(call, ApiError.of_failure(increment.record.error))
                 if not has_begun and isinstance(call.body, ChatBody):
                     for choice in range(len(streams)):
                         first = {"index": choice, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
@@ -300,8 +300,8 @@ class Routes:
             yield "[DONE]"
         except Exception as error:
             if not has_begun:
-                raise _refusal(call, error) from error
-            yield json.dumps(_refusal(call, error).body(current_request_id()))
+                raise _named(call, ApiError.of(error)) from error
+            yield json.dumps(_named(call, ApiError.of(error)).body(current_request_id()))
         finally:
             _abort(streams)
 
@@ -418,10 +418,9 @@ class Routes:
         return JSONResponse(ApiError(500, f"internal error: {type(error).__name__}").body(number), 500)
 
 
-def _refusal(call: _GenerationCall, error: Exception) -> ApiError:
+def _named(call: _GenerationCall, answer: ApiError) -> ApiError:
     """The answer to an error of the engine; where there are tools, the form that it speaks of is theirs."""
-    answer = ApiError.of(error)
-    if isinstance(error, StructuredOutputError) and call.tools is not None:
+    if answer.code == StructuredOutputError.__name__ and call.tools is not None:
         answer.param = "tools"
     return answer
 

@@ -71,7 +71,12 @@ class ApiError(Exception):
 
     @classmethod
     def of_failure(cls, error: Exception | None) -> "ApiError":
-        """The answer for a request that failed after it had begun; 503 where it may succeed when it is sent again."""
+        """The answer for a request that failed after it had begun; 503 where it may succeed when it is sent again.
+
+        An output that cannot go on in the form that was asked for is the fault of the form, as one that cannot begin in it is.
+        """
+        if isinstance(error, StructuredOutputError):
+            return cls.of(error)
         text = error.message if isinstance(error, RequestError) else str(error or "the request was aborted")
         return cls(503 if isinstance(error, RequestError) and error.is_transient else 500, text, code=type(error).__name__)
 
