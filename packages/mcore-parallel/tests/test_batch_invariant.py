@@ -11,7 +11,7 @@ import torch
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.backends import Fp8Config, choose_backend
 from mcore_parallel.models import GPTModel, ModelOutput, TransformerConfig
-from mcore_parallel.nn import AttentionSpec, LatentAttentionConfig, MambaConfig, Step, choose_attention
+from mcore_parallel.nn import AttentionSpec, GatedDeltaNetConfig, LatentAttentionConfig, MambaConfig, Step, choose_attention
 from mcore_parallel.tensor_parallel import LoraConfig, add_lora
 
 SIZES = TransformerConfig(
@@ -19,6 +19,8 @@ SIZES = TransformerConfig(
 )
 LENGTHS = (1, 7, 30, 66)
 LATENT = LatentAttentionConfig(q_lora_rank=20, kv_lora_rank=24, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=12)
+MAMBA = MambaConfig(state_dim=6, head_dim=8, num_groups=2, chunk_size=16)
+DELTA = GatedDeltaNetConfig(num_key_heads=2, num_value_heads=6, key_head_dim=7, value_head_dim=5, chunk_size=16)
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"window_size": (9, 0), "softmax_type": "learnable", "qk_layernorm": True},
@@ -27,6 +29,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"attention_output_gate": True, "qk_layernorm": True, "qk_layernorm_across_heads": True},
     {"latent_attention": LATENT, "rotary_interleaved": True},
     {"latent_attention": dataclasses.replace(LATENT, q_lora_rank=None, v_head_dim=11), "window_size": (9, 0), "add_bias_linear": True},
+    {"num_layers": 3, "hybrid_layer_pattern": "M*M", "mamba": MAMBA},
+    {"num_layers": 3, "hybrid_layer_pattern": "G*-", "delta_net": DELTA},
 ]
 
 
@@ -74,7 +78,17 @@ def alone_and_packed(groups: ProcessGroups | None = None, dtype: torch.dtype = t
         assert torch.equal(outcome(model, parts[3][:40], Step.causal(1, 40)), alone[3][:40])
 
 
-NAMES = ["plain", "window and sinks", "off-by-one", "tied", "gate and norms across heads", "latent", "latent of full queries"]
+NAMES = [
+    "plain",
+    "window and sinks",
+    "off-by-one",
+    "tied",
+    "gate and norms across heads",
+    "latent",
+    "latent of full queries",
+    "mamba",
+    "delta net",
+]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +134,7 @@ def test_positions_of_three_components_on_a_gpu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("fields", [{}, {"latent_attention": LATENT}], ids=["plain", "latent"])
+@pytest.mark.parametrize("fields", [{}, {"latent_attention": LATENT}, *VARIANTS[-2:]], ids=["plain", "latent", "mamba", "delta net"])
 def test_a_step_without_tokens_gives_gradients_of_zero(fields: dict[str, Any], exact: bool) -> None:
     model = build(exact=exact, **fields)
     tokens, step = packed([torch.zeros(0, dtype=torch.int64)])
@@ -160,6 +174,8 @@ def check_tensor_parallel() -> None:
     groups = ProcessGroups.build(ParallelPlan(tp=2, sequence_parallel=False))
     alone_and_packed(groups)
     alone_and_packed(groups, latent_attention=LATENT)
+    for fields in VARIANTS[-2:]:
+        alone_and_packed(groups, **fields)
     with pytest.raises(ValueError, match="no path for tp=2 with qk_layernorm_across_heads=True"):
         build(groups, qk_layernorm=True, qk_layernorm_across_heads=True)
 
@@ -216,10 +232,8 @@ def test_values_and_gradients_on_a_gpu_are_those_of_the_cpu_and_repeat_bit_by_bi
     ("fields", "message"),
     [
         ({"attention_backend": "sdpa"}, "batch_invariant=True"),
-        (
-            {"num_layers": 3, "hybrid_layer_pattern": "M*-", "mamba": MambaConfig(state_dim=6, head_dim=8, num_groups=2)},
-            "the linear mixers of hybrid_layer_p",
-        ),
+        ({"device": "cuda", **VARIANTS[-2], "mamba": dataclasses.replace(MAMBA, state_dim=5000)}, "mamba.state_dim=5000 above 4096"),
+        ({"device": "cuda", **VARIANTS[-1], "delta_net": dataclasses.replace(DELTA, key_head_dim=4097)}, "delta_net.key_head_dim=4097 ab"),
     ],
 )
 def test_what_has_no_such_path_is_refused_by_name(fields: dict[str, Any], message: str) -> None:

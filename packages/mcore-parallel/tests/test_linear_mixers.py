@@ -21,15 +21,15 @@ WIDTH = 24
 KINDS = ("mamba", "delta_net")
 
 
-def build(kind: str, groups: ProcessGroups, num_groups: int = 2) -> LinearMixer:
+def build(kind: str, groups: ProcessGroups, num_groups: int = 2, *, exact: bool = False) -> LinearMixer:
     """A mixer in float64 whose parameters are all drawn."""
     mixer: LinearMixer
     if kind == "mamba":
         sizes = MambaConfig(state_dim=5, head_dim=3, num_groups=num_groups, num_heads=8, chunk_size=4)
-        mixer = MambaMixer(WIDTH, sizes, groups, dtype=torch.float64)
+        mixer = MambaMixer(WIDTH, sizes, groups, batch_invariant=exact, dtype=torch.float64)
     else:
         delta = GatedDeltaNetConfig(num_key_heads=num_groups, num_value_heads=8, key_head_dim=5, value_head_dim=3, chunk_size=4)
-        mixer = GatedDeltaNet(WIDTH, delta, groups, dtype=torch.float64)
+        mixer = GatedDeltaNet(WIDTH, delta, groups, batch_invariant=exact, dtype=torch.float64)
     with torch.no_grad():
         for number, shard in enumerate(named_shards(mixer)):
             if not shard.name.endswith(("A_log", "dt_bias")):
@@ -98,9 +98,10 @@ def test_packed_sequences_do_not_see_each_other(kind: str) -> None:
     torch.testing.assert_close(mixer(x, packed(6, 6)), mixer(x, Step.causal(2, 6)))
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_single_steps_go_on_from_a_prefill(kind: str) -> None:
-    mixer, x = build(kind, ProcessGroups.single()), drawn(2, 9, WIDTH)
+def test_single_steps_go_on_from_a_prefill(exact: bool, kind: str) -> None:
+    mixer, x = build(kind, ProcessGroups.single(), exact=exact), drawn(2, 9, WIDTH)
     wanted = mixer(x.flatten(0, 1), Step.causal(2, 9)).unflatten(0, (2, 9))
     y, state = mixer.prefill(x[:, :2].flatten(0, 1), Step.causal(2, 2))
     torch.testing.assert_close(y.unflatten(0, (2, 2)), wanted[:, :2])
@@ -117,9 +118,10 @@ def test_single_steps_go_on_from_a_prefill(kind: str) -> None:
     assert isinstance(state, RecurrentState)
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_prefill_of_packed_sequences_gives_the_state_of_each(kind: str) -> None:
-    mixer, x = build(kind, ProcessGroups.single()), drawn(9, WIDTH)
+def test_prefill_of_packed_sequences_gives_the_state_of_each(exact: bool, kind: str) -> None:
+    mixer, x = build(kind, ProcessGroups.single(), exact=exact), drawn(9, WIDTH)
     _, states = mixer.prefill(x, packed(6, 1, 2))
     for number, part in enumerate((slice(0, 6), slice(6, 7), slice(7, 9))):
         _, alone = mixer.prefill(x[part], Step.causal(1, len(x[part])))
@@ -127,9 +129,10 @@ def test_prefill_of_packed_sequences_gives_the_state_of_each(kind: str) -> None:
         torch.testing.assert_close(states.conv[number], alone.conv[0])
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_goes_on_from_states_in_slots_and_leaves_the_new_ones_there(kind: str) -> None:
-    mixer, x = build(kind, ProcessGroups.single()), drawn(3, 9, WIDTH)
+def test_a_step_goes_on_from_states_in_slots_and_leaves_the_new_ones_there(exact: bool, kind: str) -> None:
+    mixer, x = build(kind, ProcessGroups.single(), exact=exact), drawn(3, 9, WIDTH)
     wanted = mixer(x.flatten(0, 1), Step.causal(3, 9)).unflatten(0, (3, 9))
     kept = mixer.empty_state(5)
     slots, done = {0: 4, 1: 0, 2: 2}, dict.fromkeys(range(3), 0)
@@ -153,10 +156,11 @@ def test_a_step_goes_on_from_states_in_slots_and_leaves_the_new_ones_there(kind:
         mixer(x[0, :8], dataclasses.replace(Step.causal(1, 8), states=rows))
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lengths", [(5, 2, 0, 0), (9, 0, 0, 0), (1, 1, 6, 3), (0, 0, 0, 0)])
-def test_a_step_whose_lengths_the_device_alone_knows_is_that_of_the_host(kind: str, lengths: tuple[int, ...]) -> None:
-    mixer, total, size = build(kind, ProcessGroups.single()), sum(lengths), 14
+def test_a_step_whose_lengths_the_device_alone_knows_is_that_of_the_host(exact: bool, kind: str, lengths: tuple[int, ...]) -> None:
+    mixer, total, size = build(kind, ProcessGroups.single(), exact=exact), sum(lengths), 14
     before = mixer.empty_state(8)
     for number, part in enumerate((before.conv, before.memory)):
         part.copy_(drawn(*part.shape, seed=number))
@@ -189,6 +193,14 @@ def gradients(mixer: LinearMixer, x: Tensor, step: Step, weights: Tensor) -> tup
     return y.detach(), x.grad, {shard.name: shard.parameter.grad for shard in named_shards(mixer) if shard.parameter.grad is not None}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_token_after_token_has_the_values_and_gradients_of_chunks(kind: str) -> None:
+    x, weights = drawn(12, WIDTH), drawn(12, WIDTH, seed=1)
+    both = [gradients(build(kind, ProcessGroups.single(), exact=exact), x, packed(5, 0, 7), weights) for exact in (True, False)]
+    for found, wanted in zip(*both, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
 def check_tensor_parallel(kind: str, sequence_parallel: bool) -> None:
     groups = ProcessGroups.build(ParallelPlan(tp=2, sequence_parallel=sequence_parallel))
     x, weights = drawn(12, WIDTH), drawn(12, WIDTH, seed=1)
@@ -215,6 +227,8 @@ def test_two_tensor_parallel_ranks_equal_one(world, kind: str, sequence_parallel
 
 def check_context_parallel(kind: str, num_groups: int) -> None:
     groups = ProcessGroups.build(ParallelPlan(cp=2))
+    with pytest.raises(ValueError, match="batch_invariant=True goes through whole sequences, found cp=2"):
+        build(kind, groups, num_groups, exact=True)
     for lengths, step, own in (((8, 8), Step.causal(2, 8), Step.causal(2, 4)), ((4, 12), packed(4, 12), packed(4, 12))):
         x, weights = drawn(16, WIDTH), drawn(16, WIDTH, seed=1)
         wanted = gradients(build(kind, ProcessGroups.single(), num_groups), x, step, weights)

@@ -15,6 +15,7 @@ from mcore_parallel.models._config import TransformerConfig
 from mcore_parallel.models._layer import dense_feed_forward
 from mcore_parallel.models._slots import FeedForwardBuilder
 from mcore_parallel.nn import ContextParallelBuilder
+from mcore_parallel.nn.kernels import WIDEST_STATE
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -113,7 +114,8 @@ def check_batch_invariant(
         ValueError: names the part that cannot, and what to change.
     """
     symbols = set(config.hybrid_layer_pattern or "")
-    linear = {"M", "G"} & symbols
+    state = config.mamba.state_dim if "M" in symbols and config.mamba is not None else 0
+    key = config.delta_net.key_head_dim if "G" in symbols and config.delta_net is not None else 0
     # A pattern without E builds none.
     has_feed_forward = config.hybrid_layer_pattern is None or "E" in symbols
     kv_heads_cut = config.kv_heads % groups.tp.size != 0
@@ -123,11 +125,12 @@ def check_batch_invariant(
     refused = {
         f"device={str(device)!r} without Triton": gpu and importlib.util.find_spec("triton") is None,
         f"device={str(device)!r} with dtype={str(dtype).removeprefix('torch.')}": gpu and dtype not in _KERNEL_DTYPES,
+        f"device={str(device)!r} with mamba.state_dim={state} above {WIDEST_STATE}": gpu and state > WIDEST_STATE,
+        f"device={str(device)!r} with delta_net.key_head_dim={key} above {WIDEST_STATE}": gpu and key > WIDEST_STATE,
         f"device={str(device)!r} with fp8_input_store=True": gpu and narrow_store,
         f"tp={groups.tp.size}, whose sums of more than two parts depend on the step,": groups.tp.size > 2,
         f"tp={groups.tp.size} with num_query_groups={config.kv_heads}": kv_heads_cut,
         f"cp={groups.cp.size}": groups.cp.size > 1,
-        f"the linear mixers of hybrid_layer_pattern={config.hybrid_layer_pattern!r}": bool(linear),
         f"tp={groups.tp.size} with qk_layernorm_across_heads=True": groups.tp.size > 1 and config.qk_layernorm_across_heads,
         "feed_forward of its own": not follows,
         "attention_core or mixer of its own": own_core,

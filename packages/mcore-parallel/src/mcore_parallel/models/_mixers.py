@@ -49,6 +49,7 @@ def _build(mixer: Callable[..., nn.Module], site: Site, sizes: MambaConfig | Gat
         norm_epsilon=site.config.norm_epsilon,
         layer=site.local_layer,
         layers=site.layers,
+        batch_invariant=site.batch_invariant,
         dtype=site.dtype,
         device=site.device,
         init=False,

@@ -3,6 +3,7 @@
 """Fused kernels with autograd. Triton is imported only when one of them runs."""
 
 from mcore_parallel.nn.kernels._chunks import BoundedSequences, ChunkPlan, plan_chunks
+from mcore_parallel.nn.kernels._fixed_scan import WIDEST_STATE, SlotSpans, fixed_conv, fixed_delta, fixed_ssd
 from mcore_parallel.nn.kernels._fused import (
     activation_kernels,
     fixed_attention_kernels,
@@ -26,14 +27,19 @@ from mcore_parallel.nn.kernels._fused_mixers import (
 )
 
 __all__ = [
+    "WIDEST_STATE",
     "BoundedSequences",
     "ChunkPlan",
+    "SlotSpans",
     "SlotStates",
     "activation_kernels",
     "fits_decode",
     "fits_delta",
     "fits_ssd",
     "fixed_attention_kernels",
+    "fixed_conv",
+    "fixed_delta",
+    "fixed_ssd",
     "fused_causal_conv",
     "fused_delta_decode",
     "fused_delta_sweep",

@@ -52,7 +52,8 @@ def _constants(y_TRW: Tensor, z_TGI: Tensor, weight: Tensor, gate_first: bool) -
     }  # fmt: skip
 
 
-@triton.jit
+# The number of tokens is not compiled in: it has no part in what becomes of a row.
+@triton.jit(do_not_specialize=["tokens"])
 def _forward_kernel(
     y_ptr, z_ptr, weight_ptr, out_ptr, z_stride, z_group_stride, tokens, num_rows, width, epsilon,
     GROUP_ROWS: tl.constexpr, WEIGHT_STEP: tl.constexpr, GATE_FIRST: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,

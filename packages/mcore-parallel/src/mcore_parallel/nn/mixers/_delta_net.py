@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._factory import LayerFactory
-from mcore_parallel.nn.kernels import ChunkPlan, SlotStates, fused_delta_decode
+from mcore_parallel.nn.kernels import ChunkPlan, SlotSpans, SlotStates, fixed_delta, fused_delta_decode
 from mcore_parallel.nn.mixers._gated_norm import GatedRMSNorm
 from mcore_parallel.nn.mixers._heads import GroupRows
 from mcore_parallel.nn.mixers._linear_mixer import LinearMixer, LinearMixerConfig, check_sizes
@@ -60,12 +60,15 @@ class GatedDeltaNet(LinearMixer):
         norm_epsilon: of the gated norm.
         layer: number among the layers of this stage, by which ``Step.states`` keeps its states.
         layers: builds the projections; None for those of ``mcore_parallel.tensor_parallel``.
+        batch_invariant: compute convolution, recurrence and norm of a sequence token after token, so that a token's bits depend on its own
+            sequence only; the backward is that of chunks. ``layers`` see to the projections.
         dtype: of the weights; ``A_log`` and ``dt_bias`` are kept in float32 at least.
         device: of the weights.
         init: draw the weights; False leaves them to a caller.
 
     Raises:
         HeadSplitError: tp does not divide the key heads, cp not the value heads of a tp rank.
+        ValueError: ``batch_invariant`` with cp above 1.
 
     Example:
         >>> from mcore_parallel.nn import Step
@@ -83,6 +86,7 @@ class GatedDeltaNet(LinearMixer):
         norm_epsilon: float = 1e-5,
         layer: int = 0,
         layers: LayerFactory | None = None,
+        batch_invariant: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         init: bool = True,
@@ -101,9 +105,12 @@ class GatedDeltaNet(LinearMixer):
         super().__init__(
             sizes,
             groups,
-            norm=GatedRMSNorm(config.value_head_dim, groups, epsilon=norm_epsilon, dtype=dtype, device=device),
+            norm=GatedRMSNorm(
+                config.value_head_dim, groups, epsilon=norm_epsilon, batch_invariant=batch_invariant, dtype=dtype, device=device
+            ),
             layer=layer,
             layers=layers,
+            batch_invariant=batch_invariant,
             dtype=dtype,
             device=device,
             init=init,
@@ -124,9 +131,11 @@ class GatedDeltaNet(LinearMixer):
         heads = self.get_parameter("A_log"), self.get_parameter("dt_bias")
         return fused_delta_decode(channels, numbers, self.conv.weight, heads, states, EPSILON)
 
-    def _scan_step(self, mixed: Tensor, numbers: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        g, beta = _decay_and_strength(numbers, self.get_parameter("A_log"), self.get_parameter("dt_bias"))
-        return delta_step(*self._parts(mixed), g, beta, memory)
+    def _scan_step(self, mixed: Tensor, numbers: Tensor, heads: Mapping[str, Tensor], memory: Tensor) -> tuple[Tensor, Tensor]:
+        return delta_step(*self._parts(mixed), *_decay_and_strength(numbers, heads["A_log"], heads["dt_bias"]), memory)
+
+    def _scan_alone(self, mixed: Tensor, numbers: Tensor, heads: Mapping[str, Tensor], memory: Tensor, spans: SlotSpans) -> Tensor:
+        return fixed_delta(mixed, numbers, (heads["A_log"], heads["dt_bias"]), memory, spans, EPSILON)
 
     def _parts(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [T, G, K], values [T, H, V]."""

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from mcore_parallel.groups import ProcessGroups, ShardSpec
 from mcore_parallel.nn.kernels import fused_gated_rms_norm, has_kernel
+from mcore_parallel.tensor_parallel import aligned_rows, each_row, has_row_kernels
 
 
 # T tokens, R rows of a token that are normalised each, W width of a row, G groups of gates.
@@ -22,6 +23,7 @@ class GatedRMSNorm(nn.Module):
         rows: R over all tp ranks with a weight of their own each: the weight is [R W], cut over tp. None for one weight [W] of all rows,
             whose gradient is partial over tp.
         epsilon: added to the mean square.
+        batch_invariant: compute every token as if it were alone.
         dtype: of the weight.
         device: of the weight.
     """
@@ -33,10 +35,12 @@ class GatedRMSNorm(nn.Module):
         *,
         rows: int | None = None,
         epsilon: float = 1e-5,
+        batch_invariant: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        self.batch_invariant = batch_invariant
         self.width, self.epsilon, self.gate_first = width, epsilon, rows is not None
         self._spec = ShardSpec(shape=(width,), partial=("tp",)) if rows is None else ShardSpec(shape=(rows * width,), shards={"tp": 0})
         self.weight = nn.Parameter(torch.ones(self._spec.local_shape(groups), dtype=dtype, device=device))
@@ -46,7 +50,16 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
         """y [T, R, W] and z [T, G, R / G W] -> [T, R, W] in the dtype of y, computed in float32 at least."""
-        return gated_rms_norm(y, z, self.weight, self.epsilon, gate_first=self.gate_first)
+        if not self.batch_invariant:
+            return self._plain(y, z, self.weight)
+        if has_row_kernels(y):
+            # The kernel sums each row alone, in an order that follows from how it loads.
+            return self._plain(aligned_rows(y), aligned_rows(z), aligned_rows(self.weight))
+        both = torch.stack((y, z.reshape(y.shape)), dim=1)
+        return each_row(lambda rows, weight: self._plain(rows[:, 0], rows[:, 1], weight), both, self.weight)
+
+    def _plain(self, y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+        return gated_rms_norm(y, z, weight, self.epsilon, gate_first=self.gate_first)
 
     def extra_repr(self) -> str:
         return f"{self._spec.shape[0] // self.width} x {self.width}, gate_first={self.gate_first}"

@@ -16,11 +16,12 @@ from mcore_parallel.context_parallel import SequenceSplitError
 from mcore_parallel.groups import ProcessGroups, ShardSpec
 from mcore_parallel.nn._factory import LayerFactory, TorchLayers
 from mcore_parallel.nn._step import Step
-from mcore_parallel.nn.kernels import BoundedSequences, ChunkPlan, SlotStates, fits_decode, has_kernel, plan_chunks
+from mcore_parallel.nn.kernels import BoundedSequences, ChunkPlan, SlotSpans, SlotStates, fits_decode, fixed_conv, has_kernel, plan_chunks
 from mcore_parallel.nn.mixers._conv import CausalConv, causal_conv, conv_step, extend
 from mcore_parallel.nn.mixers._gated_norm import GatedRMSNorm
 from mcore_parallel.nn.mixers._heads import GroupRows, HeadExchange, check_degrees, whole_lengths
 from mcore_parallel.nn.mixers._state import RecurrentRows, RecurrentState
+from mcore_parallel.tensor_parallel import aligned_rows, has_row_kernels
 
 _LARGEST_RATE = 16.0
 _STEP_SIZES = (1e-3, 0.1)
@@ -56,12 +57,14 @@ class LinearMixer(nn.Module, abc.ABC):
         norm: after the scan.
         layer: number among the layers of this stage, by which ``Step.states`` keeps its states.
         layers: builds the projections.
+        batch_invariant: go through each sequence token after token, so that a token's bits depend on its own sequence only; with cp=1.
         dtype: of the weights; per-head parameters are float32 or wider.
         device: of the weights.
         init: draw the weights; False leaves them to a caller.
 
     Raises:
         HeadSplitError: tp does not divide G, cp not the heads of a tp rank.
+        ValueError: ``batch_invariant`` with cp above 1.
     """
 
     def __init__(
@@ -72,11 +75,15 @@ class LinearMixer(nn.Module, abc.ABC):
         norm: GatedRMSNorm,
         layer: int = 0,
         layers: LayerFactory | None,
+        batch_invariant: bool = False,
         dtype: torch.dtype | None,
         device: torch.device | str | None,
         init: bool,
     ) -> None:
         super().__init__()
+        if batch_invariant and groups.cp.size > 1:
+            raise ValueError(f"batch_invariant=True goes through whole sequences, found cp={groups.cp.size}; set cp=1 or leave it out")
+        self.batch_invariant = batch_invariant
         num_groups, rows = sizes.num_groups, sizes.rows
         check_degrees(num_groups, rows.heads, groups, sizes.groups_field)
         layers = TorchLayers() if layers is None else layers
@@ -131,14 +138,16 @@ class LinearMixer(nn.Module, abc.ABC):
             return self._go_on(x, step.states)
         z, channels, numbers = self._project(x)
         lengths = whole_lengths(step, len(z), self.groups.cp.size)
-        weight, bias, heads = self.conv.weight, self.conv.bias, {name: self.get_parameter(name) for name in self._head_parameters()}
+        weight, bias, heads = self.conv.weight, self.conv.bias, self._heads()
+        plan = plan_chunks(lengths, self.chunk_size, x.device)
+        if self.batch_invariant:
+            return self._finish(_TokenByToken.apply(self, plan, channels, numbers, weight, bias, *heads.values()), z)
         if self.groups.cp.size > 1:
             mixed = self._exchange.scatter(torch.cat((channels, numbers), dim=-1), lengths)
             numbers = mixed[..., self._exchange.rows.divided(self._exchange.pieces).channels :]
             channels = mixed[..., : mixed.shape[-1] - numbers.shape[-1]]
             weight, bias = self._exchange.channels(weight), None if bias is None else self._exchange.channels(bias)
             heads = {name: self._exchange.numbers(parameter) for name, parameter in heads.items()}
-        plan = plan_chunks(lengths, self.chunk_size, x.device)
         y = self._scan(causal_conv(channels, weight, bias, plan.positions), numbers, heads, plan, None)[0]
         if self.groups.cp.size > 1:
             y = self._exchange.gather(y, lengths)
@@ -185,10 +194,12 @@ class LinearMixer(nn.Module, abc.ABC):
         """[T or T / tp, D] -> the same, by the states that the rows name, which are replaced by those behind the tokens."""
         self._check_keeps_states()
         z, channels, numbers = self._project(x)
+        if rows.bounded is None and rows.num_tokens != len(z):
+            raise SequenceSplitError(f"step.states has rows of {rows.num_tokens} tokens and the step {len(z)}; give all of its rows")
+        if self.batch_invariant:
+            return self._finish(self._mix_alone(channels, numbers, rows.spans, rows.layers[self.layer]), z)
         if rows.bounded is not None:
             return self._finish(self._mix_bounded(channels, numbers, rows, rows.bounded), z)
-        if rows.num_tokens != len(z):
-            raise SequenceSplitError(f"step.states has rows of {rows.num_tokens} tokens and the step {len(z)}; give all of its rows")
         state, count, parts = rows.layers[self.layer], rows.num_decode, []
         if count:
             parts.append(self._decode(channels[:count], numbers[:count], state, rows))
@@ -216,8 +227,10 @@ class LinearMixer(nn.Module, abc.ABC):
 
     @property
     def has_decode_kernel(self) -> bool:
-        """Whether single tokens that go on from ``step.states`` are computed by one kernel, which reads nothing of the host."""
+        """Whether single tokens that go on from ``step.states`` are computed by kernels, which read nothing of the host."""
         weight = self.conv.weight
+        if self.batch_invariant:
+            return has_row_kernels(weight)
         return has_kernel(weight) and fits_decode(self._memory_shape(), weight.shape[-1])
 
     def _decode(self, channels: Tensor, numbers: Tensor, state: RecurrentState, rows: RecurrentRows) -> Tensor:
@@ -236,21 +249,55 @@ class LinearMixer(nn.Module, abc.ABC):
 
     def _mix_tokens(self, channels: Tensor, numbers: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
         """y [B, H, P] of one token of each of B sequences, and the states behind them."""
+        if self.batch_invariant:
+            tokens = torch.arange(len(channels) + 1, dtype=torch.int32, device=channels.device)
+            return self._go_on_alone(channels, numbers, tokens, state)
         mixed, conv = conv_step(channels, state.conv, self.conv.weight, self.conv.bias)
-        y, memory = self._scan_step(mixed, numbers, state.memory)
+        y, memory = self._scan_step(mixed, numbers, self._heads(), state.memory)
         return y, RecurrentState(conv=conv, memory=memory)
 
     def _mix_sequences(
         self, channels: Tensor, numbers: Tensor, plan: ChunkPlan, state: RecurrentState | None
     ) -> tuple[Tensor, RecurrentState]:
         """y [T, H, P] of B sequences, and the states behind them."""
+        if self.batch_invariant:
+            return self._go_on_alone(channels, numbers, plan.tokens, state)
         kernel = self.conv.weight.shape[-1]
         before = channels.new_zeros(plan.num_sequences, kernel - 1, *channels.shape[1:]) if state is None else state.conv
         longer, positions, rows, conv = extend(channels, before, plan.tokens)
         mixed = causal_conv(longer, self.conv.weight, self.conv.bias, positions)[rows]
-        heads = {name: self.get_parameter(name) for name in self._head_parameters()}
-        y, memory = self._scan(mixed, numbers, heads, plan, None if state is None else state.memory)
+        y, memory = self._scan(mixed, numbers, self._heads(), plan, None if state is None else state.memory)
         return y, RecurrentState(conv=conv, memory=memory)
+
+    def _go_on_alone(
+        self, channels: Tensor, numbers: Tensor, tokens: Tensor, state: RecurrentState | None
+    ) -> tuple[Tensor, RecurrentState]:
+        """y [T, H, P] of B sequences between ``tokens`` [B + 1], each as if it were alone, and the states behind them."""
+        behind = self.empty_state(len(tokens) - 1) if state is None else state.copy()
+        return self._mix_alone(channels, numbers, SlotSpans.in_order(tokens), behind), behind
+
+    def _mix_alone(self, channels: Tensor, numbers: Tensor, spans: SlotSpans, state: RecurrentState) -> Tensor:
+        """y [T, H, P] of sequences, token after token, each as if it were alone; their states are replaced."""
+        heads, weight, bias = self._heads(), self.conv.weight, self.conv.bias
+        if has_row_kernels(channels):
+            weight, bias = aligned_rows(weight), None if bias is None else aligned_rows(bias)
+            mixed = fixed_conv(aligned_rows(channels), (weight, bias), state.conv, spans)
+            return self._scan_alone(mixed, aligned_rows(numbers), heads, state.memory, spans)
+        # In memory of their own: libraries choose their way by alignment, too.
+        heads = {name: parameter.clone() for name, parameter in heads.items()}
+        weight, bias = weight.clone(), None if bias is None else bias.clone()
+        y = channels.new_zeros(len(channels), self.local_groups * self.rows.heads, self.rows.head_dim)
+        for begin, end, slot in zip(spans.begins.tolist(), spans.ends.tolist(), spans.slots.tolist(), strict=True):
+            if slot < 0 or begin >= end:
+                continue
+            one = slice(slot, slot + 1)
+            conv, memory = state.conv[one].clone(), state.memory[one].clone()
+            for x, own, out in zip(channels[begin:end].split(1), numbers[begin:end].split(1), y[begin:end].split(1), strict=True):
+                mixed, conv = conv_step(x.clone(memory_format=torch.contiguous_format), conv, weight, bias)
+                result, memory = self._scan_step(mixed, own.clone(memory_format=torch.contiguous_format), heads, memory)
+                out.copy_(result)
+            state.conv[one], state.memory[one] = conv, memory
+        return y
 
     def empty_state(self, batch_size: int) -> RecurrentState:
         """Of sequences that have not begun."""
@@ -258,6 +305,10 @@ class LinearMixer(nn.Module, abc.ABC):
         wide = torch.promote_types(weight.dtype, torch.float32)
         conv = weight.new_zeros(batch_size, weight.shape[-1] - 1, *weight.shape[:-1])
         return RecurrentState(conv=conv, memory=torch.zeros(batch_size, *self._memory_shape(), dtype=wide, device=weight.device))
+
+    def _heads(self) -> dict[str, Tensor]:
+        """The parameters [H] by name."""
+        return {name: self.get_parameter(name) for name in self._head_parameters()}
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gates, channels of the convolution and numbers of the heads, each [T, G, ...]."""
@@ -287,8 +338,45 @@ class LinearMixer(nn.Module, abc.ABC):
         """y [B, H, P] of one token of each of B sequences, by one kernel."""
 
     @abc.abstractmethod
-    def _scan_step(self, mixed: Tensor, numbers: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    def _scan_step(self, mixed: Tensor, numbers: Tensor, heads: Mapping[str, Tensor], memory: Tensor) -> tuple[Tensor, Tensor]:
         """From [B, G, W] and [B, G, n h] to (y [B, H, P], the next states)."""
+
+    @abc.abstractmethod
+    def _scan_alone(self, mixed: Tensor, numbers: Tensor, heads: Mapping[str, Tensor], memory: Tensor, spans: SlotSpans) -> Tensor:
+        """y [T, H, P] of sequences that go on from states in slots, by a kernel that goes from token to token."""
+
+
+class _TokenByToken(torch.autograd.Function):
+    """Sequences from their beginning, each as if it were alone; the backward is that of chunks, whose forward it computes again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mixer: LinearMixer,
+        plan: ChunkPlan,
+        channels: Tensor,
+        numbers: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *heads: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(channels, numbers, weight, bias, *heads)
+        ctx.mixer, ctx.plan = mixer, plan
+        return mixer._go_on_alone(channels, numbers, plan.tokens, None)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        needed = ctx.needs_input_grad[2:]
+        inputs: list[Any] = [
+            None if saved is None else saved.detach().requires_grad_(wanted)
+            for saved, wanted in zip(ctx.saved_tensors, needed, strict=True)
+        ]
+        channels, numbers, weight, bias, *heads = inputs
+        named = dict(zip(ctx.mixer._head_parameters(), heads, strict=True))
+        with torch.enable_grad():
+            y = ctx.mixer._scan(causal_conv(channels, weight, bias, ctx.plan.positions), numbers, named, ctx.plan, None)[0]
+        found = iter(torch.autograd.grad(y, [one for one, wanted in zip(inputs, needed, strict=True) if wanted], grads[0]))
+        return None, None, *(next(found) if wanted else None for wanted in needed)
 
 
 def check_sizes(config: Any, *names: str) -> None:

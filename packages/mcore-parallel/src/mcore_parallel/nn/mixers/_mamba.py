@@ -10,7 +10,17 @@ from torch import Tensor
 
 from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._factory import LayerFactory
-from mcore_parallel.nn.kernels import ChunkPlan, SlotStates, fits_ssd, fused_ssd, fused_ssd_decode, has_kernel, kernel_plan
+from mcore_parallel.nn.kernels import (
+    ChunkPlan,
+    SlotSpans,
+    SlotStates,
+    fits_ssd,
+    fixed_ssd,
+    fused_ssd,
+    fused_ssd_decode,
+    has_kernel,
+    kernel_plan,
+)
 from mcore_parallel.nn.mixers._gated_norm import GatedRMSNorm
 from mcore_parallel.nn.mixers._heads import GroupRows
 from mcore_parallel.nn.mixers._linear_mixer import LinearMixer, LinearMixerConfig, check_sizes
@@ -83,13 +93,15 @@ class MambaMixer(LinearMixer):
         norm_epsilon: of the gated norm.
         layer: number among the layers of this stage, by which ``Step.states`` keeps its states.
         layers: builds the projections; None for those of ``mcore_parallel.tensor_parallel``.
+        batch_invariant: compute convolution, recurrence and norm of a sequence token after token, so that a token's bits depend on its own
+            sequence only; the backward is that of chunks. ``layers`` see to the projections.
         dtype: of the weights; ``A_log``, ``D`` and ``dt_bias`` are kept in float32 at least.
         device: of the weights.
         init: draw the weights; False leaves them to a caller.
 
     Raises:
         HeadSplitError: tp does not divide the groups, cp not the heads of a tp rank.
-        ValueError: sizes that do not fit together.
+        ValueError: sizes that do not fit together, ``batch_invariant`` with cp above 1.
 
     Example:
         >>> from mcore_parallel.nn import Step
@@ -107,6 +119,7 @@ class MambaMixer(LinearMixer):
         norm_epsilon: float = 1e-5,
         layer: int = 0,
         layers: LayerFactory | None = None,
+        batch_invariant: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         init: bool = True,
@@ -126,9 +139,18 @@ class MambaMixer(LinearMixer):
         super().__init__(
             sizes,
             groups,
-            norm=GatedRMSNorm(rows.inner, groups, rows=config.num_groups, epsilon=norm_epsilon, dtype=dtype, device=device),
+            norm=GatedRMSNorm(
+                rows.inner,
+                groups,
+                rows=config.num_groups,
+                epsilon=norm_epsilon,
+                batch_invariant=batch_invariant,
+                dtype=dtype,
+                device=device,
+            ),
             layer=layer,
             layers=layers,
+            batch_invariant=batch_invariant,
             dtype=dtype,
             device=device,
             init=init,
@@ -157,11 +179,15 @@ class MambaMixer(LinearMixer):
         a_log, skip, bias = (self.get_parameter(name) for name in self._head_parameters())
         return fused_ssd_decode(channels, numbers, (self.conv.weight, self.conv.bias), (a_log, skip, bias), states, self.config.dt_limits)
 
-    def _scan_step(self, mixed: Tensor, numbers: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    def _scan_step(self, mixed: Tensor, numbers: Tensor, heads: Mapping[str, Tensor], memory: Tensor) -> tuple[Tensor, Tensor]:
         x, b, c = self._parts(mixed)
-        dt = step_sizes(numbers.flatten(1), self.get_parameter("dt_bias"), self.config.dt_limits)
-        rates = -torch.exp(self.get_parameter("A_log").to(dt.dtype))
-        return ssd_step(x, dt, rates, b, c, self.get_parameter("D").to(dt.dtype), memory)
+        dt = step_sizes(numbers.flatten(1), heads["dt_bias"], self.config.dt_limits)
+        rates = -torch.exp(heads["A_log"].to(dt.dtype))
+        return ssd_step(x, dt, rates, b, c, heads["D"].to(dt.dtype), memory)
+
+    def _scan_alone(self, mixed: Tensor, numbers: Tensor, heads: Mapping[str, Tensor], memory: Tensor, spans: SlotSpans) -> Tensor:
+        a_log, skip, bias = (heads[name] for name in self._head_parameters())
+        return fixed_ssd(mixed, numbers, (a_log, skip, bias), memory, spans, self.config.dt_limits)
 
     def _parts(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, H, P], b and c [T, G, N]."""

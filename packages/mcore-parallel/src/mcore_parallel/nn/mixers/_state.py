@@ -3,12 +3,14 @@
 """What linear mixers keep of sequences, and where a server keeps it."""
 
 import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from mcore_parallel.nn.kernels import BoundedSequences
+from mcore_parallel.nn.kernels import BoundedSequences, SlotSpans
 
 
 # B sequences, G groups, W channels of a group, H heads, K taps of the convolution; all of this tp rank. M sequences that a server holds.
@@ -28,6 +30,11 @@ class RecurrentState:
     def rows(self, index: Tensor) -> "RecurrentState":
         """Of some sequences."""
         return RecurrentState(conv=self.conv[index], memory=self.memory[index])
+
+    def copy(self) -> "RecurrentState":
+        """In memory of its own."""
+        whole = torch.contiguous_format
+        return RecurrentState(conv=self.conv.clone(memory_format=whole), memory=self.memory.clone(memory_format=whole))
 
     def write(self, index: Tensor, other: "RecurrentState") -> None:
         """Replace those of some sequences, each of them once, in place."""
@@ -68,6 +75,20 @@ class RecurrentRows:
     def bounded(self) -> BoundedSequences | None:
         """Of ``starts``, for all layers."""
         return None if self.starts is None else BoundedSequences(self.starts)
+
+    @functools.cached_property
+    def spans(self) -> SlotSpans:
+        """Where the B sequences and their states lie, for all layers of a batch-invariant model."""
+        device = self.slots.device
+        firsts = torch.arange(self.num_decode, dtype=torch.int32, device=device)
+        begins, ends, starts = [firsts], [firsts + 1], self.starts
+        if starts is None and self.lengths:
+            bounds = list(itertools.accumulate(self.lengths, initial=self.num_decode))
+            starts = torch.tensor(bounds, dtype=torch.int32, device=device)
+        if starts is not None:
+            begins.append(starts[:-1])
+            ends.append(starts[1:])
+        return SlotSpans(begins=torch.cat(begins), ends=torch.cat(ends), slots=self.slots)
 
     @property
     def num_tokens(self) -> int:
