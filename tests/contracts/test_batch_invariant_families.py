@@ -4,6 +4,7 @@
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.backends import choose_backend
 from mcore_parallel.models import GPTModel, ModelOutput, TransformerConfig
-from mcore_parallel.nn import LatentAttentionConfig, Step
+from mcore_parallel.nn import GatedDeltaNetConfig, LatentAttentionConfig, MambaConfig, Step
 from tests.support.decode_graphs import record_eagerly
 from tests.support.interpreter import round_dots_once, run_interpreted
 
@@ -35,6 +36,8 @@ DEEPSEEK = MoEConfig(
     num_moe_experts=8, moe_router_topk=4, moe_layer_freq=(0, 1), moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
     moe_router_num_groups=4, moe_router_group_topk=2, moe_shared_expert_intermediate_size=24, moe_shared_expert_gate=True,
 )  # fmt: skip
+MAMBA = MambaConfig(state_dim=6, head_dim=8, num_groups=2, chunk_size=8)
+DELTA = GatedDeltaNetConfig(num_key_heads=2, num_value_heads=6, key_head_dim=7, value_head_dim=5, chunk_size=8)
 # Of each family the fields of its config, and its mixture.
 FAMILIES: dict[str, tuple[dict[str, Any], MoEConfig | None]] = {
     "mixture": ({}, MoEConfig(num_moe_experts=8, moe_router_topk=3)),
@@ -55,7 +58,13 @@ FAMILIES: dict[str, tuple[dict[str, Any], MoEConfig | None]] = {
     "pattern": ({"num_layers": 5, "hybrid_layer_pattern": "*E-*E"}, dataclasses.replace(DEEPSEEK, moe_layer_freq=1)),
     "mrope": ({"position_embedding_type": "mrope", "mrope_section": (2, 4, 2), "kv_channels": 16}, None),
     "norms across heads": ({"qk_layernorm": True, "qk_layernorm_across_heads": True}, None),
+    "mamba": ({"num_layers": 4, "hybrid_layer_pattern": "M*-M", "mamba": MAMBA}, None),
+    "mamba alone": ({"hybrid_layer_pattern": "MM", "mamba": dataclasses.replace(MAMBA, conv_kernel=1, use_conv_bias=False)}, None),
+    "delta net": ({"num_layers": 4, "hybrid_layer_pattern": "G*-G", "delta_net": DELTA}, None),
+    "delta net and mixture": ({"num_layers": 3, "hybrid_layer_pattern": "GE*", "delta_net": DELTA}, MoEConfig(num_moe_experts=4)),
 }  # fmt: skip
+# A state cannot go back: of these families nothing is cached or proposed.
+RECURRENT = ("mamba", "mamba alone", "delta net", "delta net and mixture")
 PARAMS = [
     SamplingParams(temperature=1.0, num_tokens_to_generate=9, return_log_probs=True, processed_log_probs=True, seed=3),
     SamplingParams(temperature=0.7, num_tokens_to_generate=12, return_log_probs=True, processed_log_probs=True, top_n_logprobs=2, seed=4),
@@ -85,9 +94,11 @@ def model_of(family: str, core: PagedAttention | None, dtype: torch.dtype, devic
     return model
 
 
-def engine_of(model: GPTModel, max_tokens: int, *, caching: bool, block_size: int = 8, **execution: Any) -> DynamicInferenceEngine:
+def engine_of(
+    model: GPTModel, max_tokens: int, *, caching: bool, block_size: int = 8, cached_tokens: int = 192, **execution: Any
+) -> DynamicInferenceEngine:
     sizes = InferenceConfig(
-        max_sequence_length=80, max_requests=4, max_tokens=max_tokens, block_size_tokens=block_size, num_blocks=192 // block_size,
+        max_sequence_length=80, max_requests=4, max_tokens=max_tokens, block_size_tokens=block_size, num_blocks=cached_tokens // block_size,
         enable_prefix_caching=caching,
     )  # fmt: skip
     context = DynamicInferenceContext.for_model(model, sizes)
@@ -151,8 +162,13 @@ def test_requests_have_the_same_bits_in_any_company_and_as_the_trainer(family: s
     def engine(*sizes: Any, **options: Any) -> DynamicInferenceEngine:
         return engine_of(model_of(family, PagedAttention(), dtype, "cpu").eval(), *sizes, **options)
 
-    ways = ({"max_tokens": 80, "caching": False}, {"max_tokens": 7, "caching": False}, {"max_tokens": 11, "caching": True})
-    ways += ({"max_tokens": 9, "caching": True, "speculation": NgramSpeculation(num_tokens=3, min_ngram=1)},)
+    ways: tuple[dict[str, Any], ...] = ({"max_tokens": 80, "caching": False}, {"max_tokens": 7, "caching": False})
+    if family in RECURRENT:
+        # Not all requests have room: some are computed again.
+        ways += ({"max_tokens": 11, "caching": False, "cached_tokens": 96},)
+    else:
+        ways += ({"max_tokens": 11, "caching": True},)
+        ways += ({"max_tokens": 9, "caching": True, "speculation": NgramSpeculation(num_tokens=3, min_ngram=1)},)
     check_family(engine, model_of(family, None, dtype, "cpu"), ways, PARAMS)
 
 
@@ -185,8 +201,9 @@ def test_a_cache_of_latents_is_refused_by_name() -> None:
         DynamicInferenceEngine(model, DynamicInferenceContext(model.config, sizes))
 
 
-def test_kernels_of_experts_and_of_latents_are_invariant_in_the_interpreter() -> None:
-    run_interpreted(__file__)
+@pytest.mark.parametrize("family", ["deepseek's", "mamba", "delta net"])
+def test_kernels_are_invariant_in_the_interpreter(family: str) -> None:
+    run_interpreted(__file__, family)
 
 
 @pytest.mark.gpu
@@ -198,7 +215,7 @@ def test_requests_have_the_same_bits_in_any_company_and_as_the_trainer_on_a_gpu(
     def engine(*sizes: Any, **options: Any) -> DynamicInferenceEngine:
         return engine_of(model_of(family, PagedAttention(), **place).eval(), *sizes, block_size=16, **options)
 
-    ways: tuple[dict[str, Any], ...] = ({"max_tokens": 80, "caching": False}, {"max_tokens": 20, "caching": True})
+    ways: tuple[dict[str, Any], ...] = ({"max_tokens": 80, "caching": False}, {"max_tokens": 20, "caching": family not in RECURRENT})
     ways += ({"max_tokens": 80, "caching": False, "use_graphs": False},)
     check_family(engine, model_of(family, None, **place), ways, PARAMS)
     made = engine(80, caching=False)
@@ -211,21 +228,26 @@ if __name__ == "__main__":
     from mcore_inference.attention import _backends
     from mcore_inference.sampling import _sampler
     from mcore_parallel.nn.attention import _batch_invariant as attention
+    from mcore_parallel.nn.mixers import _linear_mixer as mixers
     from mcore_parallel.tensor_parallel import _batch_invariant as rows
 
-    # Matmuls, attention, statistics and draws in the interpreter; torch computes norms, activations and the choice of experts.
+    # Matmuls, attention, linear mixers, statistics and draws in the interpreter; norms, activations and the choice of experts by torch.
     round_dots_once()
     _backends.has_kernels = _sampler.has_kernels = lambda *_: True
-    rows.has_row_kernels = attention.has_row_kernels = lambda _: True
+    rows.has_row_kernels = attention.has_row_kernels = mixers.has_row_kernels = lambda _: True
     record_eagerly()
     small = {"hidden_size": 16, "ffn_hidden_size": 16, "num_attention_heads": 2}
+    brief = [dataclasses.replace(params, num_tokens_to_generate=3) for params in PARAMS[:2]]
+
+    options = {"deepseek's": {}, "mamba": {"hybrid_layer_pattern": "M-"}, "delta net": {"hybrid_layer_pattern": "G-"}}
+    family = sys.argv[1]
+    place: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", **small, "num_layers": 2, **options[family]}
 
     def interpreted(max_tokens: int, *, caching: bool) -> DynamicInferenceEngine:
-        model = model_of("deepseek's", PagedAttention(), torch.float32, "cpu", **small).eval()
-        engine = engine_of(model, max_tokens, caching=caching, block_size=16)
-        assert engine.context.builder.has_kernel and engine.context.cache.pages.shape[-2:] == (2, 16)
+        engine = engine_of(model_of(family, PagedAttention(), **place).eval(), max_tokens, caching=caching, block_size=16)
+        assert engine.context.builder.has_kernel
+        assert family in RECURRENT or engine.context.cache.pages.shape[-2:] == (2, 16)
         return engine
 
-    brief = [dataclasses.replace(params, num_tokens_to_generate=3) for params in PARAMS[:2]]
-    check_family(interpreted, model_of("deepseek's", None, torch.float32, "cpu", **small), ({"max_tokens": 20, "caching": True},), brief)
+    check_family(interpreted, model_of(family, None, **place), ({"max_tokens": 20, "caching": family not in RECURRENT},), brief)
     print("same")
