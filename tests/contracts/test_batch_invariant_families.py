@@ -126,7 +126,9 @@ def check_family(
     texts, single = prompts(trainer.config.vocab_size)[: len(settings)], engine(80, caching=False)
     alone = [result for prompt, params in zip(texts, settings, strict=True) for result in results(single.generate([prompt], params))]
     for way in ways:
-        assert results(engine(**way).generate(texts, settings)) == alone, way
+        beside = engine(**way)
+        assert results(beside.generate(texts, settings)) == alone, way
+        assert beside.stats()["preemptions"] > 0 or "cached_tokens" not in way
     device, temperatures = (
         next(trainer.parameters()).device,
         [params.temperature if params.processed_log_probs else 1.0 for params in settings],
