@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_moe._routing import top
 from mcore_moe.dispatch import _places
 from tests.support.interpreter import run_interpreted
 from tests.support.mixtures import random_picks
@@ -66,25 +65,9 @@ def check_rows(tokens: int, topk: int, local: int, device: str, dtype: torch.dty
             torch.testing.assert_close(sums, _places.gather_sum(wanted, shift), rtol=0, atol=0 if dtype == torch.float32 else 0.05)
 
 
-def check_top(tokens: int, experts: int, topk: int, device: str) -> None:
-    """Kernels choose as a stable sort does: among equal keys, of both zeros, of infinite ones and what is no number."""
-    from mcore_moe import _triton_top
-
-    generator = torch.Generator().manual_seed(tokens)
-    special = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-40, -1e-40, -1.5])
-    for keys in (
-        torch.randn(tokens, experts, generator=generator),
-        torch.randint(-2, 3, (tokens, experts), generator=generator).float(),
-        special[torch.randint(len(special), (tokens, experts), generator=generator)],
-        torch.full((tokens, experts), float("-inf")),
-    ):
-        assert torch.equal(_triton_top.top(keys.to(device), topk).cpu(), top(keys, topk))
-
-
 PLACED = ((1, 1, 1), (150, 3, 17), (300, 2, 600))
 # Several chunks of tokens, and of many experts several turns over the chunks.
 INTERPRETED = ((1, 1, 1), (140, 3, 17), (70, 2, 600))
-CHOSEN = ((1, 1, 1), (70, 9, 3), (40, 128, 8), (3, 1000, 2))
 
 
 def test_no_token_makes_no_row() -> None:
@@ -105,38 +88,24 @@ def test_kernels_give_rows_as_the_reference_on_a_gpu(sizes: tuple[int, int, int]
     check_rows(*sizes, "cuda", dtype)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [*CHOSEN, (20000, 256, 8)])
-def test_kernels_choose_as_the_reference_on_a_gpu(sizes: tuple[int, int, int]) -> None:
-    check_top(*sizes, "cuda")
-
-
 def test_kernels_compile_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from mcore_moe import _triton_top
     from mcore_moe.dispatch import _triton
     from tests.support.hopper import CompiledLaunches
 
     launches = {}
-    for module, names in (
-        (_triton, ("count_picks", "scan_picks", "place_picks", "place_tokens", "gather_sum")),
-        (_triton_top, ("top",)),
-    ):
-        for name in names:
-            launches[name] = CompiledLaunches(getattr(module, f"_{name}_kernel"))
-            monkeypatch.setattr(module, f"_{name}_kernel", launches[name])
+    for name in ("count_picks", "scan_picks", "place_picks", "place_tokens", "gather_sum"):
+        launches[name] = CompiledLaunches(getattr(_triton, f"_{name}_kernel"))
+        monkeypatch.setattr(_triton, f"_{name}_kernel", launches[name])
     picks = torch.zeros(20, 8, dtype=torch.int32)
     for num_experts in (64, 500):
         _triton.place_rows(picks, 0, num_experts)
         _triton.place_tokens(torch.zeros(20, 8), picks, 30)
         _triton.gather_sum(torch.zeros(30, 2048, dtype=torch.bfloat16), picks)
-        _triton_top.top(torch.zeros(20, num_experts), 8)
     assert all(len(launch.ptx) == 2 for launch in launches.values())
 
 
 if __name__ == "__main__":
     for each in INTERPRETED:
         check_rows(*each, "cpu", torch.float32)
-    for each in CHOSEN:
-        check_top(*each, "cpu")
     print("same")

@@ -4,6 +4,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from mcore_moe._balance import (
 from mcore_moe._capacity import expert_capacity, limit_to_capacity
 from mcore_moe._config import LOSS_NAMES, MoEConfig
 from mcore_moe._gating import apply_random_logits, gate, jittered
-from mcore_moe._routing import Routing, choose_experts, count_experts, selection_scores, top
+from mcore_moe._routing import Routing, count_experts, route, selection_scores, top
 from mcore_moe._tokens import LocalTokens
 from mcore_parallel import Group, ProcessGroups, ShardSpec, in_backward
 from mcore_parallel.comm import all_gather, all_reduce
@@ -28,7 +29,7 @@ from mcore_parallel.models import AuxLoss
 from mcore_parallel.nn import Step
 from mcore_parallel.tensor_parallel import BatchInvariantMatmul
 
-# T tokens of this rank, D model, E experts, K experts a token, S sequences.
+# T tokens of this rank, D model, E experts, K experts a token, S sequences, R rows that add up to those of the tokens.
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -109,7 +110,9 @@ class TopKRouter(nn.Module):
             x_TD = jittered(x_TD, config.moe_input_jitter_eps, self.replicas)
         logits_TE = gate(x_TD, self.weight, self.bias, dtype, tokens.valid_T, self._matmul)
         chosen_TE = apply_random_logits(logits_TE, self.replicas) if config.moe_router_force_load_balancing else logits_TE
-        routing = self._routing(chosen_TE, step, tokens)
+        # Random logits choose, but losses are of the gate's own.
+        with_sums = learns and bool(config.loss_names) and chosen_TE is logits_TE
+        routing = self._routing(chosen_TE, step, tokens, with_sums=with_sums)
         if learns and config.moe_router_load_balancing_type == "quantile_balancing":
             self._add_quantile_bias(chosen_TE, tokens)
         if step.routing_recorder is not None:
@@ -182,7 +185,7 @@ class TopKRouter(nn.Module):
         if self.expert_bias is not None:
             self.expert_bias = self.expert_bias.float()
 
-    def _routing(self, logits_TE: Tensor, step: Step, tokens: LocalTokens) -> Routing:
+    def _routing(self, logits_TE: Tensor, step: Step, tokens: LocalTokens, *, with_sums: bool) -> Routing:
         config = self.config
         experts_TK, weights_TK = tokens.replayed(self.layer, len(logits_TE), config.num_moe_experts, config.moe_router_topk)
         if config.moe_router_load_balancing_type == "sinkhorn":
@@ -199,7 +202,7 @@ class TopKRouter(nn.Module):
                 valid_T=tokens.valid_T,
             )
         else:
-            routing = choose_experts(
+            routing = route(
                 logits_TE,
                 config.moe_router_topk,
                 pre_softmax=config.moe_router_pre_softmax,
@@ -210,6 +213,8 @@ class TopKRouter(nn.Module):
                 expert_bias=self.expert_bias,
                 experts_TK=experts_TK,
                 batch_invariant=self.batch_invariant,
+                valid_T=tokens.valid_T,
+                with_sums=with_sums,
             )
         probs_TK = routing.probs_TK
         if experts_TK is not None and weights_TK is not None:
@@ -218,7 +223,7 @@ class TopKRouter(nn.Module):
             probs_TK = torch.where(fresh_T1, probs_TK, weights_TK.to(probs_TK.dtype))
         if tokens.valid_T is not None:
             probs_TK = probs_TK.masked_fill(~tokens.valid_T.unsqueeze(-1), 0.0)
-        return Routing(routing.experts_TK, probs_TK, tokens.valid_T)
+        return Routing(routing.experts_TK, probs_TK, tokens.valid_T, sums=routing.sums)
 
     def _limited(self, routing: Routing) -> Routing:
         """What the experts have room for. The bound is one of this rank's tokens, so no rank asks another."""
@@ -234,26 +239,35 @@ class TopKRouter(nn.Module):
         config, group = self.config, self.groups.tp_cp
         total = len(logits_TE) * group.size if tokens.valid_T is None else all_reduce(tokens.valid_T.sum(), group)
         losses: dict[str, AuxLoss] = {}
-        if config.loss_coefficients:
-            scores_TE = tokens.masked(balance_scores(logits_TE, config.moe_router_score_function))
-            # The selection by scores alone: that of the routing, unless something else has a say in it.
+        sums, kinds = routing.sums, config.loss_coefficients
+        if kinds:
+            # By their scores alone tokens choose what they are routed to, unless something else has a say in that.
             plain = (
                 not (config.moe_router_num_groups or config.moe_router_enable_expert_bias or config.moe_router_force_load_balancing)
                 and step.routed_experts is None
             )
-            experts_TK = routing.experts_TK if plain else top(scores_TE.detach(), config.moe_router_topk)
-            functions = {"aux_loss": self._batch_loss, "seq_aux_loss": self._sequence_loss}
-            for kind, weight in config.loss_coefficients.items():
+            by_token = "seq_aux_loss" in kinds or ("aux_loss" in kinds and not plain)
+            # Other losses need only what the rows add up to.
+            if sums is None or by_token:
+                scores_RE = tokens.masked(balance_scores(logits_TE, config.moe_router_score_function))
+            else:
+                scores_RE = sums.scores_E.unsqueeze(0)
+            chosen = routing
+            if by_token and not plain:
+                chosen = replace(routing, experts_TK=top(scores_RE.detach(), config.moe_router_topk), sums=None)
+            for kind, weight in kinds.items():
                 if kind == "global_aux_loss":
-                    value = self._global_loss(scores_TE, routing, total, step)
+                    value = self._global_loss(scores_RE, routing, total, step)
                 elif kind in ("device_aux_loss", "comm_aux_loss"):
-                    value = self._device_loss(scores_TE, routing, total, by_tokens=kind == "comm_aux_loss")
+                    value = self._device_loss(scores_RE, routing, total, by_tokens=kind == "comm_aux_loss")
+                elif kind == "seq_aux_loss":
+                    value = self._sequence_loss(scores_RE, chosen, total, tokens)
                 else:
-                    value = functions[kind](scores_TE, experts_TK, total, tokens)
+                    value = self._batch_loss(scores_RE, chosen, total)
                 losses[LOSS_NAMES[kind]] = AuxLoss(value, weight)
         if config.moe_z_loss_coeff:
-            squares_T = tokens.masked(_wide(logits_TE).logsumexp(-1).square())
-            losses["z_loss"] = AuxLoss(squares_T.sum() / _at_least_one(total), config.moe_z_loss_coeff)
+            squares = tokens.masked(_wide(logits_TE).logsumexp(-1).square()).sum() if sums is None else sums.squares
+            losses["z_loss"] = AuxLoss(squares / _at_least_one(total), config.moe_z_loss_coeff)
         if config.moe_router_report_entropy:
             entropies_T = score_entropies(logits_TE.detach(), config.moe_router_score_function)
             losses["router_entropy"] = AuxLoss(tokens.masked(entropies_T).sum() / _at_least_one(total), 0.0)
@@ -262,46 +276,46 @@ class TopKRouter(nn.Module):
             losses["drop_rate"] = AuxLoss(dropped.to(logits_TE.dtype) / _at_least_one(total) / config.moe_router_topk, 0.0)
         return losses
 
-    def _batch_loss(self, scores_TE: Tensor, experts_TK: Tensor, total: int | Tensor, tokens: LocalTokens) -> Tensor:
+    def _batch_loss(self, scores_RE: Tensor, chosen: Routing, total: int | Tensor) -> Tensor:
         config = self.config
-        counts_E = all_reduce(count_experts(experts_TK, config.num_moe_experts, tokens.valid_T), self.groups.tp_cp)
-        return switch_load_balancing_loss_func(scores_TE, counts_E, total, config.moe_router_topk, config.num_moe_experts, 1.0)
+        counts_E = all_reduce(chosen.counts(config.num_moe_experts), self.groups.tp_cp)
+        return switch_load_balancing_loss_func(scores_RE, counts_E, total, config.moe_router_topk, config.num_moe_experts, 1.0)
 
-    def _sequence_loss(self, scores_TE: Tensor, experts_TK: Tensor, total: int | Tensor, tokens: LocalTokens) -> Tensor:
+    def _sequence_loss(self, scores_TE: Tensor, chosen: Routing, total: int | Tensor, tokens: LocalTokens) -> Tensor:
         """The loss of each sequence by itself, and the mean of those with a token."""
         E, K = self.config.num_moe_experts, self.config.moe_router_topk
         sequence_T, S = tokens.sequences()
-        picks_TK = sequence_T.unsqueeze(-1) * E + experts_TK
+        picks_TK = sequence_T.unsqueeze(-1) * E + chosen.experts_TK
         counts_SE = all_reduce(count_experts(picks_TK, S * E, tokens.valid_T), self.groups.tp_cp).view(S, E).to(scores_TE.dtype)
         scores_SE = scores_TE.new_zeros(S, E).index_add(0, sequence_T, scores_TE)
         tokens_S = counts_SE.sum(-1) / K
         losses_S = (scores_SE * counts_SE).sum(-1) * (E / K) / tokens_S.clamp(min=1).square()
         return losses_S.sum() / (tokens_S > 0).sum().clamp(min=1)
 
-    def _device_loss(self, scores_TE: Tensor, routing: Routing, total: int | Tensor, *, by_tokens: bool) -> Tensor:
+    def _device_loss(self, scores_RE: Tensor, routing: Routing, total: int | Tensor, *, by_tokens: bool) -> Tensor:
         """By the picks of each device, or by the tokens that are sent to it, as they are routed (DeepSeek-V2, section 2.2.3)."""
         config = self.config
         num_devices, topk = config.num_balanced_devices, config.most_devices_of_token if by_tokens else config.moe_router_topk
         devices_TK = routing.experts_TK.div(config.num_moe_experts // num_devices, rounding_mode="floor")
         if by_tokens:
-            sent_TD = torch.zeros_like(scores_TE[:, :num_devices], dtype=torch.long).scatter(1, devices_TK, 1)
+            sent_TD = devices_TK.new_zeros((len(devices_TK), num_devices)).scatter(1, devices_TK, 1)
             counts_D = (sent_TD if routing.valid_T is None else sent_TD * routing.valid_T.unsqueeze(-1)).sum(0)
         else:
             counts_D = count_experts(devices_TK, num_devices, routing.valid_T)
-        scores_TD = scores_TE.unflatten(-1, (num_devices, -1)).sum(-1)
+        scores_RD = scores_RE.unflatten(-1, (num_devices, -1)).sum(-1)
         counts_D = all_reduce(counts_D, self.groups.tp_cp)
-        return switch_load_balancing_loss_func(scores_TD, counts_D, total, topk, num_devices, 1.0)
+        return switch_load_balancing_loss_func(scores_RD, counts_D, total, topk, num_devices, 1.0)
 
-    def _global_loss(self, scores_TE: Tensor, routing: Routing, total: int | Tensor, step: Step) -> Tensor:
+    def _global_loss(self, scores_RE: Tensor, routing: Routing, total: int | Tensor, step: Step) -> Tensor:
         """By the loads of all ranks in the micro-batches of the global batch so far; its size does not depend on dp."""
         E = self.config.num_moe_experts
         counts_E = routing.counts(E)
         counts_E = counts_E if self.replicas.is_first else torch.zeros_like(counts_E)
         if self.layer in step.counts:
             counts_E = counts_E + step.counts[self.layer]
-        counts_E = all_reduce(counts_E, self.groups.tp_dp_cp).to(scores_TE.dtype)
+        counts_E = all_reduce(counts_E, self.groups.tp_dp_cp).to(scores_RE.dtype)
         share_E = counts_E / counts_E.sum().clamp(min=1)
-        return (scores_TE.sum(0) * share_E).sum() * E / _at_least_one(total)
+        return (scores_RE.sum(0) * share_E).sum() * E / _at_least_one(total)
 
 
 def _wide(logits_TE: Tensor) -> Tensor:

@@ -16,6 +16,18 @@ from mcore_moe._stability import experimental_api
 # T tokens, E experts, G groups of them, K experts a token.
 
 
+@dataclass(frozen=True, kw_only=True)
+class RoutedSums:
+    """Sums over the valid tokens of a choice, which the kernel that chooses makes on its way."""
+
+    scores_E: Tensor
+    """Of ``balance_scores``; differentiable."""
+    squares: Tensor
+    """Of the log-sum-exp of the logits; a differentiable scalar."""
+    counts_E: Tensor
+    """int64, tokens that chose each expert."""
+
+
 @experimental_api
 @dataclass(frozen=True)
 class Routing:
@@ -31,10 +43,12 @@ class Routing:
     """bool, False where the expert's capacity drops the pick; None where every pick is kept."""
     capacity: int | None = None
     """Rows each expert gets of these tokens, filled up with zeros; None for as many as it keeps."""
+    sums: RoutedSums | None = None
+    """Where they were asked for, and a kernel chose."""
 
     def counts(self, num_experts: int) -> Tensor:
         """[E] int64, tokens that chose each expert, whether it keeps them or not."""
-        return count_experts(self.experts_TK, num_experts, self.valid_T)
+        return count_experts(self.experts_TK, num_experts, self.valid_T) if self.sums is None else self.sums.counts_E
 
     def destinations(self, num_experts: int) -> Tensor:
         """[T, K] int64, the expert each pick goes to; ``num_experts`` where it goes to none."""
@@ -46,7 +60,7 @@ class Routing:
     def share(self, place: int, num_places: int) -> "Routing":
         """The same choice, of which every ``num_places``-th token from ``place`` on goes to its experts and the others go to none."""
         share_T = torch.arange(len(self.experts_TK), device=self.experts_TK.device) % num_places == place
-        return replace(self, valid_T=share_T if self.valid_T is None else share_T & self.valid_T)
+        return replace(self, valid_T=share_T if self.valid_T is None else share_T & self.valid_T, sums=None)
 
 
 def count_experts(experts_TK: Tensor, num_experts: int, valid_T: Tensor | None = None) -> Tensor:
@@ -100,14 +114,28 @@ def choose_experts(
         check_shape("expert_bias", expert_bias.shape, logits_TE.shape[1:], "one number an expert")
     if experts_TK is not None:
         check_shape("experts_TK", experts_TK.shape, (len(logits_TE), topk), "tokens, topk")
-    options: dict[str, Any] = {
-        "pre_softmax": pre_softmax,
-        "score_function": score_function,
-        "num_groups": num_groups,
-        "group_topk": group_topk,
-        "scaling_factor": scaling_factor,
-        "expert_bias": expert_bias,
-    }
+    return route(
+        logits_TE,
+        topk,
+        pre_softmax=pre_softmax,
+        score_function=score_function,
+        num_groups=num_groups,
+        group_topk=group_topk,
+        scaling_factor=scaling_factor,
+        expert_bias=expert_bias,
+        experts_TK=experts_TK,
+        batch_invariant=batch_invariant,
+    )
+
+
+def route(logits_TE: Tensor, topk: int, *, valid_T: Tensor | None = None, with_sums: bool = False, **options: Any) -> Routing:
+    """``choose_experts`` of arguments that are checked; with ``Routing.sums`` where they are asked for and a kernel chooses."""
+    if logits_TE.is_cuda and logits_TE.dtype != torch.float64 and not torch.compiler.is_compiling():
+        from mcore_moe import _triton_router
+
+        if logits_TE.shape[1] <= _triton_router.MOST_EXPERTS:
+            return _route_by_kernel(logits_TE.float(), topk, valid_T=valid_T, with_sums=with_sums, **options)
+    batch_invariant, experts_TK = options.pop("batch_invariant"), options.pop("experts_TK")
     if batch_invariant and not logits_TE.is_cuda and len(logits_TE) > 1:
         # Functions of vectors are not those of what is left over, so where a row begins would have a part in its bits.
         recorded = [None] * len(logits_TE) if experts_TK is None else experts_TK.split(1)
@@ -130,7 +158,7 @@ def _choose(
     experts_TK: Tensor | None,
     in_order: bool,
 ) -> Routing:
-    """``choose_experts`` of arguments that are checked; sums over the picks of a token one after the other, or as torch takes them."""
+    """By functions of torch; sums over the picks of a token one after the other, or as torch takes them."""
     scores_TE = selection_scores(logits_TE, score_function, pre_softmax=pre_softmax)
     with torch.no_grad():
         keys_TE = scores_TE.detach() if expert_bias is None else scores_TE.detach() + expert_bias
@@ -145,6 +173,40 @@ def _choose(
     elif not pre_softmax:
         probs_TK = probs_TK.softmax(-1)
     return Routing(chosen_TK, probs_TK if scaling_factor is None else probs_TK * scaling_factor)
+
+
+def _route_by_kernel(
+    logits_TE: Tensor,
+    topk: int,
+    *,
+    pre_softmax: bool,
+    score_function: str,
+    num_groups: int | None,
+    group_topk: int | None,
+    scaling_factor: float | None,
+    expert_bias: Tensor | None,
+    experts_TK: Tensor | None,
+    batch_invariant: bool,
+    valid_T: Tensor | None,
+    with_sums: bool,
+) -> Routing:
+    """Rows know nothing of each other there, so that every choice is batch-invariant once the sums of its groups are."""
+    from mcore_moe import _triton_router
+
+    keys_TE = None
+    if num_groups is not None and group_topk is not None:
+        with torch.no_grad():
+            keys_TE = selection_scores(logits_TE, score_function, pre_softmax=pre_softmax)
+            keys_TE = keys_TE if expert_bias is None else keys_TE + expert_bias
+            keys_TE = limit_to_groups(keys_TE, topk, num_groups, group_topk, in_order=batch_invariant)
+    settings = _triton_router.ChoiceSettings(
+        topk=topk, score_function=score_function, pre_softmax=pre_softmax, scaling_factor=scaling_factor
+    )
+    chosen_TK, probs_TK, scores_E, squares, counts_E = _triton_router.Choose.apply(
+        logits_TE, keys_TE, expert_bias, experts_TK, valid_T, settings, with_sums
+    )
+    sums = RoutedSums(scores_E=scores_E, squares=squares, counts_E=counts_E) if with_sums else None
+    return Routing(chosen_TK, probs_TK, sums=sums)
 
 
 def _total(values: Tensor, *, in_order: bool) -> Tensor:
@@ -182,10 +244,10 @@ def score(logits_TE: Tensor, score_function: str) -> Tensor:
 def top(keys_TE: Tensor, topk: int) -> Tensor:
     """[T, K] int64 of the highest keys, best first; of equal ones the lowest number."""
     if keys_TE.is_cuda and keys_TE.dtype == torch.float32:
-        from mcore_moe import _triton_top
+        from mcore_moe import _triton_router
 
-        if keys_TE.shape[1] <= _triton_top.MOST_EXPERTS:
-            return _triton_top.top(keys_TE, topk)
+        if keys_TE.shape[1] <= _triton_router.MOST_EXPERTS:
+            return _triton_router.top(keys_TE, topk)
     return keys_TE.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
 
 

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""The kernels of a router that learns, beside the same functions of torch in float64."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_moe import MoEConfig, TopKRouter
+from mcore_moe._balance import balance_scores
+from mcore_moe._routing import count_experts, limit_to_groups, route, selection_scores, top
+from mcore_parallel import ProcessGroups
+from mcore_parallel.nn import Step
+from tests.support.interpreter import run_interpreted
+
+SCORES = [("softmax", False), ("softmax", True), ("sigmoid", False), ("sqrtsoftplus", False)]
+CHOSEN = ((1, 1, 1), (70, 9, 3), (40, 128, 8), (3, 1000, 2))
+"""Tokens, experts and experts a token."""
+
+
+def check_top(tokens: int, experts: int, topk: int, device: str) -> None:
+    """Kernels choose as a stable sort does: among equal keys, of both zeros, of infinite ones and what is no number."""
+    from mcore_moe import _triton_router
+
+    generator = torch.Generator().manual_seed(tokens)
+    special = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-40, -1e-40, -1.5])
+    for keys in (
+        torch.randn(tokens, experts, generator=generator),
+        torch.randint(-2, 3, (tokens, experts), generator=generator).float(),
+        special[torch.randint(len(special), (tokens, experts), generator=generator)],
+        torch.full((tokens, experts), float("-inf")),
+    ):
+        assert torch.equal(_triton_router.top(keys.to(device), topk).cpu(), top(keys, topk))
+
+
+def check_choice(tokens: int, experts: int, topk: int, device: str) -> None:
+    """Choice, weights, sums and all gradients are those of float64, whatever scores, and with all that has a say in the choice."""
+    from mcore_moe import _triton_router
+
+    generator = torch.Generator().manual_seed(experts)
+    drawn = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    logits = 2 * drawn(tokens, experts)
+    # One keeps its fresh choice.
+    given = torch.stack([torch.randperm(experts, generator=generator)[:topk] for _ in range(tokens)])
+    given[0, -1] = -1
+    valid = torch.rand(tokens, generator=generator) < 0.7
+    groups = next((number for number in (3, 4) if experts % number == 0 and topk % 2 == 0 and topk // 2 <= experts // number), None)
+    for (function, pre), biased, replayed, padded in itertools.product(SCORES, (False, True), (False, True), (False, True)):
+        bias = 0.3 * drawn(experts) if biased else None
+        settings: dict[str, Any] = {"pre_softmax": pre, "score_function": function, "scaling_factor": 2.5 if biased else None}
+        own, mask = given if replayed else None, valid if padded else None
+        grouped = {"num_groups": groups, "group_topk": 2} if groups and biased else {"num_groups": None, "group_topk": None}
+        wide = logits.double().requires_grad_()
+        wanted = route(wide, topk, **settings, **grouped, expert_bias=bias, experts_TK=own, batch_invariant=False)
+        scores = balance_scores(wide, function)
+        squares = wide.logsumexp(-1).square()
+        if mask is not None:
+            scores, squares = scores * mask[:, None], squares * mask
+        narrow = logits.clone().to(device).requires_grad_()
+        keys = None
+        if grouped["num_groups"]:
+            keys = selection_scores(logits, function, pre_softmax=pre)
+            keys = limit_to_groups(keys if bias is None else keys + bias, topk, groups or 0, 2, in_order=False)
+        there = [None if value is None else value.to(device) for value in (keys, bias, own, mask)]
+        chosen, probs, sums, square, counts = _triton_router.Choose.apply(
+            narrow, *there, _triton_router.ChoiceSettings(topk=topk, **settings), True
+        )
+        assert torch.equal(chosen.cpu(), wanted.experts_TK) and torch.equal(counts.cpu(), count_experts(wanted.experts_TK, experts, mask))
+        gradients = drawn(tokens, topk), drawn(experts), drawn(())
+        torch.autograd.backward([wanted.probs_TK, scores.sum(0), squares.sum()], [each.double() for each in gradients])
+        torch.autograd.backward([probs, sums, square], [each.to(device) for each in gradients])
+        close(probs, wanted.probs_TK)
+        close(sums, scores.sum(0))
+        close(square, squares.sum())
+        close(narrow.grad, wide.grad)
+
+
+def close(ours: Tensor | None, wide: Tensor | None) -> None:
+    assert ours is not None and wide is not None
+    torch.testing.assert_close(ours.detach().cpu(), wide.detach().float(), rtol=2e-5, atol=2e-5)
+
+
+def check_alone(device: str) -> None:
+    """Choice and weights of a token have the same bits in any company, with sums and without; one loss alone has gradients."""
+    from mcore_moe import _triton_router
+
+    logits = torch.randn(45, 24, generator=torch.Generator().manual_seed(2)).to(device)
+    for function, pre in SCORES:
+        settings = _triton_router.ChoiceSettings(topk=4, score_function=function, pre_softmax=pre, scaling_factor=1.5)
+        together = _triton_router.Choose.apply(logits, None, None, None, None, settings, True)
+        for one in (0, 17, 44):
+            alone = _triton_router.Choose.apply(logits[one : one + 1], None, None, None, None, settings, False)
+            assert torch.equal(alone[0], together[0][one : one + 1]) and torch.equal(alone[1], together[1][one : one + 1])
+            assert alone[2:] == (None, None, None)
+    learnt = logits.clone().requires_grad_()
+    _triton_router.Choose.apply(learnt, None, None, None, None, settings, True)[3].backward()
+    wide = logits.double().requires_grad_()
+    wide.logsumexp(-1).square().sum().backward()
+    close(learnt.grad, wide.grad)
+    empty = torch.zeros(0, 24, device=device, requires_grad=True)
+    _, probs, scores, squares, counts = _triton_router.Choose.apply(empty, None, None, None, None, settings, True)
+    (probs.sum() + scores.sum() + squares).backward()
+    assert probs.shape == (0, 4) and not scores.any() and not squares and not counts.any() and empty.grad is not None
+
+
+def test_kernels_equal_functions_of_torch_in_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [*CHOSEN, (20000, 256, 8)])
+def test_kernels_equal_functions_of_torch_on_a_gpu(sizes: tuple[int, int, int]) -> None:
+    check_top(*sizes, "cuda")
+    check_choice(*sizes, "cuda")
+    check_alone("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.2]},
+        {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1, "moe_router_score_function": "sigmoid"},
+        {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid", "moe_aux_loss_coeff": 0.1},
+    ],
+)
+def test_a_router_on_a_gpu_has_the_losses_and_gradients_of_one_on_a_processor(fields: dict[str, Any]) -> None:
+    config = MoEConfig(num_moe_experts=16, moe_router_topk=4, moe_z_loss_coeff=0.01, moe_router_dtype="fp32", **fields)
+    results: list[list[Tensor]] = []
+    for device in ("cpu", "cuda"):
+        router = TopKRouter(config, 32, ProcessGroups.single())
+        torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(3))
+        router = router.to(device)
+        x = torch.randn(60, 32, generator=torch.Generator().manual_seed(4)).to(device).requires_grad_()
+        step = Step(
+            positions=torch.arange(60, device=device) % 20, batch_size=3, seq_len=20, valid=torch.arange(60, device=device) % 7 != 3
+        )
+        routing, losses = router(x, step)
+        total = routing.probs_TK.square().sum() + sum(loss.value * loss.weight for loss in losses.values())
+        total.backward()
+        assert x.grad is not None and router.weight.grad is not None
+        values = [routing.experts_TK, routing.probs_TK, routing.counts(16), total, x.grad, router.weight.grad]
+        results.append([each.detach().cpu() for each in (*values, *(losses[name].value for name in sorted(losses)))])
+    for ours, wanted in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_kernels_compile_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from mcore_moe import _triton_router
+    from tests.support.hopper import CompiledLaunches
+
+    launches = {name: CompiledLaunches(getattr(_triton_router, f"_{name}_kernel")) for name in ("top", "choose", "choose_backward")}
+    for name, launch in launches.items():
+        monkeypatch.setattr(_triton_router, f"_{name}_kernel", launch)
+    for experts in (64, 500):
+        _triton_router.top(torch.zeros(20, experts), 8)
+        for function, pre in SCORES:
+            logits = torch.zeros(20, experts, requires_grad=True)
+            settings = _triton_router.ChoiceSettings(topk=8, score_function=function, pre_softmax=pre, scaling_factor=None)
+            _, probs, scores, squares, _ = _triton_router.Choose.apply(logits, None, torch.zeros(experts), None, None, settings, True)
+            (probs.sum() + scores.sum() + squares).backward()
+    assert [len(launch.ptx) for launch in launches.values()] == [2, 8, 8]
+
+
+if __name__ == "__main__":
+    for each in CHOSEN:
+        check_top(*each, "cpu")
+        if each[1] < 1000:
+            check_choice(*each, "cpu")
+    check_alone("cpu")
+    print("same")
