@@ -157,6 +157,8 @@ class SharedBlocks(RuleBasedStateMachine):
     @invariant()
     def a_known_block_follows_a_known_one(self) -> None:
         texts = set(self.written.values())
+        for block, text in self.written.items():
+            assert self.allocator.is_followed(block) == any(other[:-SIZE] == text for other in texts)
         assert all(len(text) == SIZE or text[:-SIZE] in texts for text in texts)
 
 

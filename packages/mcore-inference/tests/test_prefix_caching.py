@@ -21,8 +21,8 @@ from mcore_inference import (
 )
 from mcore_inference._capability import shares_prefixes
 from mcore_parallel import ProcessGroups, named_shards
-from mcore_parallel.models import GPTModel, TransformerConfig
-from mcore_parallel.nn import GatedDeltaNetConfig
+from mcore_parallel.models import GPTModel, TransformerConfig, TransformerLayer
+from mcore_parallel.nn import GatedDeltaNet, GatedDeltaNetConfig
 
 Make = Callable[..., Any]
 PROMPT = list(range(20))
@@ -169,13 +169,16 @@ def test_a_suspended_engine_forgets_and_one_that_is_reset_too(make_model: Make) 
     assert engine.context.allocator.num_idle == 0
 
 
-def test_what_keeps_more_than_keys_and_values_is_refused_by_name(make_model: Make) -> None:
+def test_mixers_of_no_known_kind_are_refused_by_name(make_model: Make) -> None:
     delta_net = GatedDeltaNetConfig(key_head_dim=16, value_head_dim=16, num_key_heads=2, num_value_heads=2)
     config = TransformerConfig(
         num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, hybrid_layer_pattern="*G", delta_net=delta_net
     )
     hybrid = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention())
-    with pytest.raises(ValueError, match=r"enable_prefix_caching=True: layers\.1 is a GatedDeltaNet"):
+    assert shares_prefixes(hybrid, True) and not shares_prefixes(hybrid, None) and not shares_prefixes(hybrid, False)
+    assert isinstance(hybrid.layers["1"], TransformerLayer)
+    hybrid.layers["1"].mixer.__class__ = type("OtherNet", (GatedDeltaNet,), {})
+    with pytest.raises(ValueError, match=r"enable_prefix_caching=True: layers\.1 is a OtherNet"):
         shares_prefixes(hybrid, True)
     assert not shares_prefixes(hybrid, None)
     assert shares_prefixes(make_model(), None) and not shares_prefixes(make_model(), False)

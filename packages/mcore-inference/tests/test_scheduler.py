@@ -73,6 +73,7 @@ class Simulated:
     left: int
     cached: int = 0
     blocks: int = 0
+    ends: tuple[int, ...] = ()
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -105,7 +106,8 @@ def check_world(rng: random.Random, num_requests: int) -> int:
     arrivals = []
     for number in range(num_requests):
         prompt = rng.randint(1, longest if limits.chunked_prefill else min(longest, limits.max_tokens))
-        arrivals.append(Simulated(number, prompt, rng.randint(1, longest - prompt + 1)))
+        ends = tuple(sorted(rng.sample(range(1, longest + 1), rng.choice([0, 0, 1, 3]))))
+        arrivals.append(Simulated(number, prompt, rng.randint(1, longest - prompt + 1), ends=ends))
     waiting: list[Simulated] = []
     running: list[Simulated] = []
     admitted_order: list[int] = []
@@ -116,7 +118,10 @@ def check_world(rng: random.Random, num_requests: int) -> int:
         if not (arrivals or waiting or running):
             break
         now = replace(limits, free_blocks=usable - sum(item.blocks for item in running))
-        views = [[view(item.request_id, item.tokens, item.cached, item.blocks) for item in queue] for queue in (running, waiting)]
+        views = [
+            [replace(view(item.request_id, item.tokens, item.cached, item.blocks), chunk_ends=item.ends) for item in queue]
+            for queue in (running, waiting)
+        ]
         plan = plan_step(views[0], views[1], now)
         assert plan == plan_step(views[0], views[1], now)
         operations += len(plan.preempted) + len(plan.admitted) + len(plan.work)
@@ -138,6 +143,7 @@ def check_world(rng: random.Random, num_requests: int) -> int:
         by_id = {item.request_id: item for item in running}
         for item in plan.work:
             request = by_id[item.request_id]
+            assert not any(request.cached < end < request.cached + item.num_tokens for end in request.ends)
             request.cached += item.num_tokens
             request.blocks = max(request.blocks, -(-request.cached // size))
             assert item.is_last == (request.cached == request.tokens)
@@ -163,6 +169,25 @@ def test_a_request_whose_next_block_is_in_work_is_passed_over_and_others_are_not
     assert work(plan) == [(0, 8, True), (2, 5, True), (4, 2, True)]
     assert plan_step([], waiting, limits).admitted == (1, 2, 4)
     assert plan_step([], [replace(item, keys=()) for item in waiting], limits).admitted == (1, 2, 3, 4)
+
+
+def test_a_chunk_ends_where_states_are_kept_and_leaves_its_budget_to_others() -> None:
+    prompt = replace(view(0, 14), chunk_ends=(4, 12))
+    assert work(plan_step([], [prompt, view(1, 20)], LIMITS)) == [(0, 4, False), (1, 12, False)]
+    assert work(plan_step([replace(prompt, num_cached=4, num_blocks=1)], [], LIMITS)) == [(0, 8, False)]
+    assert work(plan_step([replace(prompt, num_cached=12, num_blocks=3)], [], LIMITS)) == [(0, 2, True)]
+    # One token of a chunk is no decoded one.
+    assert work(plan_step([replace(prompt, num_cached=11, num_blocks=3)], [], LIMITS)) == [(0, 1, False)]
+
+
+def test_a_request_waits_for_states_that_another_computes_behind_blocks_that_it_knows() -> None:
+    running = RequestView(request_id=0, num_tokens=13, num_cached=0, num_blocks=0, keys=("a", "b", "c"), chunk_ends=(8, 12))
+    # Its first two blocks are known, without states; the third nobody computes.
+    waiting = RequestView(request_id=1, num_tokens=14, keys=("a", "b", "x"), num_matched=2, chunk_ends=(8, 12))
+    assert plan_step([running], [waiting], LIMITS).admitted == ()
+    assert plan_step([replace(running, num_cached=8, num_blocks=2, keys=("c",))], [waiting], LIMITS).admitted == (1,)
+    # What it computes it keeps for the next.
+    assert plan_step([], [waiting, replace(waiting, request_id=2)], replace(LIMITS, max_tokens=40)).admitted == (1,)
 
 
 def test_a_shared_beginning_takes_only_the_blocks_that_nobody_holds() -> None:

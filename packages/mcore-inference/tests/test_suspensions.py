@@ -59,6 +59,10 @@ CASES = {
     "preemptions": Case(sizes=(("num_blocks", 7),), prompts=SHORT, proves=lambda engine: engine.num_preemptions > 0),
     "shared beginnings": Case(prompts=ALIKE, proves=lambda engine: engine.stats()["prefix_cache_hits"] > 0),
     "states ahead, in chunks": Case(pattern="M*-", run_ahead=True, sizes=(("max_tokens", 12),)),
+    "states, shared beginnings": Case(
+        pattern="M*-", sizes=(("enable_prefix_caching", True),), prompts=ALIKE,
+        proves=lambda engine: engine.stats()["prefix_cache_hits"] > 0,
+    ),
     "states, preemptions": Case(pattern="G*-", sizes=(("num_blocks", 7),), prompts=SHORT, proves=lambda engine: engine.num_preemptions > 0),
 }  # fmt: skip
 

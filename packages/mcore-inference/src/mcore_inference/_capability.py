@@ -342,21 +342,23 @@ def shares_prefixes(model: GPTModel, wanted: bool | None) -> bool:
 
     Args:
         model: one that is served.
-        wanted: ``enable_prefix_caching``; None for where it can.
+        wanted: ``enable_prefix_caching``; None for where every layer is attention.
 
     Raises:
-        ValueError: it is wanted, and a mixer keeps more than keys and values of single tokens.
+        ValueError: it is wanted, and a mixer keeps something of a sequence of which there are no snapshots.
     """
+    by_snapshots = False
     for number, layer in model.layers.items():
         mixer = layer.mixer if isinstance(layer, TransformerLayer) else layer
-        if mixer is not None and type(mixer) not in (SelfAttention, LatentSelfAttention):
-            if wanted:
-                raise ValueError(
-                    f"enable_prefix_caching=True: layers.{number} is a {type(mixer).__name__}, whose state after a shared beginning is in "
-                    "no cache block; leave it at None"
-                )
-            return False
-    return wanted is not False
+        if mixer is None or type(mixer) in (SelfAttention, LatentSelfAttention):
+            continue
+        if wanted and type(mixer) not in (MambaMixer, GatedDeltaNet):
+            raise ValueError(
+                f"enable_prefix_caching=True: layers.{number} is a {type(mixer).__name__}, and the engine does not know what it keeps of a "
+                "shared beginning; leave it at None"
+            )
+        by_snapshots = True
+    return wanted is True or (wanted is None and not by_snapshots)
 
 
 def check_weights(model: GPTModel, weight_dtype: str | None) -> None:

@@ -6,6 +6,7 @@ from mcore_inference.cache._blocks import BlockAllocator
 from mcore_inference.cache._pages import PagedKVCache, block_bytes, num_blocks_for_bytes
 from mcore_inference.cache._prefix import BlockKey, PrefixChain
 from mcore_inference.cache._slots import LayerSlots
+from mcore_inference.cache._snapshots import StateSnapshots
 from mcore_inference.cache._state_config import MambaInferenceStateConfig, get_mamba_inference_state_config_from_model
 from mcore_inference.cache._states import RecurrentStateCache
 
@@ -17,6 +18,7 @@ __all__ = [
     "PagedKVCache",
     "PrefixChain",
     "RecurrentStateCache",
+    "StateSnapshots",
     "block_bytes",
     "get_mamba_inference_state_config_from_model",
     "num_blocks_for_bytes",

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from mcore_inference._stability import experimental_api
 from mcore_inference.cache._prefix import BlockKey, PrefixIndex
+from mcore_inference.cache._snapshots import StateSnapshots
 
 
 @experimental_api
@@ -21,6 +22,7 @@ class BlockAllocator:
 
     Args:
         num_blocks: all blocks, the sink included.
+        num_snapshots: of recurrent states behind known blocks.
 
     Example:
         >>> allocator = BlockAllocator(4)
@@ -33,13 +35,15 @@ class BlockAllocator:
         ValueError: fewer than two blocks.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_snapshots: int = 0) -> None:
         if num_blocks < 2:
             raise ValueError(f"num_blocks={num_blocks} must be at least 2: one to use and the sink; give the cache more memory")
         self.total_count = num_blocks
         self.num_evicted = 0
         """Known blocks that were handed out again for other tokens."""
         self._prefixes = PrefixIndex()
+        self.snapshots = StateSnapshots(num_snapshots)
+        """Behind blocks that are known; they go with them."""
         self.reset()
 
     @property
@@ -115,6 +119,10 @@ class BlockAllocator:
         """Blocks that hold the longest known beginning of a sequence; nothing is taken."""
         return self._prefixes.match(keys)
 
+    def is_followed(self, block: int) -> bool:
+        """Whether the contents of a block behind this one are known."""
+        return self._prefixes.is_followed(block)
+
     def acquire(self, blocks: Sequence[int]) -> None:
         """Hold blocks that ``match`` found.
 
@@ -146,6 +154,7 @@ class BlockAllocator:
     def forget(self) -> None:
         """Forget what blocks hold, as when the weights change; held blocks stay held."""
         self._prefixes.clear()
+        self.snapshots.clear()
         # The one given back last is reused first, as among blocks without contents.
         self._free.extend(self._idle)
         self._idle.clear()
@@ -156,9 +165,11 @@ class BlockAllocator:
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._holders: dict[int, int] = {}
         self._prefixes.clear()
+        self.snapshots.clear()
 
     def _evict(self) -> int:
         block, _ = self._idle.popitem(last=False)
         self._prefixes.remove(block)
+        self.snapshots.drop(block)
         self.num_evicted += 1
         return block

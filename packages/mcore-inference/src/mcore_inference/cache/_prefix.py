@@ -3,6 +3,7 @@
 """Which cache blocks hold which tokens: a table on the host, no device and no tensor."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -78,6 +79,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._blocks: dict[bytes, int] = {}
         self._contents: dict[int, tuple[BlockKey, int | None]] = {}
+        self._num_followers = Counter[int | None]()
 
     def __contains__(self, block: object) -> bool:
         return block in self._contents
@@ -114,17 +116,24 @@ class PrefixIndex:
             return self._find(key, parent)
         self._blocks[key.digest] = block
         self._contents[block] = key, parent
+        self._num_followers[parent] += 1
         return block
+
+    def is_followed(self, block: int) -> bool:
+        """Whether a known block comes behind this one."""
+        return self._num_followers[block] > 0
 
     def remove(self, block: int) -> None:
         """Forget one block."""
-        key, _ = self._contents.pop(block)
+        key, parent = self._contents.pop(block)
         del self._blocks[key.digest]
+        self._num_followers[parent] -= 1
 
     def clear(self) -> None:
         """Forget all blocks."""
         self._blocks.clear()
         self._contents.clear()
+        self._num_followers.clear()
 
     def _find(self, key: BlockKey, parent: int | None) -> int | None:
         block = self._blocks.get(key.digest)

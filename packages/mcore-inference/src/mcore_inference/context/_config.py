@@ -52,7 +52,10 @@ class InferenceConfig:
     enable_chunked_prefill: bool = True
     """Whether a long prompt is computed over several steps, beside other requests' tokens."""
     enable_prefix_caching: bool | None = None
-    """Whether requests share the blocks of equal beginnings, and blocks stay known after their request; None for where the model can."""
+    """Whether requests share the blocks of equal beginnings, and blocks stay known after their request; None for where every layer is
+    attention. With True, models with recurrent layers keep snapshots of their states at block boundaries; it needs chunked prefill."""
+    prefix_caching_mamba_gb: float | None = None
+    """Memory of these snapshots in 2**30 bytes, a part of ``buffer_size_gb`` where that counts; None for as many as ``max_requests``."""
     kv_cache_dtype: Literal["fp8"] | None = None
     """"fp8": keys and values as e4m3 with a scale for each head of a token, half the memory of bfloat16; None for the model's dtype."""
     weight_dtype: Literal["fp8", "fp8_weight_only"] | None = None
@@ -82,6 +85,8 @@ class InferenceConfig:
                 object.__setattr__(self, name, as_integer(name, value, 1, 2**48))
         if self.buffer_size_gb is not None:
             as_number("buffer_size_gb", self.buffer_size_gb, 2**-30, 2**30)
+        if self.prefix_caching_mamba_gb is not None:
+            as_number("prefix_caching_mamba_gb", self.prefix_caching_mamba_gb, 2**-30, 2**30)
         as_flag("enable_chunked_prefill", self.enable_chunked_prefill)
         as_flag("track_paused_request_events", self.track_paused_request_events)
         for name in ("enable_prefix_caching", "use_flashinfer_fused_rope"):
@@ -116,6 +121,8 @@ class MemorySizes:
     """The sink included."""
     max_requests: int
     max_tokens: int
+    num_snapshots: int = 0
+    """Of recurrent states."""
 
     @classmethod
     def of(cls, config: InferenceConfig, bytes_per_block: int, bytes_per_request: int = 0) -> "MemorySizes":
@@ -124,37 +131,63 @@ class MemorySizes:
         Args:
             config: what is asked for.
             bytes_per_block: over all layers.
-            bytes_per_request: of the recurrent states of one request, which lie beside the blocks; without ``num_blocks`` both share
-                ``buffer_size_gb``, and without ``max_requests`` as many requests are held as fit there with a full sequence each.
+            bytes_per_request: of the recurrent states of one request, or of one snapshot, which lie beside the blocks; without
+                ``num_blocks`` all share ``buffer_size_gb``, and without ``max_requests`` as many requests are held as fit there with a full
+                sequence each.
 
         Raises:
-            ValueError: the buffer does not hold two blocks, or not beside the states.
+            ValueError: the buffer does not hold two blocks, or not beside the states; ``prefix_caching_mamba_gb`` holds no snapshot.
         """
         requests, max_tokens = config.max_requests, config.max_tokens or max(_DEFAULT_MAX_TOKENS, config.max_requests or 1)
+        snapshots = _num_snapshots(config, bytes_per_request)
+
+        def made(num_blocks: int, max_requests: int) -> MemorySizes:
+            kept = max_requests if snapshots is None else snapshots
+            return cls(num_blocks=num_blocks, max_requests=max_requests, max_tokens=max_tokens, num_snapshots=kept)
+
         if config.num_blocks is not None:
             # One block more than requests can hold: the sink.
-            return cls(num_blocks=config.num_blocks + 1, max_requests=requests or min(config.num_blocks, max_tokens), max_tokens=max_tokens)
+            return made(config.num_blocks + 1, requests or min(config.num_blocks, max_tokens))
         assert config.buffer_size_gb is not None, "filled in by with_free_buffer"
         buffer = int(config.buffer_size_gb * 2**30)
+        # States that come with each request, and those beside them.
+        each, beside = (2 if snapshots is None else 1) * bytes_per_request, (snapshots or 0) * bytes_per_request
         if bytes_per_request and requests is None:
-            full = bytes_per_request + config.max_blocks_per_request * bytes_per_block
-            requests = max(1, min(max_tokens, (buffer - bytes_per_block) // full))
-        states = (requests or 0) * bytes_per_request
+            full = each + config.max_blocks_per_request * bytes_per_block
+            requests = max(1, min(max_tokens, (buffer - beside - bytes_per_block) // full))
+        states = (requests or 0) * each + beside
         if states and buffer - states < 2 * bytes_per_block:
+            count = requests if snapshots is None else snapshots
+            kept = f" and of {count} snapshots (prefix_caching_mamba_gb)" if count else ""
             raise ValueError(
-                f"buffer_size_gb={config.buffer_size_gb} is {buffer} bytes; recurrent states of max_requests={requests} take {states} "
-                f"of them and two blocks {2 * bytes_per_block}; lower max_requests or raise buffer_size_gb"
+                f"buffer_size_gb={config.buffer_size_gb} is {buffer} bytes; recurrent states of max_requests={requests}{kept} take "
+                f"{states} of them and two blocks {2 * bytes_per_block}; lower max_requests or raise buffer_size_gb"
             )
         total = num_blocks_for_bytes(buffer - states, bytes_per_block)
         if requests is not None:
             total = min(total, requests * config.max_blocks_per_request + 1)
-        return cls(num_blocks=total, max_requests=requests or min(total - 1, max_tokens), max_tokens=max_tokens)
+        return made(total, requests or min(total - 1, max_tokens))
 
     def agreed(self, ranks: Group, device: torch.device) -> "MemorySizes":
         """The smallest sizes of ranks that share a model, and schedule alike."""
-        own = torch.tensor([self.num_blocks, self.max_requests, self.max_tokens], device=device)
-        num_blocks, max_requests, max_tokens = all_reduce(own, ranks, op="min").tolist()
-        return MemorySizes(num_blocks=num_blocks, max_requests=max_requests, max_tokens=max_tokens)
+        own = torch.tensor([self.num_blocks, self.max_requests, self.max_tokens, self.num_snapshots], device=device)
+        num_blocks, max_requests, max_tokens, num_snapshots = all_reduce(own, ranks, op="min").tolist()
+        return MemorySizes(num_blocks=num_blocks, max_requests=max_requests, max_tokens=max_tokens, num_snapshots=num_snapshots)
+
+
+def _num_snapshots(config: InferenceConfig, num_bytes: int) -> int | None:
+    """Snapshots of recurrent states of so many bytes each; None for as many as requests."""
+    if not num_bytes or not config.enable_prefix_caching:
+        return 0
+    if config.prefix_caching_mamba_gb is None:
+        return None
+    memory = int(config.prefix_caching_mamba_gb * 2**30)
+    if memory < num_bytes:
+        raise ValueError(
+            f"prefix_caching_mamba_gb={config.prefix_caching_mamba_gb} is {memory} bytes and one snapshot of the recurrent states takes "
+            f"{num_bytes}; raise it, or leave it at None"
+        )
+    return memory // num_bytes
 
 
 def with_free_buffer(

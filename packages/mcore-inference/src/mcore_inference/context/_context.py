@@ -76,7 +76,8 @@ class DynamicInferenceContext:
         UnifiedMemoryUnsupportedError: ``unified_memory_level`` is above 0 where no rank of the model has managed memory.
         ValueError: the memory does not hold two blocks beside the states, or tp does not divide the key-value heads; ``kv_cache_dtype``
             for latent attention, or where no layer has keys and values; ``use_flashinfer_fused_rope=True`` without a rotation;
-            ``expands_latents`` without latent attention.
+            ``expands_latents`` without latent attention; ``enable_prefix_caching=True`` of recurrent layers without chunked prefill;
+            ``prefix_caching_mamba_gb`` without recurrent layers, without ``enable_prefix_caching=True``, or less than one snapshot.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class DynamicInferenceContext:
         if latent is not None and expands_latents:
             num_kv_heads, head_dim = model_config.num_attention_heads, latent.qk_head_dim
         entries = None if expands_latents else latent
+        _check_snapshots(config, states)
         if config.kv_cache_dtype is not None:
             _check_scaled(config.kv_cache_dtype, latent is not None, expands_latents, states)
         sizes = {
@@ -130,7 +132,7 @@ class DynamicInferenceContext:
         if groups is not None and groups.pp.size > 1:
             held = held.agreed(groups.pp, self.device)
         self.max_tokens, self.max_requests = held.max_tokens, held.max_requests
-        self.allocator = BlockAllocator(held.num_blocks)
+        self.allocator = BlockAllocator(held.num_blocks, held.num_snapshots)
         layers = None if states is None else states.attention_layers
         self.memory = cache_memory(self.device, config.unified_memory_level, None if groups is None else groups.tp_pp)
         """Of keys, values and states."""
@@ -139,8 +141,8 @@ class DynamicInferenceContext:
             num_blocks=held.num_blocks, device=self.device, layers=layers, memory=self.memory, latent_rank=rank,
             attention_backend=attention_backend, **sizes,
         )  # fmt: skip
-        self.states = None if states is None else RecurrentStateCache(states, self.max_requests, self.memory)
-        """States of recurrent layers, by the slots of requests; None for a model without."""
+        self.states = None if states is None else RecurrentStateCache(states, self.max_requests, self.memory, held.num_snapshots)
+        """States of recurrent layers, by the slots of requests, and snapshots behind them; None for a model without."""
         with self.memory.step_tensors():
             self.builder = StepBuilder(
                 self.cache,
@@ -263,22 +265,26 @@ class DynamicInferenceContext:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def add_request(self, request_id: int, prefix: Sequence[int] = ()) -> None:
-        """Give a request a slot; its blocks are those of its cached beginning.
+        """Give a request a slot; its blocks are those of its cached beginning, and its states those behind it.
 
         Args:
             request_id: without a slot.
-            prefix: what ``match`` returned.
+            prefix: what ``match`` returned, of which the first ``num_resumable``.
 
         Raises:
             RequestOverflowError: no slot is free.
-            ValueError: the request has a slot already, or a block holds nothing that is known.
+            ValueError: the request has a slot already, or a block holds nothing that is known, or the states behind the last are not kept.
         """
         if request_id in self._slots:
             raise ValueError(f"request_id={request_id} has a slot already")
         if not self._free_slots:
             raise RequestOverflowError(request_id, f"all max_requests={self.max_requests} slots are taken; try again later")
+        if self.num_resumable(prefix) < len(prefix):
+            raise ValueError(f"no states are kept behind block {prefix[-1]}; give the first num_resumable(prefix) blocks")
         self.allocator.acquire(prefix)
         self._slots[request_id] = slot = self._free_slots.pop()
+        if self.states is not None and prefix:
+            self.states.copy(self.max_requests + self.allocator.snapshots.use(prefix[-1]), slot)
         self._block_table[slot, : len(prefix)] = prefix
         self._num_blocks[slot] = self._num_known[slot] = len(prefix)
         self._num_cached[slot] = len(prefix) * self.block_size
@@ -291,6 +297,42 @@ class DynamicInferenceContext:
             num_tokens: its length.
         """
         return self.allocator.match(keys[: (num_tokens - 1) // self.block_size])
+
+    def num_resumable(self, blocks: Sequence[int]) -> int:
+        """Of blocks that ``match`` returned, those behind which a request goes on: all, or where layers keep states, up to the last
+        snapshot of them."""
+        if self.states is None:
+            return len(blocks)
+        return next((count for count in range(len(blocks), 0, -1) if blocks[count - 1] in self.allocator.snapshots), 0)
+
+    def snapshot_ends(self, blocks: Sequence[int], num_resumable: int, num_tokens: int) -> tuple[int, ...]:
+        """Lengths of a sequence behind which its states shall be kept: where it parts from others that the cache knows, and the end of the
+        last full block before its last token.
+
+        Args:
+            blocks: that ``match`` returned.
+            num_resumable: of these, those behind which it goes on.
+            num_tokens: its length.
+        """
+        if not self.allocator.snapshots.total_count:
+            return ()
+        counts = {(num_tokens - 1) // self.block_size}
+        if blocks and self.allocator.is_followed(blocks[-1]):
+            counts.add(len(blocks))
+        return tuple(count * self.block_size for count in sorted(counts) if count > num_resumable)
+
+    def keep_states(self, request_id: int) -> None:
+        """Keep the states behind a request's last token in the cache, which fills a block, for others that begin alike.
+
+        Nothing happens where they are kept already, or ``register`` did not make the block known.
+        """
+        slot = self._slots[request_id]
+        count, rest = divmod(int(self._num_cached[slot]), self.block_size)
+        assert self.states is not None and not rest, "states are kept behind whole blocks"
+        if self._num_known[slot] == count:
+            place = self.allocator.snapshots.take(int(self._block_table[slot, count - 1]))
+            if place is not None:
+                self.states.copy(slot, self.max_requests + place)
 
     def register(self, request_id: int, keys: Sequence[BlockKey]) -> None:
         """Let others find the full blocks of a request; a block that another one equals is given up for that one.
@@ -459,6 +501,8 @@ class DynamicInferenceContext:
             "utilization": used / usable,
             "idle_blocks": self.allocator.num_idle,
             "evicted_blocks": self.allocator.num_evicted,
+            "state_snapshots": len(self.allocator.snapshots),
+            "evicted_snapshots": self.allocator.snapshots.num_evicted,
             "cached_tokens": int(self._num_cached.sum()),
             "active_requests": len(self._slots),
             "max_requests": self.max_requests,
@@ -474,3 +518,19 @@ def _check_scaled(name: str, is_latent: bool, expands_latents: bool, states: Mam
         )
     if states is not None and not states.attention_layers:
         raise ValueError(f"kv_cache_dtype={name!r}: every layer keeps a state, which stays in its own dtype; leave it at None")
+
+
+def _check_snapshots(config: InferenceConfig, states: MambaInferenceStateConfig | None) -> None:
+    memory = config.prefix_caching_mamba_gb
+    if states is None and memory is not None:
+        raise ValueError(f"prefix_caching_mamba_gb={memory} is for states of recurrent layers, and no layer keeps one; leave it at None")
+    if memory is not None and not config.enable_prefix_caching:
+        raise ValueError(
+            f"prefix_caching_mamba_gb={memory} is memory of prefix caching, and enable_prefix_caching={config.enable_prefix_caching} means "
+            "none where layers keep states; set enable_prefix_caching=True, or leave prefix_caching_mamba_gb at None"
+        )
+    if states is not None and config.enable_prefix_caching and not config.enable_chunked_prefill:
+        raise ValueError(
+            "enable_chunked_prefill=False and enable_prefix_caching=True exclude each other where layers keep states: a prompt is computed "
+            "up to a block boundary, where its states are kept, and then the rest; leave one of them out"
+        )

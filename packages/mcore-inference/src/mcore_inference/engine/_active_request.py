@@ -45,6 +45,8 @@ class ActiveRequest:
     """Where the output stands in the form asked for."""
     chain: PrefixChain | None = None
     """Identities of its full blocks; None where requests share none."""
+    snapshot_ends: Sequence[int] = ()
+    """Tokens of its prompt behind which its states are kept for others."""
     drafter: NgramDrafter | None = None
     """What proposes its next tokens."""
     drafts: list[int] = field(default_factory=list)

@@ -5,13 +5,24 @@
 import bisect
 import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._latencies import Latencies
 from mcore_inference.requests import Status
 from mcore_inference.scheduling import RequestView, StepPlan, plan_step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Beginning:
+    """What the cache has of a request that waits."""
+
+    prefix: Sequence[int] = ()
+    """Blocks behind which it goes on."""
+    num_matched: int = 0
+    """Further ones that are known."""
+    snapshot_ends: Sequence[int] = ()
 
 
 class Admission:
@@ -89,6 +100,7 @@ class Admission:
             num_cached=num_cached,
             num_blocks=self._context.num_blocks(number),
             keys=entry.keys[num_cached // self._context.block_size :],
+            chunk_ends=entry.snapshot_ends,
         )
 
     def decodes(self, entry: ActiveRequest) -> bool:
@@ -98,7 +110,8 @@ class Admission:
 
     def admit(self, entry: ActiveRequest, weight_version: int) -> None:
         """From the queue to the running requests, with the blocks of its cached beginning."""
-        segment, prefix = entry.segment, self._prefix(entry)
+        segment, beginning = entry.segment, self._beginning(entry)
+        prefix, entry.snapshot_ends = beginning.prefix, beginning.snapshot_ends
         if not entry.was_admitted:
             entry.was_admitted = True
             self.latencies.count_queue_time(time.monotonic() - entry.started)
@@ -164,21 +177,29 @@ class Admission:
                 entry.segment.status = segment.status
                 entry.segment.finished_chunk_token_count = self._context.num_cached(entry.record.request_id)
             entry.segment.weight_version = weight_version
-            # Equal tokens have other keys and values from now on.
-            entry.chain = None
+            # Equal tokens have other keys, values and states from now on.
+            entry.chain, entry.snapshot_ends = None, ()
         self._context.allocator.forget()
 
-    def _prefix(self, entry: ActiveRequest) -> list[int]:
-        return self._context.match(entry.keys, entry.num_tokens) if entry.shares_prefix else []
+    def _beginning(self, entry: ActiveRequest) -> _Beginning:
+        if not entry.shares_prefix:
+            return _Beginning()
+        blocks = self._context.match(entry.keys, entry.num_tokens)
+        count = self._context.num_resumable(blocks)
+        ends = self._context.snapshot_ends(blocks, count, entry.num_tokens)
+        return _Beginning(prefix=blocks[:count], num_matched=len(blocks) - count, snapshot_ends=ends)
 
     def _waiting_view(self, entry: ActiveRequest) -> RequestView:
-        prefix = self._prefix(entry)
+        beginning = self._beginning(entry)
+        prefix = beginning.prefix
         return RequestView(
             request_id=entry.record.request_id,
             num_tokens=entry.num_tokens,
             num_cached=len(prefix) * self._context.block_size,
             num_blocks=sum(self._context.allocator.num_holders(block) > 0 for block in prefix),
             keys=entry.keys[len(prefix) :] if entry.shares_prefix else (),
+            num_matched=beginning.num_matched,
+            chunk_ends=beginning.snapshot_ends,
         )
 
     def _is_computing(self, entry: ActiveRequest) -> bool:

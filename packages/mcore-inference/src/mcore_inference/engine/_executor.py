@@ -278,6 +278,8 @@ class Executor:
             context.advance(item.request_id, item.num_tokens)
             # Whoever reads these blocks is launched later, so they are written then.
             context.register(item.request_id, entry.keys)
+            if context.num_cached(item.request_id) in entry.snapshot_ends:
+                context.keep_states(item.request_id)
             entry.segment.finished_chunk_token_count = min(context.num_cached(item.request_id), len(entry.segment.prompt_tokens))
         return Launched(
             entries=entries, logits=logits, sampled=sampled, prompt_rows=prompt_rows, computed=computed, routing=routing

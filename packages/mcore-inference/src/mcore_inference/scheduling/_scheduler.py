@@ -31,10 +31,19 @@ class RequestView:
     """Cache blocks held; of a waiting request, blocks of those tokens that are held by others, and so are not among the free ones."""
     keys: Sequence[Hashable] = ()
     """What its full blocks will hold, without those that are cached; equal keys stand for equal blocks. Empty where none is shared."""
+    num_matched: int = 0
+    """Of a waiting request, the first of these blocks that others have in the cache, though without the states to go on behind them."""
+    chunk_ends: Sequence[int] = ()
+    """Lengths of it at which a chunk ends, rising, so that its states can be kept."""
 
     @property
     def num_missing(self) -> int:
         return self.num_tokens - self.num_cached
+
+    @property
+    def max_chunk(self) -> int:
+        """Tokens of its next chunk at most."""
+        return min(next((end for end in self.chunk_ends if end > self.num_cached), self.num_tokens), self.num_tokens) - self.num_cached
 
 
 @experimental_api
@@ -99,7 +108,8 @@ def plan_step(
     When blocks run out the last running request is preempted, so the first one always advances. Then waiting
     requests are admitted strictly in order; the first that does not fit ends the admission, and a step that
     preempts admits nobody. A waiting request whose next block is being computed for another one is passed over until it can share
-    that block. Every request is finite and the queue is overtaken in no other way, so none starves but by higher priorities.
+    that block, and where blocks are known without the states behind them, until another one that computes them has kept these. Every
+    request is finite and the queue is overtaken in no other way, so none starves but by higher priorities. Chunks end at ``chunk_ends``.
 
     Args:
         running: by priority, the oldest first among equals.
@@ -114,7 +124,7 @@ def plan_step(
     for view in going_on:
         if view.request_id not in wanted:
             # A prompt that is being recomputed, or grew by recomputation, may exceed the budget: chunks are the only way then.
-            wanted[view.request_id] = min(view.num_missing, budget)
+            wanted[view.request_id] = min(view.max_chunk, budget)
             budget -= wanted[view.request_id]
 
     work, preempted, free = _give_blocks(running, wanted, limits, freed_by)
@@ -124,16 +134,17 @@ def plan_step(
         in_work = {key for view in running for key in view.keys}
         for view in waiting:
             # A block with the last token would be computed in any case.
-            if view.keys and view.num_missing > limits.block_size and view.keys[0] in in_work:
+            awaited = view.keys[: view.num_matched + 1]
+            if view.num_missing > limits.block_size and any(key in in_work for key in awaited):
                 continue
-            num_tokens = min(view.num_missing, budget)
-            in_parts = num_tokens < view.num_missing
+            num_tokens = min(view.max_chunk, budget)
+            in_parts = num_tokens < view.max_chunk
             needed = limits.blocks(view.num_cached + num_tokens) - view.num_blocks
             reserve = limits.reserve_blocks if num_running else 0
             no_parts = in_parts and not limits.chunked_prefill and view.num_missing <= limits.max_tokens
             if num_tokens < 1 or needed + reserve > free or no_parts:
                 break
-            work[view.request_id] = Work(request_id=view.request_id, num_tokens=num_tokens, is_last=not in_parts)
+            work[view.request_id] = Work(request_id=view.request_id, num_tokens=num_tokens, is_last=num_tokens == view.num_missing)
             admitted.append(view.request_id)
             in_work.update(view.keys)
             budget -= num_tokens
