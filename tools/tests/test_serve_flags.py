@@ -59,6 +59,7 @@ def test_sizes_and_backend_are_those_of_the_engine(folder: Path, monkeypatch: py
     assert [engine.context.cache.attention_backend for engine in engines] == [None, "torch"]
     text = capsys.readouterr().out
     assert text[: len(text) // 2] * 2 == text != ""
+    assert main([*words, "--prefix-caching"]) == 0 and engines[-1].context.config.enable_prefix_caching is True
 
 
 @pytest.mark.journey
@@ -94,6 +95,9 @@ def test_an_operator_names_the_model_and_reads_the_step_log(folder: Path, coordi
         ("--max-step-tokens 0", "--max-step-tokens: max_tokens=0 must be an integer from 1"),
         ("--max-step-tokens 63", "--max-step-tokens 63 is less than the 64 requests of a step; raise it, or lower --max-requests"),
         ("--block-size x", "--block-size: 'x' must be a whole number"),
+        ("--prefix-caching-mamba-gb 0", "--prefix-caching-mamba-gb: prefix_caching_mamba_gb=0.0 must be a number from"),
+        ("--prefix-caching-mamba-gb 1 --prefix-caching", "prefix_caching_mamba_gb=1.0 is for states of recurrent layers"),
+        ("--prefix-caching --no-prefix-caching", "--prefix-caching and --no-prefix-caching exclude each other; leave one out"),
         ("--unified-memory-level 3", "--unified-memory-level: unified_memory_level=3 must be an integer from 0 to 2"),
         ("--unified-memory-level 1", "--unified-memory-level 1: unified memory needs a GPU, and the model is on cpu"),
         ("--unified-memory-level 2 --prompt b", "--unified-memory-level 2: unified memory needs a GPU, and the model is on cpu"),

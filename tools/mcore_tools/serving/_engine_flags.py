@@ -14,7 +14,15 @@ from mcore_tools.serving._engine import default_requests
 _SIZES = {
     "--max-step-tokens": ("max_tokens", "of one step, which bounds how long a prompt delays the others (default: 8192)"),
     "--block-size": ("block_size_tokens", "tokens of a cache block (default: 64 on a GPU, 16 on a CPU)"),
-    "--no-prefix-caching": ("enable_prefix_caching", "share no blocks of equal beginnings (default: where the model can)"),
+    "--prefix-caching": ("enable_prefix_caching", "share equal beginnings of hybrid models too, by snapshots of their states"),
+    "--no-prefix-caching": (
+        "enable_prefix_caching",
+        "share no blocks of equal beginnings (default: shared where every layer is attention)",
+    ),
+    "--prefix-caching-mamba-gb": (
+        "prefix_caching_mamba_gb",
+        "GiB of the cache for snapshots of recurrent states (default: as many as requests at a time)",
+    ),
     "--no-chunked-prefill": ("enable_chunked_prefill", "compute each prompt in one step (default: long ones over several)"),
     "--unified-memory-level": (
         "unified_memory_level",
@@ -42,8 +50,10 @@ def engine_sizes(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of ``InferenceConfig`` that were given.
 
     Raises:
-        ValueError: steps of fewer tokens than requests.
+        ValueError: steps of fewer tokens than requests, or prefix caching both on and off.
     """
+    if options.prefix_caching and options.no_prefix_caching is False:
+        raise ValueError("--prefix-caching and --no-prefix-caching exclude each other; leave one out")
     requests = options.max_requests or default_requests(on_gpu=torch.cuda.is_available())
     if options.max_step_tokens is not None and options.max_step_tokens < requests:
         raise ValueError(
