@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 _LOG = logging.getLogger("mcore_inference.steps")
 COUNTERS = frozenset({
     "steps", "graph_steps", "computed_tokens", "generated_tokens", "preemptions", "prefix_cache_queries", "prefix_cache_hits",
-    "evicted_blocks", "drafted_tokens", "accepted_tokens", "expert_rebalances", "moved_experts",
+    "evicted_blocks", "evicted_snapshots", "drafted_tokens", "accepted_tokens", "expert_rebalances", "moved_experts",
     "finished_stop", "finished_length", "finished_abort", "finished_error",
 })  # fmt: skip
 """Of the statistics, those that only grow; a line has what they grew by."""
