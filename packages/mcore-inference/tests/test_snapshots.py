@@ -70,14 +70,25 @@ def test_snapshots_go_with_blocks_that_are_evicted_forgotten_or_reset() -> None:
             assert len(allocator.snapshots) == 2
 
 
-def test_a_copy_takes_all_layers_and_leaves_other_slots() -> None:
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_copy_takes_all_layers_and_leaves_other_slots(device: str) -> None:
     config = MambaInferenceStateConfig("M*MM", (2, 1, 3), (2, 2, 2))
-    states = RecurrentStateCache(config, 3, cache_memory(torch.device("cpu")), 2)
+    states = RecurrentStateCache(config, 3, cache_memory(torch.device(device)), 2)
     assert states.num_bytes == 5 * config.bytes_per_request
     for layer, state in states.layers.items():
         for slot in range(5):
             state.conv[slot], state.memory[slot] = 10 * layer + slot, 100 + 10 * layer + slot
-    states.copy(1, 4)
+    if device == "cpu":
+        states.copy(1, 4)
+    else:
+        mode = torch.cuda.get_sync_debug_mode()
+        try:
+            # Whoever waits is an error.
+            torch.cuda.set_sync_debug_mode("error")
+            states.copy(1, 4)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
     for layer, state in states.layers.items():
         for slot, source in enumerate([0, 1, 2, 3, 1]):
             assert (state.conv[slot] == 10 * layer + source).all() and (state.memory[slot] == 100 + 10 * layer + source).all()
