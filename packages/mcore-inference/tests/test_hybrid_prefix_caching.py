@@ -265,9 +265,19 @@ def test_snapshots_are_a_part_of_the_memory() -> None:
         return made.max_requests, num_snapshots, made.allocator.usable_count
 
     block = build(model).context.cache.num_bytes // 65
-    assert held(3 * (2 * per_state + 10 * block) + block) == (3, 3, 30)
-    assert held(3 * (per_state + 10 * block) + block + 5 * per_state, prefix_caching_mamba_gb=5.5 * per_state / 2**30) == (3, 5, 30)
-    assert held(4 * per_state + 12 * block, max_requests=2) == (2, 2, 11)
+    per_request = per_state + 10 * block
+    assert held(3 * per_request + block + 5 * per_state, prefix_caching_mamba_gb=5.5 * per_state / 2**30) == (3, 5, 30)
+    # By default one for each request, if that is no more than a quarter of all.
+    assert held(12 * per_state, max_requests=2) == (2, 2, 20)
+    assert held(12 * per_state, max_requests=4) == (4, 3, 40)
+    assert held(4 * per_state, max_requests=2, max_sequence_length=4) == (2, 1, 2)
+    assert held(per_state + per_request + block) == (1, 1, 10), "at least one"
+    num_requests, num_snapshots, num_blocks = held(100 * per_request)
+    assert num_requests == (100 * per_request - num_snapshots * per_state - block) // per_request and num_blocks == 10 * num_requests
+    assert num_snapshots == 100 * per_request // 4 // per_state < num_requests
+    # Long sequences take so much that snapshots for all requests are less.
+    num_requests, num_snapshots, _ = held(100 * per_request, max_sequence_length=400)
+    assert num_requests >= num_snapshots == (100 * per_request - block) // (2 * per_state + 100 * block)
     assert build(model, max_requests=3).context.allocator.snapshots.total_count == 3
     assert build(model, False).context.allocator.snapshots.total_count == 0
     with pytest.raises(ValueError, match=r"max_requests=2 and of 7 snapshots \(prefix_caching_mamba_gb\) take"):

@@ -21,7 +21,7 @@ _SIZES = {
     ),
     "--prefix-caching-mamba-gb": (
         "prefix_caching_mamba_gb",
-        "GiB of the cache for snapshots of recurrent states (default: as many as requests at a time)",
+        "GiB of the cache for snapshots of recurrent states (default: as many as requests, in a quarter of it)",
     ),
     "--no-chunked-prefill": ("enable_chunked_prefill", "compute each prompt in one step (default: long ones over several)"),
     "--unified-memory-level": (

@@ -21,6 +21,8 @@ _DEFAULT_BUFFER_GB = 20.0
 _DEFAULT_MAX_TOKENS = 16384
 _DEFAULT_REQUESTS = 512
 """That draw in one step, where nothing is asked for."""
+_SNAPSHOT_SHARE = 0.25
+"""Of the buffer, at most, for snapshots of recurrent states, where nothing is asked for."""
 _MARGIN = 0.1
 """Of a GPU's memory, for recorded steps, compiled kernels and what allocators round up."""
 
@@ -55,7 +57,8 @@ class InferenceConfig:
     """Whether requests share the blocks of equal beginnings, and blocks stay known after their request; None for where every layer is
     attention. With True, models with recurrent layers keep snapshots of their states at block boundaries; it needs chunked prefill."""
     prefix_caching_mamba_gb: float | None = None
-    """Memory of these snapshots in 2**30 bytes, a part of ``buffer_size_gb`` where that counts; None for as many as ``max_requests``."""
+    """Memory of these snapshots in 2**30 bytes, a part of ``buffer_size_gb`` where that counts; None for as many as ``max_requests``, in a
+    quarter of ``buffer_size_gb`` at most."""
     kv_cache_dtype: Literal["fp8"] | None = None
     """"fp8": keys and values as e4m3 with a scale for each head of a token, half the memory of bfloat16; None for the model's dtype."""
     weight_dtype: Literal["fp8", "fp8_weight_only"] | None = None
@@ -140,33 +143,33 @@ class MemorySizes:
         """
         requests, max_tokens = config.max_requests, config.max_tokens or max(_DEFAULT_MAX_TOKENS, config.max_requests or 1)
         snapshots = _num_snapshots(config, bytes_per_request)
-
-        def made(num_blocks: int, max_requests: int) -> MemorySizes:
-            kept = max_requests if snapshots is None else snapshots
-            return cls(num_blocks=num_blocks, max_requests=max_requests, max_tokens=max_tokens, num_snapshots=kept)
-
         if config.num_blocks is not None:
+            requests = requests or min(config.num_blocks, max_tokens)
+            snapshots = requests if snapshots is None else snapshots
             # One block more than requests can hold: the sink.
-            return made(config.num_blocks + 1, requests or min(config.num_blocks, max_tokens))
+            return cls(num_blocks=config.num_blocks + 1, max_requests=requests, max_tokens=max_tokens, num_snapshots=snapshots)
         assert config.buffer_size_gb is not None, "filled in by with_free_buffer"
         buffer = int(config.buffer_size_gb * 2**30)
-        # States that come with each request, and those beside them.
-        each, beside = (2 if snapshots is None else 1) * bytes_per_request, (snapshots or 0) * bytes_per_request
+        full = bytes_per_request + config.max_blocks_per_request * bytes_per_block
+        if snapshots is None:
+            most = int(_SNAPSHOT_SHARE * buffer) // bytes_per_request
+            # As many requests as fit with a snapshot each.
+            paired = min(max_tokens, (buffer - bytes_per_block) // (full + bytes_per_request))
+            snapshots = max(1, min(most, requests or paired))
+        kept = snapshots * bytes_per_request
         if bytes_per_request and requests is None:
-            full = each + config.max_blocks_per_request * bytes_per_block
-            requests = max(1, min(max_tokens, (buffer - beside - bytes_per_block) // full))
-        states = (requests or 0) * each + beside
+            requests = max(1, min(max_tokens, (buffer - kept - bytes_per_block) // full))
+        states = (requests or 0) * bytes_per_request + kept
         if states and buffer - states < 2 * bytes_per_block:
-            count = requests if snapshots is None else snapshots
-            kept = f" and of {count} snapshots (prefix_caching_mamba_gb)" if count else ""
+            beside = f" and of {snapshots} snapshots (prefix_caching_mamba_gb)" if snapshots else ""
             raise ValueError(
-                f"buffer_size_gb={config.buffer_size_gb} is {buffer} bytes; recurrent states of max_requests={requests}{kept} take "
+                f"buffer_size_gb={config.buffer_size_gb} is {buffer} bytes; recurrent states of max_requests={requests}{beside} take "
                 f"{states} of them and two blocks {2 * bytes_per_block}; lower max_requests or raise buffer_size_gb"
             )
         total = num_blocks_for_bytes(buffer - states, bytes_per_block)
         if requests is not None:
             total = min(total, requests * config.max_blocks_per_request + 1)
-        return made(total, requests or min(total - 1, max_tokens))
+        return cls(num_blocks=total, max_requests=requests or min(total - 1, max_tokens), max_tokens=max_tokens, num_snapshots=snapshots)
 
     def agreed(self, ranks: Group, device: torch.device) -> "MemorySizes":
         """The smallest sizes of ranks that share a model, and schedule alike."""
@@ -176,7 +179,7 @@ class MemorySizes:
 
 
 def _num_snapshots(config: InferenceConfig, num_bytes: int) -> int | None:
-    """Snapshots of recurrent states of so many bytes each; None for as many as requests."""
+    """Snapshots of recurrent states of so many bytes each; None for as many as requests, as far as the buffer allows."""
     if not num_bytes or not config.enable_prefix_caching:
         return 0
     if config.prefix_caching_mamba_gb is None:
