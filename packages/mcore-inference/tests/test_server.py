@@ -98,7 +98,8 @@ def test_answers_without_a_seed_are_drawn_anew_after_each_start(make_model: Make
     for _ in range(2):
         with serve(make_small_engine(make_model, make_engine), model_name="mcore") as server:
             for body in ({"prompt": ["a", "a"], "n": 3}, {"prompt": "a"}):
-                answer = httpx.post(f"{server.url}/v1/completions", json={**body, "max_tokens": 12, "logit_bias": LETTERS}, timeout=30)
+                # So many that two draws are not the same by chance.
+                answer = httpx.post(f"{server.url}/v1/completions", json={**body, "max_tokens": 36, "logit_bias": LETTERS}, timeout=30)
                 texts += [choice["text"] for choice in answer.json()["choices"]]
     assert len(set(texts)) == 14
 
