@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import pytest
@@ -28,7 +29,10 @@ BODY = {"prompt": "x", "temperature": 0, "ignore_eos": True}
 
 
 def serve_slowly(words: list[str]) -> int:
-    """The model pauses in each step, so that a request lasts as long as a test wants; "fail" makes all later steps raise."""
+    """The model pauses in each step, so that a request lasts as long as a test wants; "fail" makes all later steps raise.
+
+    Anything else as the third word is a path: a step waits until it exists.
+    """
     pause_s, drain_s, kind = float(words[0]), float(words[1]), words[2]
     torch.set_num_threads(1)
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, vocab_size=272)
@@ -40,6 +44,8 @@ def serve_slowly(words: list[str]) -> int:
         time.sleep(pause_s)
         if kind == "fail":
             raise RuntimeError("device lost")
+        while kind and not os.path.exists(kind):
+            time.sleep(0.01)
 
     model.register_forward_pre_hook(before)
     with StopSignals() as signals:
@@ -105,12 +111,13 @@ def serving(pause_s: float, drain_s: float, kind: str = "") -> Iterator[Serving]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_open_requests_end_and_refuses_new_ones(number: signal.Signals) -> None:
-    with serving(pause_s=0.05, drain_s=50) as running:
+def test_a_signal_lets_open_requests_end_and_refuses_new_ones(number: signal.Signals, tmp_path: Path) -> None:
+    with serving(pause_s=0.0, drain_s=50, kind=str(tmp_path / "go on")) as running:
         running.ask(max_tokens=30)
         os.kill(running.process.pid, number)
         wait_until(running.is_closed)
         assert running.process.is_running(), "it waits for the request"
+        (tmp_path / "go on").touch()
         status, errors = running.end()
     assert (status, errors) == (0, "")
     (answer,) = running.answers
