@@ -7,7 +7,6 @@ import dataclasses
 import json
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -220,26 +219,26 @@ def test_messages_around_the_size_of_a_slot_come_whole() -> None:
 
 def test_a_late_rank_holds_the_leader_back_and_loses_nothing() -> None:
     with ranks() as (leader, first, second, failures):
-        go_on = threading.Event()
-        second.before_step = lambda number: None if number != 10 else (go_on.wait(20.0), None)[1]
-        threading.Timer(0.5, go_on.set).start()
-        widest = 0
-        for _ in range(30):
-            begin = time.monotonic()
-            leader.step()
-            widest = max(widest, int(1000 * (time.monotonic() - begin)))
-            assert first.num_steps - second.num_steps <= 6
+        is_late, go_on = threading.Event(), threading.Event()
+        second.before_step = lambda number: None if number != 10 else (is_late.set(), go_on.wait(20.0), None)[2]
+        leading = threading.Thread(target=lambda: [leader.step() for _ in range(30)])
+        leading.start()
+        assert is_late.wait(20.0)
+        # The leader would make the others in a moment.
+        leading.join(0.5)
+        assert leading.is_alive() and first.num_steps - second.num_steps <= 6
+        go_on.set()
+        leading.join(20.0)
         leader._wait(lambda: not leader._pending)
-        # One step waited for the late one.
-        assert first.num_steps == second.num_steps == 30 and widest > 200 and not failures
+        assert first.num_steps == second.num_steps == 30 and not failures
 
 
 def test_a_rank_that_is_too_late_is_named_with_its_step() -> None:
-    config = LockstepConfig(silence_timeout_s=0.8, step_timeout_s=0.4)
+    config = LockstepConfig(silence_timeout_s=20.0, step_timeout_s=2.0)
     with ranks(config) as (leader, _, second, failures):
         go_on = threading.Event()
         second.before_step = lambda number: None if number != 7 else (go_on.wait(20.0), None)[1]
-        with pytest.raises(RankFailedError, match="tp rank 1 .*did not end step 7 within 0.4 s"):
+        with pytest.raises(RankFailedError, match="tp rank 1 .*did not end step 7 within 2 s"):
             for _ in range(100):
                 leader.step()
         go_on.set()
