@@ -276,8 +276,8 @@ def test_a_stuck_engine_turns_health_red_within_a_heartbeat_and_comes_back(
         return step()
 
     async def ask(runner: CoordinatedRunner) -> None:
-        stream = await runner.submit("x", TEN)
         begin = time.monotonic()
+        stream = await runner.submit("x", TEN)
         ages = []
         while runner.health().alive:
             ages.append(runner.health().last_step_age_s)

@@ -180,7 +180,7 @@ def test_a_cancelled_request_is_aborted_and_others_go_on(runners: list[EngineRun
 
     with ExitStack() as stack:
         asyncio.run(ask(serve(stack, runners).address))
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while any(runner.engine.has_unfinished_requests() for runner in runners):
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -505,7 +505,7 @@ def test_stop_fails_what_is_open_and_ends_workers(runners: list[EngineRunner]) -
         coordinator.wait_for_engines(2)
         asyncio.run(ask(coordinator.address))
         assert coordinator.state is GroupState.STOPPED
-        assert all(worker.join(5) for worker in workers)
+        assert all(worker.join(30) for worker in workers)
 
 
 def test_strangers_are_refused(runners: list[EngineRunner]) -> None:
@@ -520,7 +520,7 @@ def test_strangers_are_refused(runners: list[EngineRunner]) -> None:
     with ExitStack() as stack:
         coordinator = serve(stack, runners[:1], security=CoordinatorSecurity(secret="s3"))
         with EngineWorker(runners[1], coordinator.address, heartbeat_s=0.05) as stranger:
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 30
             while stranger.refusal is None and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert stranger.refusal == "secret is not that of this job"

@@ -286,7 +286,7 @@ def check_frozen() -> float:
         return 0.0
 
     with serve_runner(lambda: EngineRunner(engine, lockstep=QUICK), ByteTokenizer()) as server:
-        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "b"}).status_code == 200
+        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "b"}, timeout=30).status_code == 200
         os.kill(pid, signal.SIGSTOP)
         begin = time.monotonic()
         # The step hangs in the model, where nobody answers.
@@ -300,7 +300,8 @@ def check_frozen() -> float:
 @pytest.mark.world(2)
 def test_a_silent_rank_is_named_while_the_step_hangs(world: World) -> None:
     seconds, _ = world(check_frozen)
-    assert seconds < 10
+    # Of its silence, not of the step.
+    assert seconds < 18
 
 
 def check_one_sided_failures() -> None:
@@ -358,7 +359,7 @@ def num_groups() -> int:
 
 def check_first_rank_fails() -> float:
     engine = split_engine()
-    quick = LockstepConfig(join_timeout_s=50, silence_timeout_s=1.5, step_timeout_s=20)
+    quick = LockstepConfig(join_timeout_s=50, silence_timeout_s=3, step_timeout_s=20)
     num_before = num_groups()
     if engine.model.groups.tp.rank == 1:
         # It waits in the model for the first rank, which is not coming.
@@ -391,7 +392,7 @@ def check_first_rank_fails() -> float:
 def test_a_step_that_fails_on_the_first_rank_alone_is_blamed_on_it_and_leaves_no_group_open(world: World) -> None:
     seconds, _ = world(check_first_rank_fails)
     # Of its silence, not of the step.
-    assert seconds < 10
+    assert seconds < 18
 
 
 def check_second_runner() -> list[list[int]]:
