@@ -3,6 +3,7 @@
 """Programs of a model: right ones earn 1, hostile ones nothing, and nothing of them is left."""
 
 import asyncio
+import dataclasses
 import json
 import tempfile
 import time
@@ -18,7 +19,15 @@ SQUARE = [{"input": "3\n", "output": "9\n"}, {"input": "12\n", "output": "144"}]
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> Code:
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where programs lie while they run: those of other processes of tests do not."""
+    (tmp_path / "programs").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "programs"))
+    return tmp_path / "programs"
+
+
+@pytest.fixture
+def environment(tmp_path: Path, programs: Path) -> Code:
     (tmp_path / "code.jsonl").write_text("\n".join(json.dumps({"question": f"Square {n}?", "tests": SQUARE}) for n in range(6)) + "\n\n")
     return CodeConfig(path=str(tmp_path / "code.jsonl"), num_evaluation=2, format_reward=0.1, time_s=3.0, memory_gb=0.2).build()
 
@@ -59,14 +68,13 @@ def test_the_network_is_another_one(environment: Code) -> None:
     assert reward(environment, alone) == 1.0
 
 
-def test_nothing_is_left_of_a_program(environment: Code, tmp_path: Path) -> None:
+def test_nothing_is_left_of_a_program(environment: Code, programs: Path, tmp_path: Path) -> None:
     left = tmp_path / "alive"
     child = (
         f"import os, time\nif os.fork() == 0:\n os.setsid()\n time.sleep(1.5)\n open({str(left)!r}, 'w')\nelse:\n print(int(input()) ** 2)"
     )
-    before = set(Path(tempfile.gettempdir()).glob("program-*"))
     assert reward(environment, child) == 1.0
-    assert set(Path(tempfile.gettempdir()).glob("program-*")) <= before
+    assert not [*programs.iterdir()]
     time.sleep(2.0)
     assert not left.exists()
 
@@ -83,7 +91,8 @@ def test_responses_without_a_program_earn_nothing_and_the_last_one_counts(enviro
         assert asyncio.run(environment.get_reward(response, problem)) == earned, response
     begin = time.process_time()
     assert asyncio.run(environment.get_reward("```" * 20000, problem)) == 0.0
-    assert time.process_time() - begin < 0.05
+    # At most 20 ms on a quiet machine, and garbage of other tests may be collected meanwhile.
+    assert time.process_time() - begin < 0.5
 
 
 def test_only_so_many_programs_run_at_a_time(environment: Code, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,24 +148,26 @@ def test_a_program_does_not_outlive_its_limit_by_any_request_of_its_own(environm
     assert not left.exists()
 
 
-def test_a_program_makes_its_judge_neither_refuse_nor_fail(environment: Code) -> None:
-    before = set(Path(tempfile.gettempdir()).glob("program-*"))
+def test_a_program_makes_its_judge_neither_refuse_nor_fail(environment: Code, programs: Path) -> None:
     refusal = "import sys; print('a process without network', file=sys.stderr); raise SystemExit(125)"
     deep = "import os\nfor _ in range(2500):\n os.mkdir('d')\n os.chdir('d')\nprint(int(input()) ** 2)"
     shut = "import os\nos.makedirs('a/b')\nos.chmod('a/b', 0)\nos.symlink('/', 'a/c')\nos.chmod('..', 0o500)\nprint(int(input()) ** 2)"
     signals = "import os, signal; os.kill(0, signal.SIGUSR1)"
-    assert [reward(environment, program) for program in (refusal, deep, shut, signals)] == [0.1, 1.0, 1.0, 0.1]
-    assert set(Path(tempfile.gettempdir()).glob("program-*")) <= before
+    # So many folders take seconds.
+    patient = dataclasses.replace(environment.config, time_s=60.0).build()
+    assert [reward(patient, program) for program in (refusal, deep, shut, signals)] == [0.1, 1.0, 1.0, 0.1]
+    assert not [*programs.iterdir()]
 
 
 def test_programs_are_judged_alike_in_processes_of_their_own_and_end_with_them(environment: Code, tmp_path: Path) -> None:
     left = tmp_path / "alive"
-    lasting = f"import time\ntime.sleep(2.5)\nopen({str(left)!r}, 'w')"
-    judge = ProcessJudge(environment.config.build, JudgeLimits(num_workers=1, time_s=1.5))
+    lasting = f"import time\ntime.sleep(6.0)\nopen({str(left)!r}, 'w')"
+    config = dataclasses.replace(environment.config, time_s=30.0)
+    judge = ProcessJudge(config.build, JudgeLimits(num_workers=1, time_s=4.0))
     try:
         programs = ("print(int(input()) ** 2)", "print(int(input()) ** 2); raise SystemExit(1)", "print(9)")
         assert [reward(judge, program) for program in programs] == [1.0, 0.1, 0.1]
-        with pytest.raises(JudgeProcessError, match=r"time_s=1\.5"):
+        with pytest.raises(JudgeProcessError, match="time_s=4"):
             reward(judge, lasting)
         time.sleep(2.5)
         assert not left.exists()
