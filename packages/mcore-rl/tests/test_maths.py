@@ -73,7 +73,7 @@ def environment(tmp_path: Path) -> Maths:
 def test_hostile_answers_are_judged_at_once(environment: Maths, response: str) -> None:
     begin = time.process_time()
     assert asyncio.run(environment.get_reward(response, Problem(problem_id="", prompt="", golden="7"))) in (0.0, 0.1)
-    assert time.process_time() - begin < 0.05
+    assert time.process_time() - begin < 0.5
 
 
 def test_each_problem_of_the_file_is_posed_once_in_another_order_each_time(environment: Maths) -> None:
