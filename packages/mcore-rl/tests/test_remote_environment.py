@@ -193,7 +193,8 @@ def replying(*replies: bytes | None) -> Iterator[str]:
                 with connection:
                     connection.recv(1 << 16)
                     if content == b"":
-                        time.sleep(1.0)
+                        # No answer, until the client leaves.
+                        connection.recv(1)
                     elif content is not None:
                         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
 
@@ -239,7 +240,9 @@ def test_other_servers_are_named(card: Any, words: str) -> None:
 
 def test_a_server_that_does_not_answer_in_time_is_named_with_its_environment() -> None:
     with replying(json.dumps(CARD | {"judge_timeout_s": 0.1}).encode(), b"") as url:
-        remote = RemoteEnvironment(url, timeout_s=0.2)
+        remote = RemoteEnvironment(url)
+        # It has asked who is there, for which it may take its time.
+        remote._timeout_s = 0.2
         with pytest.raises(PeerTimeoutError, match=f"environment 'e': {url} did not answer within timeout_s=0.3"):
             asyncio.run(remote.get_reward("a", PROBLEM))
 
@@ -329,6 +332,7 @@ def test_a_client_that_trickles_does_not_keep_the_place_of_others(monkeypatch: p
                     slow.sendall(b"x")
                     ended = slow.recv(1) == b""
             assert 0.4 < time.monotonic() - begin < 5.0
+        monkeypatch.undo()
         assert RemoteEnvironment(server.url).problem(0).prompt == "x"
 
 
