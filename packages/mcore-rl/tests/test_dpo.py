@@ -152,7 +152,7 @@ class Nobody(ContrastiveRolloutGenerator):
     ids=["none", "late", "failed"],
 )
 def test_pairs_that_do_not_come_are_an_error(pairs: Nobody, error: type[Exception], message: str) -> None:
-    config = dataclasses.replace(CONFIG, rollout_timeout_s=0.2)
+    config = dataclasses.replace(CONFIG, rollout_timeout_s=0.2 if pairs.wait_s else 60.0)
     with pytest.raises(error, match=message):
         dpo_iteration(config, pairs=pairs, interface=None, engine=None, learner=learner(ProcessGroups.single()), lr=1e-3)
 

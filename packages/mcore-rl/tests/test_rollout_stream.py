@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import math
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -93,6 +94,14 @@ def numbers(groups: Sequence[Sequence[Any]]) -> list[int]:
     return [int(rollout.problem_id) for group in groups for rollout in group]
 
 
+def wait_until_judged(agent: Numbers, count: int) -> None:
+    """So many answers are there, so that their time cannot run out."""
+    deadline = time.monotonic() + 30.0
+    while agent.judged < count:
+        assert time.monotonic() < deadline, agent.judged
+        time.sleep(0.001)
+
+
 def test_groups_come_in_their_order_whatever_ends_first(interface: Scripted, stream: Any) -> None:
     assert isinstance(interface, LiveWeights)
     own = stream(max_lag=2)
@@ -127,11 +136,15 @@ def test_equal_groups_are_replaced_by_the_next_ones(interface: Scripted, stream:
 
 
 def test_a_late_group_ends_with_what_it_has_and_later_ones_go_on(interface: Scripted, stream: Any) -> None:
-    own = stream(rollout_timeout_s=0.3)
+    agent = Numbers()
+    own = stream(agent=agent, rollout_timeout_s=0.3)
     interface.release(1)
+    own.pose_ahead()
+    wait_until_judged(agent, 2)
     first = own.take()
     assert numbers(first.groups) == [1, 1] and first.num_asked == 4 and first.num_posed == 2
     interface.release(2, 3)
+    wait_until_judged(agent, 6)
     assert numbers(own.take().groups) == [2, 2, 3, 3]
 
 
@@ -148,17 +161,21 @@ def test_drawing_poses_nothing_before_the_weights_that_it_would_wait_for(interfa
 
 
 def test_groups_have_their_time_from_when_they_are_expected(interface: Scripted, stream: Any) -> None:
-    own = stream(rollout_timeout_s=0.3)
+    agent = Numbers()
+    own = stream(agent=agent, rollout_timeout_s=0.3)
     interface.release(1, 2, 3)
     taken: list[Any] = []
     drawing = threading.Thread(target=lambda: taken.append(own.draw()))
     drawing.start()
     drawing.join(1.0)
     assert drawing.is_alive() and not taken
+    wait_until_judged(agent, 2)
     own.expect()
     drawing.join(10)
     assert numbers(taken[0].groups) == [1, 1] and taken[0].num_asked == 4
     # Of an expectation that came early the next draw knows nothing.
+    own.pose_ahead()
+    wait_until_judged(agent, 6)
     own.expect()
     assert numbers(own.draw().groups) == [2, 2, 3, 3]
     late = threading.Thread(target=lambda: taken.append(own.draw()))

@@ -66,13 +66,13 @@ class OneNeverEnds(InferenceInterface):
 
 def test_one_of_64_that_never_ends_costs_itself() -> None:
     # The campaign of tests.campaigns.rl_trust has 50 runs.
-    config = GRPOConfig(num_groups=8, group_size=8, seq_len=8, rollout_timeout_s=0.5)
-    for run in range(0, 64, 7):
+    config = GRPOConfig(num_groups=8, group_size=8, seq_len=8, rollout_timeout_s=1.5)
+    for run in range(0, 64, 21):
         interface = OneNeverEnds(run)
         begin = time.perf_counter()
         drawn = draw(config, CharacterShare(["x"], "a"), interface, 8)
         groups = exchange(config, drawn, ProcessGroups.single(), torch.device("cpu")).groups
-        assert time.perf_counter() - begin < 5
+        assert time.perf_counter() - begin < 15
         assert sorted(map(len, groups)) == [7] + [8] * 7
         assert interface.running == 0
 
@@ -87,7 +87,7 @@ def test_no_rollout_is_written_down_when_drawing_ends(monkeypatch: pytest.Monkey
 
 def test_the_limit_of_an_answer_is_its_own() -> None:
     agent = CharacterShare(["x"], "a")
-    agent.answer_timeout_s = 0.1
+    agent.answer_timeout_s = 1.0
     assert len(asyncio.run(agent.group_rollout(OneNeverEnds(3), size=8, args=ARGS))) == 7
 
 
@@ -247,7 +247,11 @@ def test_the_event_loop_goes_on_while_the_engine_steps(monkeypatch: pytest.Monke
     step, turns = sink.step, []
 
     def slow_step() -> Any:
-        time.sleep(0.02)
+        """As slow as it takes the loop to turn a few times."""
+        before, deadline = len(turns), time.monotonic() + 20.0
+        while len(turns) < before + 5:
+            assert time.monotonic() < deadline, "the event loop waits for the step"
+            time.sleep(0.001)
         return step()
 
     monkeypatch.setattr(sink, "step", slow_step)
@@ -259,7 +263,7 @@ def test_the_event_loop_goes_on_while_the_engine_steps(monkeypatch: pytest.Monke
             await asyncio.sleep(0.001)
 
     asyncio.run(main())
-    assert len(turns) > 20
+    assert len(turns) >= 15
 
 
 def test_an_engine_that_fails_is_an_error_and_the_next_one_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
