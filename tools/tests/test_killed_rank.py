@@ -121,7 +121,7 @@ def test_a_killed_rank_is_named_within_seconds_in_every_layout(tmp_path: Path) -
     small = ["model.num_layers=2", "model.hidden_size=16", "model.ffn_hidden_size=16"]
     seconds = killed_in_each(small, tmp_path, "cpu")
     # About 1.5 on a quiet machine; a collective that waits for the dead rank takes a minute.
-    assert max(seconds.values()) < 20 and statistics.median(seconds.values()) < 6, seconds
+    assert max(seconds.values()) < 40 and statistics.median(seconds.values()) < 15, seconds
 
 
 @pytest.mark.gpu
