@@ -332,6 +332,9 @@ def check_runners() -> int:
                 await runner.suspend()
             await asyncio.to_thread(dist.barrier)
             if rank == 0:
+                assert engine.peers is not None
+                while engine.peers.last.steps:
+                    await asyncio.sleep(0.01)
                 await asyncio.sleep(0.1)
                 steps = engine.step_count
                 await asyncio.sleep(0.3)

@@ -65,7 +65,8 @@ def check_policies(plan: ParallelPlan, fields: dict[str, Any]) -> list[list[tupl
     if groups.tp_pp.rank:
         follow_runner(engine, PATIENT)
         return []
-    slow_down(engine)
+    # Weights come long before the requests end.
+    slow_down(engine, 0.03)
     new = [weights(version + 1, **fields) for version in range(3)]
 
     async def main() -> list[Any]:
@@ -106,7 +107,8 @@ def test_each_token_is_of_the_weights_it_is_stamped_with_under_every_policy(worl
 def check_work_of_others() -> int:
     groups = ProcessGroups.build(ParallelPlan(dp=2, ep=2))
     engine = make_engine(groups)
-    slow_down(engine)
+    # Far longer than the other rank may look away.
+    slow_down(engine, 0.1)
 
     async def main() -> int:
         with EngineRunner(engine, lockstep=PATIENT) as runner:
