@@ -145,10 +145,11 @@ def check_the_slow_rank(sleep_s: float) -> list[dict[str, float]]:
 
 @pytest.mark.world(2)
 def test_the_slowest_rank_is_named_every_second_step(world: Callable[..., list[Any]]) -> None:
-    first, second = world(check_the_slow_rank, sleep_s=0.05)
+    # Far longer than a core may be taken away from the other.
+    first, second = world(check_the_slow_rank, sleep_s=0.4)
     assert first == second
     assert [bool(row) for row in first] == [False, True, False, True]
-    assert first[1]["straggler/rank"] == 1 and first[1]["straggler/slowdown"] > 1.2 and first[1]["straggler/forward_s"] > 0.05
+    assert first[1]["straggler/rank"] == 1 and first[1]["straggler/slowdown"] > 1.2 and first[1]["straggler/forward_s"] > 0.4
 
 
 def test_ranks_are_compared_with_their_own_stage() -> None:
