@@ -44,12 +44,15 @@ def test_an_address_that_others_do_not_reach_is_refused(port: str) -> None:
 
 
 def test_a_store_that_does_not_answer_is_refused_in_time(port: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        closed = str(server.getsockname()[1])
-    with pytest.raises(ValueError, match=rf"MASTER_ADDR=127\.0\.0\.1 .*does not answer on MASTER_PORT={closed} within 0\.3 s .*firewall"):
-        check_network({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": closed, "RANK": "1", "WORLD_SIZE": "2"}, timeout_s=0.3)
-    # The first rank opens it itself.
-    check_network({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": closed, "RANK": "0", "WORLD_SIZE": "2"}, timeout_s=0.3)
+    # Nobody listens at a port that is only bound, and no other process gets it.
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        closed = str(bound.getsockname()[1])
+        words = rf"MASTER_ADDR=127\.0\.0\.1 .*does not answer on MASTER_PORT={closed} within 0\.3 s .*firewall"
+        with pytest.raises(ValueError, match=words):
+            check_network({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": closed, "RANK": "1", "WORLD_SIZE": "2"}, timeout_s=0.3)
+        # The first rank opens it itself.
+        check_network({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": closed, "RANK": "0", "WORLD_SIZE": "2"}, timeout_s=0.3)
 
 
 @pytest.mark.parametrize(
