@@ -25,7 +25,6 @@ from mcore_inference import (
     SamplingParams,
 )
 from mcore_parallel import ProcessGroups
-from mcore_parallel.comm import Arrival
 from mcore_parallel.models import GPTModel, TransformerConfig
 from tools.bench._record import record
 
@@ -46,7 +45,7 @@ def step_ms(vocab_size: int, kinds: list[dict[str, Any]], num_steps: int) -> lis
     engine = DynamicInferenceEngine(model, context, execution=ExecutionConfig(run_ahead=True))
     logits = torch.randn(len(kinds), vocab_size, generator=torch.Generator().manual_seed(0))
     executor: Any = engine._executor
-    executor._logits = lambda host, rows: Arrival(logits[: len(rows)].clone(), ())
+    executor._logits = lambda host, rows: logits[: len(rows)].clone()
     for kind in kinds:
         engine.add_request([1, 2, 3], SamplingParams(temperature=0, num_tokens_to_generate=2048, **kind))
     times = []

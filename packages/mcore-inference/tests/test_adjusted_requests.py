@@ -162,13 +162,13 @@ def test_outputs_of_requests_whose_tokens_count_for_nothing_are_read_once(
 ) -> None:
     # Prompts wait for those that decode, whose steps are planned one by one.
     engine, extended = make_engine(run_ahead=True, max_requests=3), list[tuple[int, Any]]()
-    monkeypatch.setattr(engine._executor.adjusted.adjuster, "extend", lambda *inputs: extended.append(inputs))
+    monkeypatch.setattr(engine._executor.draws.adjusted.adjuster, "extend", lambda *inputs: extended.append(inputs))
     assert serve(engine) == wanted and not extended
 
 
 def test_memory_of_counts_goes_with_its_requests_and_comes_again_after_a_suspension(make_engine: Make, wanted: list[list[int]]) -> None:
     engine = make_engine()
-    adjuster = engine._executor.adjusted.adjuster
+    adjuster = engine._executor.draws.adjusted.adjuster
     assert adjuster.num_bytes == 0
     assert serve(engine) == wanted
     held = adjuster.num_bytes

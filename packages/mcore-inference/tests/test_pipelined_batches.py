@@ -340,7 +340,7 @@ def test_a_step_that_fails_takes_nothing_from_those_in_flight(world: World) -> N
 
 
 def check_gpus() -> list[list[int]]:
-    """Logits and states cross by one communicator, and the tokens of a batch reach the stage before while others are computed."""
+    """Hidden states and tokens cross by one communicator, and the tokens of a batch reach the stage before while others are computed."""
     device, dtype = torch.device("cuda", dist.get_rank()), torch.float32
     config = dataclasses.replace(CONFIG, hidden_size=256, vocab_size=512)
     sizes = InferenceConfig(max_sequence_length=64, num_blocks=60, block_size_tokens=16, max_tokens=64, max_requests=6)

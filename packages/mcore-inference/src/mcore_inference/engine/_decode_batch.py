@@ -24,7 +24,7 @@ class DecodeBatch:
         entries: with a slot in the context.
         context: of the engine.
         vocab_size: ids that exist.
-        adjusted: whose scores are adjusted, which may be some of these.
+        adjusted: whose scores are adjusted, which may be some of these; None where another stage of a pipeline draws.
         contexts: of the requests; None where steps gather them.
     """
 
@@ -33,7 +33,7 @@ class DecodeBatch:
         entries: list[ActiveRequest],
         context: DynamicInferenceContext,
         vocab_size: int,
-        adjusted: AdjustedRequests,
+        adjusted: AdjustedRequests | None,
         contexts: DecodeContexts | None,
     ) -> None:
         self.entries, self.contexts = entries, contexts
@@ -43,11 +43,11 @@ class DecodeBatch:
         bans = [entry.num_without_end for entry in entries if entry.adjusts and not entry.always_adjusts]
         self.steps_left = min(*(entry.num_left for entry in entries), *bans, 2**63)
         """Until a request of it has drawn all its tokens, or may end."""
-        self._params, self._seeds = [entry.params for entry in entries], [entry.seed for entry in entries]
+        self.params, self._seeds = [entry.params for entry in entries], [entry.seed for entry in entries]
         self._position_R = np.array([entry.position for entry in entries])
         self._vocab_size, self._device, self._rows = vocab_size, context.device, None
-        self.adjust_rows = adjusted.rows([(entry, 0) for entry in entries])
-        self._plain = PlainRows.of(self._params, self._seeds, self._position_R.tolist()) if self.adjust_rows is None else None
+        self.adjust_rows = None if adjusted is None else adjusted.rows([(entry, 0) for entry in entries])
+        self._plain = PlainRows.of(self.params, self._seeds, self._position_R.tolist()) if self.adjust_rows is None else None
 
     @property
     def plain(self) -> PlainRows | None:
@@ -59,7 +59,7 @@ class DecodeBatch:
         """Its draws, on the device."""
         if self._rows is None:
             positions = self._position_R.tolist()
-            self._rows = DrawRows.of(self._params, self._seeds, positions, self.lines_R.tolist(), self._vocab_size, self._device)
+            self._rows = DrawRows.of(self.params, self._seeds, positions, self.lines_R.tolist(), self._vocab_size, self._device)
         return self._rows
 
     def advance(self) -> None:

@@ -49,7 +49,7 @@ class DynamicInferenceEngine:
     """Serves many requests at once: each step computes a token for every running request and a part of the waiting prompts.
 
     With tensor or pipeline parallelism every rank has an engine and makes the same calls in the same order; scheduling and sampling
-    are functions of those calls, so the ranks stay in step and return equal tokens.
+    are functions of those calls, so the ranks stay in step and return equal tokens. The last stage of a pipeline draws for the others.
 
     Data-parallel ranks that share the experts of a mixture (``ep`` of dp ranks, with tp and pp or without) have requests of their own.
     They step together: ``step`` waits until all of them call it, and a rank without requests runs a dummy step while another has some.
@@ -192,7 +192,7 @@ class DynamicInferenceEngine:
     @property
     @internal_api
     def num_forwards(self) -> int:
-        """Passes of requests through this rank's part of the model that were launched, whether or not their logits have come."""
+        """Passes of requests through this rank's part of the model that were launched, whether or not their tokens have come."""
         return self._executor.num_forwards
 
     @property
@@ -555,7 +555,7 @@ class DynamicInferenceEngine:
         self._loop.read_results()
         self._admission.note_pause(self._admission.running)
         self._loop.forget_batch()
-        self._executor.adjusted.clear()
+        self._executor.draws.adjusted.clear()
         if not memory.keeps_contents:
             self.reset_prefix_cache()
         if not memory.keeps_addresses:

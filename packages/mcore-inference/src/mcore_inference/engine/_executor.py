@@ -7,7 +7,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from torch import Tensor
 
 from mcore_inference._capability import graph_obstacle, shares_experts
@@ -17,7 +16,6 @@ from mcore_inference.attention import TableRows
 from mcore_inference.context import DynamicInferenceContext, HostStep, StepInputs
 from mcore_inference.decoder import FusedDecoder, TorchDecoder
 from mcore_inference.engine._active_request import ActiveRequest
-from mcore_inference.engine._adjusted_requests import AdjustedRequests
 from mcore_inference.engine._decode_batch import DecodeBatch
 from mcore_inference.engine._decode_graphs import DecodeGraphs, graph_sizes
 from mcore_inference.engine._draft_graphs import DraftGraphs
@@ -28,12 +26,12 @@ from mcore_inference.engine._pipeline import Pipeline
 from mcore_inference.engine._prompt_scores import PromptScores
 from mcore_inference.engine._recording_pool import RecordingPool
 from mcore_inference.engine._routing import RoutingRecorder, StepRouting
-from mcore_inference.engine._warm_up import warm_up_draws
-from mcore_inference.sampling import AdjustRows, DrawRows, Draws, PackedDraws, PlainSums, Sampler, keep_allowed
+from mcore_inference.engine._step_draws import BegunDraws, StepDraws
+from mcore_inference.sampling import Draws, PackedDraws, PlainSums
 from mcore_inference.scheduling import Work
 from mcore_inference.speculation import EagleSpeculation, MtpSpeculation, NgramSpeculation
 from mcore_parallel.backends import TorchBackend
-from mcore_parallel.comm import Arrival, all_gather
+from mcore_parallel.comm import all_gather
 from mcore_parallel.models import GPTModel, ModelOutput
 from mcore_parallel.nn import Step
 
@@ -104,7 +102,7 @@ class InFlight:
     """Of the step."""
     sampled: list[ActiveRequest]
     draws: Draws | PackedDraws | None
-    prompt_scores: list[PromptScores]
+    prompt_scores: Sequence[PromptScores]
     computed: list[ActiveRequest]
     """Requests without a budget whose prompt is computed now."""
     drafts: list[list[int]] | None = None
@@ -124,16 +122,14 @@ class InFlight:
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """A step that the stages compute, and whose logits are on their way; nothing is drawn yet."""
+    """A step that the stages compute, and whose tokens are on their way: its requests do not go on yet."""
 
     entries: Sequence[ActiveRequest]
     """Of the step."""
-    logits: Arrival
-    """[N, V]."""
-    sampled: list[tuple[ActiveRequest, range]]
-    """Requests that draw, and their rows of the logits."""
-    prompt_rows: list[tuple[ActiveRequest, int, list[int]]]
-    """Requests whose prompt is scored, the first of their rows, and the tokens that follow."""
+    sampled: list[ActiveRequest]
+    draws: BegunDraws
+    drafts: list[list[int]]
+    """Of each request in ``sampled``."""
     computed: list[ActiveRequest]
     """As of ``InFlight``."""
     routing: StepRouting | None
@@ -153,15 +149,14 @@ class Executor:
     """
 
     def __init__(self, model: GPTModel, context: DynamicInferenceContext, vocab_size: int, execution: ExecutionConfig) -> None:
-        self._model, self._context, self._vocab_size = model, context, vocab_size
+        self._model, self._context = model, context
         self.num_computed = 0
         """Tokens that went through the model."""
         self.num_forwards_begun = self.num_forwards = 0
         """Passes through the model that began, and that ended."""
         self._batch_invariant = isinstance(model.backend, TorchBackend) and model.backend.batch_invariant
-        self._sampler = Sampler(context.builder.last_tokens, vocab_size, batch_invariant=self._batch_invariant)
-        self.adjusted = AdjustedRequests(context, vocab_size)
-        """Requests with penalties, biases or bans."""
+        self._pipeline = Pipeline(model) if model.groups.pp.size > 1 else None
+        self.draws = StepDraws(context, vocab_size, self._pipeline, batch_invariant=self._batch_invariant)
         self._shares_experts = shares_experts(model)
         self.agreed_rows: int | None = None
         """Of ranks that share experts, rows of the recording that all replay in this step; None for a step without one."""
@@ -210,7 +205,6 @@ class Executor:
                 "itself; leave it at None"
             )
         self._recorder = RoutingRecorder(model, context.max_tokens, context.device) if execution.record_routing else None
-        self._pipeline = Pipeline(model) if model.groups.pp.size > 1 else None
         self._decoder: FusedDecoder | TorchDecoder | None = None
         if fits:
             self._decoder = FusedDecoder(
@@ -240,10 +234,10 @@ class Executor:
 
     def run(self, work: Sequence[tuple[ActiveRequest, Work]]) -> InFlight:
         """Run the model over planned tokens and draw where all known tokens are computed."""
-        return self.draw(self.launch(work))
+        return self.receive(self.launch(work))
 
     def launch(self, work: Sequence[tuple[ActiveRequest, Work]]) -> Launched:
-        """Run the model over planned tokens."""
+        """Run the model over planned tokens, and draw on the rank that has the logits."""
         context = self._context
         tokens = []
         for entry, item in work:
@@ -270,7 +264,7 @@ class Executor:
             elif item.is_last:
                 computed.append(entry)
         host, entries = context.host_step(tokens), [entry for entry, _ in work]
-        logits = self._forward(host, rows)
+        logits_NV = self._forward(host, rows)
         if self.drafts is not None:
             self.drafts.observe([(entry, item.num_tokens + len(entry.drafts)) for entry, item in work])
         routing = None if self._recorder is None else self._recorder.take(entries, host)
@@ -281,82 +275,72 @@ class Executor:
             if context.num_cached(item.request_id) in entry.snapshot_ends:
                 context.keep_states(item.request_id)
             entry.segment.finished_chunk_token_count = min(context.num_cached(item.request_id), len(entry.segment.prompt_tokens))
-        return Launched(
-            entries=entries, logits=logits, sampled=sampled, prompt_rows=prompt_rows, computed=computed, routing=routing
-        )  # fmt: skip
-
-    def draw(self, step: Launched) -> InFlight:
-        """Draw where all known tokens are computed; a request that ended meanwhile, whose line may be another's, draws nothing."""
-        send, logits_NV = self._context.builder.send, step.logits.wait()
-        prompt_scores, draws = [], None
-        for entry, first, targets in step.prompt_rows:
-            if not entry.ended:
-                values_N, best = self._sampler.score(logits_NV[first : first + len(targets)], send(targets), entry.params.top_n_logprobs)
-                prompt_scores.append(PromptScores(entry=entry, values_N=values_N, best=best))
-        sampled = [entry for entry, _ in step.sampled if not entry.ended]
-        if sampled:
-            rows = [row for entry, rows in step.sampled if not entry.ended for row in rows]
-            draws = self._draw(logits_NV if len(rows) == len(logits_NV) else logits_NV[send(rows)], sampled)
-        drafts = [entry.drafts for entry in sampled]
-        for entry in sampled:
-            entry.num_pending += 1
+        draws, drafts = self.draws.begin(logits_NV, sampled, prompt_rows), [entry.drafts for entry, _ in sampled]
+        for entry, _ in sampled:
             entry.drafts = []
+        drawing = [entry for entry, _ in sampled]
+        return Launched(entries=entries, sampled=drawing, draws=draws, drafts=drafts, computed=computed, routing=routing)
+
+    def receive(self, step: Launched) -> InFlight:
+        """Let the requests of a step go on, with the tokens that another stage may have drawn."""
+        results = self.draws.end(step.draws)
+        for entry in step.sampled:
+            entry.num_pending += 1
         return InFlight(
             entries=step.entries,
-            sampled=sampled,
-            draws=draws,
-            prompt_scores=prompt_scores,
+            sampled=step.sampled,
+            draws=results.draws,
+            prompt_scores=results.prompt_scores,
             computed=step.computed,
-            drafts=drafts if any(drafts) else None,
+            drafts=step.drafts if any(step.drafts) else None,
             routing=step.routing,
         )
 
     def set_last_tokens(self, tokens: Mapping[int, int]) -> None:
         """Of these requests, the token that the next step begins with: the draws of a step with proposals left any of theirs."""
         send = self._context.builder.send
-        self._sampler.last_tokens[send([self._context.line(number) for number in tokens])] = send(list(tokens.values()))
+        self.draws.sampler.last_tokens[send([self._context.line(number) for number in tokens])] = send(list(tokens.values()))
 
     def batch(self, entries: list[ActiveRequest]) -> DecodeBatch:
         """Requests that draw a token in each of the steps that follow."""
-        contexts = None if self._batch_invariant else self._context.builder.decode_contexts(len(entries))
-        return DecodeBatch(entries, self._context, self._vocab_size, self.adjusted, contexts)
+        return self.draws.batch(entries, is_invariant=self._batch_invariant)
 
     def decode(self, batch: DecodeBatch) -> InFlight:
         """One token for each request of the batch; ``extend_lines`` made room for it."""
         host = dataclasses.replace(self._context.decode_step(batch.lines_R), contexts=batch.contexts)
-        if self._sampler.draws_plainly and self._recorded_rows(host) is not None:
+        if self.draws.sampler.draws_plainly and self._recorded_rows(host) is not None:
             host = dataclasses.replace(host, draws=batch.plain)
-        logits_RV = self._forward(host, range(len(batch.entries))).wait()
+        logits_RV = self._forward(host, range(len(batch.entries)))
         routing = None if self._recorder is None else self._recorder.take(batch.entries, host)
         if host.draws is not None:
-            draws = self._sampler.take(len(batch.entries), wants_log_probs=host.draws.wants_log_probs)
+            draws = self.draws.sampler.take(len(batch.entries), wants_log_probs=host.draws.wants_log_probs)
         else:
-            draws = self._sample(logits_RV, batch.rows, batch.adjust_rows)
+            draws = self.draws.end(self.draws.begin_batch(logits_RV, batch)).draws
         self._context.advance_lines(batch.lines_R)
         batch.advance()
         return InFlight(entries=batch.entries, sampled=batch.entries, draws=draws, prompt_scores=[], computed=[], routing=routing)
 
-    def _forward(self, host: HostStep, rows: Sequence[int]) -> Arrival:
-        """One pass through the model, counted: ranks that share experts make as many."""
+    def _forward(self, host: HostStep, rows: Sequence[int]) -> Tensor | None:
+        """One pass through the model, counted, as of ``_logits``: ranks that share experts make as many."""
         self.num_forwards_begun += 1
         logits = self._logits(host, rows)
         self.num_forwards += 1
         return logits
 
-    def _logits(self, host: HostStep, rows: Sequence[int]) -> Arrival:
-        """Logits [N, V] of these tokens of the step, over the whole vocabulary on every tp rank."""
+    def _logits(self, host: HostStep, rows: Sequence[int]) -> Tensor | None:
+        """Logits [N, V] of these tokens of the step, over the whole vocabulary on every tp rank; None where another stage has them."""
         num_tokens, builder = len(host.tokens_T), self._context.builder
         self.num_computed += num_tokens
         if self.graphs is not None and (size := self._recorded_rows(host)) is not None:
             logits_RV = self.graphs.run(host, size)
-            return Arrival(logits_RV if len(rows) == num_tokens else logits_RV[builder.send(rows)], ())
+            return logits_RV if len(rows) == num_tokens else logits_RV[builder.send(rows)]
         # Without proposals few logits are read; recordings for proposals compute all.
         wide = (self.proposal_graphs, self.mixed_graphs)
         for graphs in wide if len(rows) > len(host.lengths_R) else wide[::-1]:
             if graphs is not None and num_tokens != len(host.lengths_R):
                 logits_NV = graphs.run(host, rows)
                 if logits_NV is not None:
-                    return Arrival(logits_NV, ())
+                    return logits_NV
         return self._launched_logits(host, rows)
 
     def _recorded_rows(self, host: HostStep) -> int | None:
@@ -365,12 +349,12 @@ class Executor:
             return None
         return self.graphs.padded(len(host.lengths_R)) if self.agreed_rows is None else self.agreed_rows
 
-    def _launched_logits(self, host: HostStep, rows: Sequence[int]) -> Arrival:
-        """Logits [N, V] of a step that is launched kernel by kernel."""
+    def _launched_logits(self, host: HostStep, rows: Sequence[int]) -> Tensor | None:
+        """As ``_logits``, of a step that is launched kernel by kernel."""
         inputs, rows_N = self._context.builder.build(host), self._context.builder.send(rows)
         if self._pipeline is not None:
-            return self._pipeline.start(inputs, rows_N)
-        return Arrival(self._model_logits(inputs, rows_N), ())
+            return self._pipeline.logits(inputs, rows_N)
+        return self._model_logits(inputs, rows_N)
 
     def run_padding(self) -> None:
         """The exchanges of a step of ``agreed_rows`` on a rank without work. Cache, counters and random numbers stay as they are."""
@@ -395,12 +379,13 @@ class Executor:
         """Logits [R, V] of a step of one token a row, behind which plain draws are made."""
         if self._shares_experts:
             inputs = dataclasses.replace(inputs, step=_of_equal_lengths(inputs.step))
-        sums, draws, decoder = None, inputs.draws if self._sampler.draws_plainly else None, self._decoder
+        sampler, decoder = self.draws.sampler, self._decoder
+        sums, draws = None, inputs.draws if sampler.draws_plainly else None
         if draws is not None and isinstance(decoder, FusedDecoder) and decoder.sums_parts(len(inputs.tokens_T)):
-            sums = self._sampler.plain_sums(draws, self._model.config.vocab_size)
+            sums = sampler.plain_sums(draws, self._model.config.vocab_size)
         logits_RV = self._model_logits(inputs, None, sums)
         if draws is not None:
-            self._sampler.draw_plain(logits_RV, draws, sums)
+            sampler.draw_plain(logits_RV, draws, sums)
         return logits_RV
 
     def _mixed_obstacle(self) -> str | None:
@@ -479,11 +464,10 @@ class Executor:
             counts = doubled_rows(context.max_requests)
             steps += [([self._verified] * count, [behind] * count) for count in counts if count * self._verified <= context.max_tokens]
         for lengths, cached in steps:
-            logits_NV = self._launched_logits(builder.sink_step(lengths, cached), range(len(lengths))).wait()
+            logits_NV = self._launched_logits(builder.sink_step(lengths, cached), range(len(lengths)))
             if self.drafts is not None:
                 self.drafts.warm_up(lengths, cached)
-        warm_up_draws(self._sampler, self.adjusted.adjuster, logits_NV, self._vocab_size)
-        self.adjusted.clear()
+        self.draws.warm_up(logits_NV)
         self.is_warm = True
 
     def clear_graphs(self) -> None:
@@ -497,40 +481,6 @@ class Executor:
         """Those with the largest steps first."""
         drafts = None if self.drafts is None else self.drafts.graphs
         return [graphs for graphs in (self.mixed_graphs, self.proposal_graphs, self.graphs, drafts) if graphs is not None]
-
-    def _draw(self, logits_RV: Tensor, sampled: list[ActiveRequest]) -> Draws:
-        """A token for each request, and one after each of its proposals."""
-        places = [(entry, count) for entry in sampled for count in range(len(entry.drafts) + 1)]
-        entries = [entry for entry, _ in places]
-        params, positions = [entry.params for entry in entries], [entry.position + count for entry, count in places]
-        lines = [self._context.line(entry.record.request_id) for entry in entries]
-        rows = DrawRows.of(params, [entry.seed for entry in entries], positions, lines, self._vocab_size, self._context.device)
-        formed = [(row, entry.grammar.allowed(entry.stop_ids)) for row, entry in enumerate(entries) if entry.grammar is not None]
-        return self._sample(logits_RV, rows, self.adjusted.rows(places), formed)
-
-    def _sample(
-        self, logits_RV: Tensor, rows: DrawRows, adjust_rows: AdjustRows | None, formed: Sequence[tuple[int, np.ndarray]] = ()
-    ) -> Draws:
-        """A token for each row.
-
-        Args:
-            logits_RV: of the model.
-            rows: as many.
-            adjust_rows: those with penalties, biases or bans.
-            formed: rows that draw some tokens only, and their masks.
-        """
-        scores_RV = None
-        if adjust_rows is not None:
-            reads_raw = rows.wants_log_probs or any(rows.top_n)
-            scores_RV = self.adjusted.adjuster.adjust(logits_RV, rows.settings.position, adjust_rows, overwrites=not reads_raw)
-        if formed:
-            rows_G, words_GW = self._context.builder.send([row for row, _ in formed]), np.stack([words for _, words in formed])
-            whole_RV = logits_RV[:, : self._vocab_size] if scores_RV is None else scores_RV
-            scores_RV = keep_allowed(whole_RV, rows_G, self._context.builder.send_words(words_GW))
-        draws = self._sampler.draw(logits_RV, rows, scores_RV)
-        if adjust_rows is not None:
-            self.adjusted.adjuster.count(adjust_rows)
-        return draws
 
 
 def _of_equal_lengths(step: Step) -> Step:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""A step through the stages of a pipeline: hidden states go from stage to stage, logits from the last to all."""
+"""A step through the stages of a pipeline: hidden states go from stage to stage, and what the last one drew to all."""
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from mcore_parallel.models import GPTModel, ModelOutput
 
 
 class Pipeline:
-    """The stages of a model, of which this rank holds one. All ranks run the same steps, and draw the same tokens from the same logits.
+    """The stages of a model, of which this rank holds one. All ranks run the same steps.
 
     Several steps may be on their way: a stage begins the next one while others compute those before.
 
@@ -25,23 +25,30 @@ class Pipeline:
         self._model, self._group = model, model.groups.pp
         self._neighbours = P2PCommunicator(self._group)
 
-    def start(self, inputs: StepInputs, rows_N: Tensor) -> Arrival:
-        """Compute this stage's part of a step: [N, V] of these tokens, over the whole vocabulary, comes to every stage."""
+    @property
+    def has_logits(self) -> bool:
+        """Whether this is the last stage."""
+        return self._model.is_last
+
+    def logits(self, inputs: StepInputs, rows_N: Tensor) -> Tensor | None:
+        """Compute this stage's part of a step: [N, V] of these tokens, over the whole vocabulary, on the last stage; None on others."""
         model, x = self._model, inputs.tokens_T
         if not model.is_first:
             shape = len(inputs.tokens_T), model.config.hidden_size
             x = self._neighbours.recv_forward(TensorSpec(shape=shape, dtype=model.dtype, device=x.device))
         output, _ = model(x, inputs.step)
         if isinstance(output, ModelOutput):
-            logits_NV = all_gather(output.logits(rows_N), model.groups.tp, dim=1).contiguous()
-        else:
-            self._neighbours.send_forward(output)
-            logits_NV = torch.empty((len(rows_N), model.config.vocab_size), dtype=model.dtype, device=x.device)
-        if not len(rows_N):
-            return Arrival(logits_NV, ())
-        work = dist.broadcast(logits_NV, self._group.ranks[-1], group=self._group.pg, async_op=True)
+            return all_gather(output.logits(rows_N), model.groups.tp, dim=1)
+        self._neighbours.send_forward(output)
+        return None
+
+    def broadcast(self, numbers_M: Tensor) -> Arrival:
+        """Send numbers of the last stage to the others, where they overwrite ``numbers_M``; all stages call this in one order."""
+        if not len(numbers_M):
+            return Arrival(numbers_M, ())
+        work = dist.broadcast(numbers_M, self._group.ranks[-1], group=self._group.pg, async_op=True)
         assert work is not None, "this rank is one of the group"
-        return Arrival(logits_NV, (work,))
+        return Arrival(numbers_M, (work,))
 
 
 def names_elsewhere(model: GPTModel) -> frozenset[str]:

@@ -154,7 +154,7 @@ class StepLoop:
     def _take_oldest(self) -> None:
         step = self._in_flight.popleft()
         try:
-            self._take_results(self._executor.draw(step) if isinstance(step, Launched) else step)
+            self._take_results(self._executor.receive(step) if isinstance(step, Launched) else step)
         except Exception as error:
             self._requests.fail(step.entries, error)
             raise

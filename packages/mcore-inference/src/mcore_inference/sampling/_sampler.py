@@ -69,7 +69,10 @@ class Draws:
 
     def __init__(self, tokens_R: Tensor, log_probs_R: Tensor | None, top: tuple[Tensor, Tensor] | None, top_n: Sequence[int]) -> None:
         device = tokens_R.device
-        self._tensors = [None if x is None else x.to("cpu", non_blocking=True) for x in (tokens_R, log_probs_R, *(top or (None, None)))]
+        parts = tokens_R, log_probs_R, *(top or (None, None))
+        self.tensors = [part for part in parts if part is not None]
+        """On the device: tokens and log-probabilities [R], ids and log-probabilities of best tokens; without those that nobody asks for."""
+        self._tensors = [None if x is None else x.to("cpu", non_blocking=True) for x in parts]
         self._top_n = top_n
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
         if self._copied is not None:
