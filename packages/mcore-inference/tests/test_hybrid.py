@@ -41,7 +41,7 @@ def make_model(pattern: str, groups: ProcessGroups | None = None, dtype: torch.d
     return GPTModel(config, groups or ProcessGroups.single(), attention_core=PagedAttention(), dtype=dtype, seed=seed).eval()
 
 
-def make_engine(model: GPTModel, *, run_ahead: bool = False, **sizes: Any) -> DynamicInferenceEngine:
+def make_engine(model: GPTModel, *, run_ahead: bool | None = False, **sizes: Any) -> DynamicInferenceEngine:
     sizes = {"max_sequence_length": 40, "num_blocks": 40, "block_size_tokens": 4, "max_requests": 4, "max_tokens": 64} | sizes
     context = DynamicInferenceContext.for_model(model, InferenceConfig(**sizes))
     return DynamicInferenceEngine(model, context, execution=ExecutionConfig(run_ahead=run_ahead))
@@ -243,3 +243,96 @@ def check_split(pattern: str) -> list[list[int]]:
 def test_two_tensor_parallel_ranks_serve_the_tokens_of_one(world: Callable[..., Any], pattern: str) -> None:
     one, two = world(check_split, pattern=pattern)
     assert one == two
+
+
+def staged(**plan: int) -> ProcessGroups:
+    return ProcessGroups.build(ParallelPlan(**plan, sequence_parallel=False))
+
+
+def check_stages(pattern: str, plan: dict[str, int], run_ahead: bool | None, sizes: dict[str, Any]) -> tuple[list[list[int]], int]:
+    """What one rank draws for requests that come, are aborted, and wait out a suspension."""
+    model, whole = make_model(pattern, staged(**plan)), make_model(pattern)
+    engine = make_engine(model, run_ahead=run_ahead, max_tokens=7, **sizes)
+    # A stage keeps the states of its own layers, and pages of its own layers of attention.
+    symbols = pattern.replace("|", "")[model.stage_layers.start : model.stage_layers.stop]
+    recurrent = [number for number, symbol in enumerate(symbols) if symbol in "MG"]
+    assert ([] if engine.context.states is None else list(engine.context.states.layers)) == recurrent
+    assert engine.context.states is None or engine.context.cache.pages.shape[0] == max(1, symbols.count("*"))
+    for prompt, record in zip(PROMPTS, engine.generate(PROMPTS, GREEDY), strict=True):
+        check(whole, record, prompt)
+    # A request that is gone while its step is under way leaves a slot that the next one begins with zeros.
+    numbers = [engine.add_request(prompt, GREEDY) for prompt in PROMPTS[:4]]
+    for _ in range(4):
+        engine.step()
+    assert engine.abort(numbers[2]) is not None
+    wanted = {number: prompt for number, prompt in zip(numbers, PROMPTS, strict=False) if number != numbers[2]}
+    wanted[engine.add_request(PROMPTS[4], GREEDY)] = PROMPTS[4]
+    ended = engine.step()
+    engine.suspend()
+    engine.resume()
+    while engine.has_unfinished_requests():
+        ended += engine.step()
+    assert {record.request_id for record in ended} == set(wanted) and is_empty(engine)
+    for record in ended:
+        check(whole, record, wanted[record.request_id])
+    sampled = [SamplingParams(seed=number, num_tokens_to_generate=8) for number in range(len(PROMPTS))]
+    theirs = [record.generated_tokens for record in make_engine(whole).generate(PROMPTS, sampled)]
+    assert [record.generated_tokens for record in engine.generate(PROMPTS, sampled)] == theirs
+    return theirs, engine.num_preemptions
+
+
+STAGES = {
+    "no attention behind": ("M*M-", {"pp": 2}, None, {}),
+    "one at a time": ("G*-G", {"pp": 2}, False, {}),
+    "no states behind": ("M-|*-", {"pp": 2}, None, {}),
+    "unequal": ("G|*-G*G", {"pp": 2}, None, {}),
+    "no attention": ("MM", {"pp": 2}, None, {}),
+    "preemption": ("M*M-", {"pp": 2}, None, {"num_blocks": 9}),
+}
+
+
+@pytest.mark.world(2, shared=True)
+@pytest.mark.parametrize("stages", STAGES)
+def test_two_stages_serve_the_tokens_of_one(world: Callable[..., Any], stages: str) -> None:
+    one, two = world(functools.partial(check_stages, *STAGES[stages]))
+    assert one == two and (one[1] > 0 or stages != "preemption")
+
+
+@pytest.mark.world(4, shared=True)
+def test_two_stages_of_two_tp_ranks_do_so_too(world: Callable[..., Any]) -> None:
+    ranks = world(functools.partial(check_stages, "M*M-", {"tp": 2, "pp": 2}, None, {}))
+    assert ranks == ranks[:1] * 4
+
+
+def check_scaled_stages() -> None:
+    split, whole = (make_engine(make_model("M-|*-", groups), kv_cache_dtype="fp8") for groups in (staged(pp=2), None))
+    theirs = [record.generated_tokens for record in whole.generate(PROMPTS, GREEDY)]
+    assert [record.generated_tokens for record in split.generate(PROMPTS, GREEDY)] == theirs
+
+
+@pytest.mark.world(2, shared=True)
+def test_a_stage_with_attention_keeps_it_in_fp8_beside_one_without(world: Callable[..., Any]) -> None:
+    world(check_scaled_stages)
+
+
+def check_refusals() -> None:
+    """On both stages alike, whichever holds the layer: one that went on would wait for the other."""
+    model = make_model("*-|M-", staged(pp=2))
+    with pytest.raises(ValueError, match="enable_prefix_caching=True: .* whose state after a shared beginning is in no cache block"):
+        make_engine(model, enable_prefix_caching=True)
+    engine = make_engine(model)
+    with pytest.raises(ValueError, match="speculation takes rejected tokens back, which recurrent states cannot"):
+        DynamicInferenceEngine(model, engine.context, execution=ExecutionConfig(speculation=NgramSpeculation()))
+    # Equal beginnings are computed each for itself on both.
+    for record in engine.generate([PROMPTS[2], PROMPTS[2]], GREEDY):
+        check(make_model("*-|M-"), record, PROMPTS[2])
+    assert engine.stats()["prefix_cache_queries"] == 0
+    with pytest.raises(ValueError, match=r"hybrid_layer_pattern='M\*\|G-' holds both 'M' and 'G', whose states differ in shape"):
+        make_engine(make_model("M*|G-", staged(pp=2)))
+    with pytest.raises(ValueError, match="kv_cache_dtype='fp8': every layer keeps a state"):
+        make_engine(make_model("MM", staged(pp=2)), kv_cache_dtype="fp8")
+
+
+@pytest.mark.world(2, shared=True)
+def test_all_stages_refuse_what_the_states_of_one_exclude(world: Callable[..., Any]) -> None:
+    world(check_refusals)

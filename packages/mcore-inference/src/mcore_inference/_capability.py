@@ -15,7 +15,7 @@ from mcore_inference.attention import HeadRotation, PagedAttention, PageFormat, 
 from mcore_inference.cache import MambaInferenceStateConfig, PagedKVCache, get_mamba_inference_state_config_from_model
 from mcore_parallel import Group
 from mcore_parallel.backends import TorchBackend
-from mcore_parallel.models import GPTModel, TransformerLayer
+from mcore_parallel.models import GPTModel, LayerPattern, TransformerLayer
 from mcore_parallel.nn import MLP, GatedDeltaNet, LatentAttentionConfig, LatentSelfAttention, LinearMixer, MambaMixer, SelfAttention
 
 __all__ = ["EngineCapability"]
@@ -358,7 +358,22 @@ def shares_prefixes(model: GPTModel, wanted: bool | None) -> bool:
                 "shared beginning; leave it at None"
             )
         by_snapshots = True
+    if has_recurrent_layers(model) and model.groups.pp.size > 1:
+        if wanted:
+            raise ValueError(
+                f"enable_prefix_caching=True and pp={model.groups.pp.size} exclude each other in a model with recurrent layers: each stage "
+                "would keep snapshots of its own; leave it at None"
+            )
+        return False
     return wanted is True or (wanted is None and not by_snapshots)
+
+
+def has_recurrent_layers(model: GPTModel) -> bool:
+    """Whether a layer of the model keeps a state of each request, be it on another stage: what that excludes, all stages refuse alike."""
+    pattern = model.config.hybrid_layer_pattern
+    if pattern is not None:
+        return not set(LayerPattern.parse(pattern).layers).isdisjoint("MG")
+    return any(isinstance(layer, TransformerLayer) and isinstance(layer.mixer, LinearMixer) for layer in model.layers.values())
 
 
 def check_weights(model: GPTModel, weight_dtype: str | None) -> None:
@@ -413,15 +428,11 @@ def check_layout(model: GPTModel) -> None:
     """Whether engines can serve the model's layout.
 
     Raises:
-        ValueError: context parallelism, stages of a model with recurrent layers, experts over a part of the tp ranks and others, or
-            sequence parallelism.
+        ValueError: context parallelism, experts over a part of the tp ranks and others, or sequence parallelism.
     """
     groups = model.groups
     if groups.cp.size > 1:
         raise ValueError(f"cp={groups.cp.size} is not available in the engine; serve with cp=1 (tp and pp may be larger)")
-    pattern = model.config.hybrid_layer_pattern
-    if groups.pp.size > 1 and pattern is not None and {"M", "G"} & set(pattern):
-        raise ValueError(f"pp={groups.pp.size} and hybrid_layer_pattern={pattern!r} exclude each other in the engine; serve with pp=1")
     if shares_experts(model) and (groups.tp_ep.size % groups.tp.size or not set(groups.tp.ranks) <= set(groups.tp_ep.ranks)):
         raise ValueError(
             f"ep={groups.ep.size} etp={groups.expt_tp.size} exchange tokens over ranks {sorted(groups.tp_ep.ranks)}, which cut the "

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from mcore_inference._stability import experimental_api
-from mcore_parallel.models import GPTModel, TransformerLayer, layer_maps_by_symbol
+from mcore_parallel.models import GPTModel, LayerPattern, TransformerLayer, layer_maps_by_symbol
 from mcore_parallel.nn import GatedDeltaNet, LatentSelfAttention, LinearMixer
 
 __all__ = ["MambaInferenceStateConfig", "get_mamba_inference_state_config_from_model"]
@@ -105,8 +105,14 @@ def get_mamba_inference_state_config_from_model(model: GPTModel) -> MambaInferen
     """The states that a model's layers of this stage keep of each request, on this tp rank; None where none does.
 
     Raises:
-        ValueError: Mamba-2 layers and gated delta nets in one model.
+        ValueError: Mamba-2 layers and gated delta nets in one model, be it on several stages.
     """
+    pattern = model.config.hybrid_layer_pattern
+    if pattern is not None and {"M", "G"} <= set(LayerPattern.parse(pattern).layers):
+        raise ValueError(
+            f"hybrid_layer_pattern={pattern!r} holds both 'M' and 'G', whose states differ in shape; the engine keeps the states of one "
+            "kind of recurrent layer"
+        )
     mixers = [layer.mixer if isinstance(layer, TransformerLayer) else None for layer in model.layers.values()]
     recurrent = [mixer for mixer in mixers if isinstance(mixer, LinearMixer)]
     if not recurrent:

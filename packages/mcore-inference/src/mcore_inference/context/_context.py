@@ -43,7 +43,7 @@ from mcore_inference.requests import (
 )
 from mcore_inference.scheduling import Limits
 from mcore_parallel import ProcessGroups
-from mcore_parallel.models import GPTModel, TransformerConfig
+from mcore_parallel.models import GPTModel, LayerPattern, TransformerConfig
 
 __all__ = ["PENDING", "DynamicInferenceContext"]
 
@@ -115,7 +115,7 @@ class DynamicInferenceContext:
         entries = None if expands_latents else latent
         _check_snapshots(config, states)
         if config.kv_cache_dtype is not None:
-            _check_scaled(config.kv_cache_dtype, latent is not None, expands_latents, states)
+            _check_scaled(config.kv_cache_dtype, latent is not None, expands_latents, states, model_config)
         sizes = {
             # Without attention one layer of pages stays: blocks count tokens.
             "num_layers": max(1, num_held) if states is None else max(1, len(states.attention_layers)),
@@ -510,13 +510,17 @@ class DynamicInferenceContext:
         }
 
 
-def _check_scaled(name: str, is_latent: bool, expands_latents: bool, states: MambaInferenceStateConfig | None) -> None:
+def _check_scaled(
+    name: str, is_latent: bool, expands_latents: bool, states: MambaInferenceStateConfig | None, model: TransformerConfig
+) -> None:
     if is_latent:
         held = "keys and values of every head for a batch-invariant model" if expands_latents else "latents"
         raise ValueError(
             f"kv_cache_dtype={name!r}: the cache of latent attention holds {held}, which keep the model's dtype; leave it at None"
         )
-    if states is not None and not states.attention_layers:
+    # Of a stage without attention another one may have some.
+    symbols = LayerPattern.parse(model.hybrid_layer_pattern).layers if model.hybrid_layer_pattern is not None else ""
+    if states is not None and not states.attention_layers and "*" not in symbols:
         raise ValueError(f"kv_cache_dtype={name!r}: every layer keeps a state, which stays in its own dtype; leave it at None")
 
 

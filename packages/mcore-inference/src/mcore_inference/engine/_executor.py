@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mcore_inference._capability import graph_obstacle, shares_experts
+from mcore_inference._capability import graph_obstacle, has_recurrent_layers, shares_experts
 from mcore_inference._fields import as_flag, as_integer
 from mcore_inference._stability import experimental_api
 from mcore_inference.attention import TableRows
@@ -167,7 +167,7 @@ class Executor:
             raise ValueError(f"num_cuda_graphs={execution.num_cuda_graphs}: {obstacle}; or leave it at None")
         if obstacle is not None and context.device.type == "cuda" and execution.use_graphs is None:
             _LOG.warning("steps are launched kernel by kernel, without CUDA graphs: %s", obstacle)
-        if execution.speculation is not None and context.states is not None:
+        if execution.speculation is not None and has_recurrent_layers(model):
             raise ValueError("speculation takes rejected tokens back, which recurrent states cannot; leave it at None for this model")
         if self._shares_experts and isinstance(execution.speculation, MtpSpeculation):
             raise ValueError(
