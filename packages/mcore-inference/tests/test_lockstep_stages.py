@@ -185,3 +185,36 @@ def check_hung(doomed: int, run_ahead: bool | None) -> None:
 @pytest.mark.world(4)
 def test_a_stage_that_hangs_is_named_and_not_those_that_wait_for_it(world: World, doomed: int, run_ahead: bool | None) -> None:
     world(functools.partial(check_hung, doomed, run_ahead))
+
+
+def check_failed_draw() -> None:
+    """The first stage has ended the step, and its tokens never come."""
+    engine = make_engine(ProcessGroups.build(ParallelPlan(pp=2)))
+    what = r"rank 1 \(tp 0 of stage 1\) is not in step 6: RuntimeError: no room for a draw, and rank 0: it succeeded"
+    if dist.get_rank():
+        draws, begin = itertools.count(), engine._executor.draws.begin
+
+        def fail(*inputs: Any) -> Any:
+            if next(draws) == 5:
+                raise RuntimeError("no room for a draw")
+            return begin(*inputs)
+
+        engine._executor.draws.begin = fail  # type: ignore[method-assign]
+        with pytest.raises(EngineDeadError, match=what):
+            follow_runner(engine, PATIENT)
+        return
+
+    async def main() -> None:
+        runner = EngineRunner(engine, lockstep=PATIENT)
+        streams = [await runner.submit(prompt, SamplingParams(num_tokens_to_generate=20, ignore_eos=True)) for prompt in PROMPTS]
+        for stream in streams:
+            with pytest.raises(RankFailedError, match=what) as caught:
+                await stream.record()
+            assert caught.value.rank == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.world(2)
+def test_a_last_stage_that_cannot_draw_is_named(world: World) -> None:
+    world(check_failed_draw)
