@@ -28,6 +28,7 @@ from mcore_inference import (
     PagedAttention,
     RankFailedError,
     SamplingParams,
+    StepFailedError,
     WeightLoadError,
     WeightSlice,
     follow_runner,
@@ -187,34 +188,50 @@ def test_a_stage_that_hangs_is_named_and_not_those_that_wait_for_it(world: World
     world(functools.partial(check_hung, doomed, run_ahead))
 
 
-def check_failed_draw() -> None:
-    """The first stage has ended the step, and its tokens never come."""
-    engine = make_engine(ProcessGroups.build(ParallelPlan(pp=2)))
-    what = r"rank 1 \(tp 0 of stage 1\) is not in step 6: RuntimeError: no room for a draw, and rank 0: it succeeded"
+def check_failed_draws(run_ahead: bool | None) -> tuple[int, dict[str, int]]:
+    """Steps that the last stage cannot draw fail on both alike, and take no other requests with them."""
+    engine = make_engine(ProcessGroups.build(ParallelPlan(pp=2)), run_ahead=run_ahead)
     if dist.get_rank():
-        draws, begin = itertools.count(), engine._executor.draws.begin
+        sampler = engine._executor.draws.sampler
 
-        def fail(*inputs: Any) -> Any:
-            if next(draws) == 5:
-                raise RuntimeError("no room for a draw")
-            return begin(*inputs)
+        def failing(work: Callable[..., Any], doomed: int) -> Callable[..., Any]:
+            calls = itertools.count()
 
-        engine._executor.draws.begin = fail  # type: ignore[method-assign]
-        with pytest.raises(EngineDeadError, match=what):
-            follow_runner(engine, PATIENT)
-        return
+            def run(*inputs: Any) -> Any:
+                if next(calls) == doomed:
+                    raise torch.OutOfMemoryError("no room for a draw")
+                return work(*inputs)
+
+            return run
+
+        sampler.draw = failing(sampler.draw, 2)  # type: ignore[method-assign]
+        sampler.score = failing(sampler.score, 1)  # type: ignore[method-assign]
+        follow_runner(engine, PATIENT)
+        return engine.step_count, dict(engine.finished_counts)
 
     async def main() -> None:
-        runner = EngineRunner(engine, lockstep=PATIENT)
-        streams = [await runner.submit(prompt, SamplingParams(num_tokens_to_generate=20, ignore_eos=True)) for prompt in PROMPTS]
-        for stream in streams:
-            with pytest.raises(RankFailedError, match=what) as caught:
-                await stream.record()
-            assert caught.value.rank == 1
+        expected = [record.generated_tokens for record in make_engine(ProcessGroups.single()).generate(PROMPTS, settings())]
+        with EngineRunner(engine, lockstep=PATIENT) as runner:
+            streams = [await runner.submit(prompt, params) for prompt, params in zip(PROMPTS, settings(), strict=True)]
+            records = [await stream.record() for stream in streams]
+            failed = [isinstance(record.error, StepFailedError) for record in records]
+            assert any(failed) and all("could not draw" in str(record.error) for record in records if record.error)
+            assert [record.generated_tokens for record in records if not record.error] == [
+                tokens for tokens, is_failed in zip(expected, failed, strict=True) if not is_failed
+            ]
+            # Steps that score prompts alone; a prompt of one token has nothing to score.
+            scored = SamplingParams(num_tokens_to_generate=0, return_log_probs=True, skip_prompt_log_probs=False)
+            records = [await (await runner.submit(prompt, scored)).record() for prompt in PROMPTS]
+            assert [len(record.prompt_log_probs or ()) for record in records] == [2, 0, 0, 1]
+            assert [isinstance(record.error, StepFailedError) for record in records] == [False, False, True, False]
+            assert runner.num_failed_steps == 2 and await answers(runner) == expected
 
     asyncio.run(main())
+    return engine.step_count, dict(engine.finished_counts)
 
 
+@pytest.mark.parametrize("run_ahead", [None, False])
 @pytest.mark.world(2)
-def test_a_last_stage_that_cannot_draw_is_named(world: World) -> None:
-    world(check_failed_draw)
+def test_a_step_that_cannot_be_drawn_fails_on_all_stages_alike(world: World, run_ahead: bool | None) -> None:
+    one, two = world(functools.partial(check_failed_draws, run_ahead))
+    assert one == two

@@ -3,6 +3,7 @@
 """Requests that decode together, for as long as none joins or ends."""
 
 import dataclasses
+from functools import cached_property
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from mcore_inference.attention import DecodeContexts
 from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._adjusted_requests import AdjustedRequests
-from mcore_inference.sampling import DrawRows, PlainRows
+from mcore_inference.sampling import AdjustRows, DrawRows, PlainRows
 
 __all__ = ["DecodeBatch"]
 
@@ -24,7 +25,7 @@ class DecodeBatch:
         entries: with a slot in the context.
         context: of the engine.
         vocab_size: ids that exist.
-        adjusted: whose scores are adjusted, which may be some of these; None where another stage of a pipeline draws.
+        adjusted: whose scores are adjusted, which may be some of these.
         contexts: of the requests; None where steps gather them.
     """
 
@@ -33,7 +34,7 @@ class DecodeBatch:
         entries: list[ActiveRequest],
         context: DynamicInferenceContext,
         vocab_size: int,
-        adjusted: AdjustedRequests | None,
+        adjusted: AdjustedRequests,
         contexts: DecodeContexts | None,
     ) -> None:
         self.entries, self.contexts = entries, contexts
@@ -46,8 +47,13 @@ class DecodeBatch:
         self.params, self._seeds = [entry.params for entry in entries], [entry.seed for entry in entries]
         self._position_R = np.array([entry.position for entry in entries])
         self._vocab_size, self._device, self._rows = vocab_size, context.device, None
-        self.adjust_rows = None if adjusted is None else adjusted.rows([(entry, 0) for entry in entries])
-        self._plain = PlainRows.of(self.params, self._seeds, self._position_R.tolist()) if self.adjust_rows is None else None
+        self._adjusted, adjusts = adjusted, any(entry.adjusts for entry in entries)
+        self._plain = None if adjusts else PlainRows.of(self.params, self._seeds, self._position_R.tolist())
+
+    @cached_property
+    def adjust_rows(self) -> AdjustRows | None:
+        """Rows whose scores are adjusted, for whoever draws; None where there are none."""
+        return self._adjusted.rows([(entry, 0) for entry in self.entries])
 
     @property
     def plain(self) -> PlainRows | None:

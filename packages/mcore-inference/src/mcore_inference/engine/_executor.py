@@ -26,6 +26,7 @@ from mcore_inference.engine._pipeline import Pipeline
 from mcore_inference.engine._prompt_scores import PromptScores
 from mcore_inference.engine._recording_pool import RecordingPool
 from mcore_inference.engine._routing import RoutingRecorder, StepRouting
+from mcore_inference.engine._stage_message import check_drawn
 from mcore_inference.engine._step_draws import BegunDraws, StepDraws
 from mcore_inference.sampling import Draws, PackedDraws, PlainSums
 from mcore_inference.scheduling import Work
@@ -111,8 +112,13 @@ class InFlight:
     """Experts of its tokens, where they are recorded."""
 
     def wait(self) -> list[tuple[int, float, dict[int, float]]]:
-        """What ``Draws.wait`` gives, when the requests have the log-probabilities of their prompts and their experts."""
+        """What ``Draws.wait`` gives, when the requests have the log-probabilities of their prompts and their experts.
+
+        Raises:
+            RuntimeError: the last stage could not draw.
+        """
         draws = [] if self.draws is None else self.draws.wait()
+        check_drawn(draws, self.prompt_scores)
         for scores in self.prompt_scores:
             scores.hand_out()
         if self.routing is not None:

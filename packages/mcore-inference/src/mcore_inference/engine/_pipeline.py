@@ -25,11 +25,6 @@ class Pipeline:
         self._model, self._group = model, model.groups.pp
         self._neighbours = P2PCommunicator(self._group)
 
-    @property
-    def has_logits(self) -> bool:
-        """Whether this is the last stage."""
-        return self._model.is_last
-
     def logits(self, inputs: StepInputs, rows_N: Tensor) -> Tensor | None:
         """Compute this stage's part of a step: [N, V] of these tokens, over the whole vocabulary, on the last stage; None on others."""
         model, x = self._model, inputs.tokens_T

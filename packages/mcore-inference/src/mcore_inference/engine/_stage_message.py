@@ -14,6 +14,9 @@ from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._prompt_scores import PromptScores
 from mcore_inference.sampling import Draws, SamplingParams
 
+_FAILED_TOKEN, _FAILED_LOG_PROB = -2, 2.0
+"""In place of what could not be drawn: a draw gives neither."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepResults:
@@ -43,6 +46,12 @@ class StageMessage:
     def num_numbers(self) -> int:
         """M."""
         return sum(math.prod(shape) for shape in self._shapes)
+
+    def failed(self, device: torch.device) -> Tensor:
+        """[M] of a step that could not be drawn, by which it fails on all stages alike (``check_drawn``)."""
+        numbers_M = torch.full((self.num_numbers,), _FAILED_LOG_PROB, dtype=torch.float64, device=device)
+        numbers_M[: len(self.params)] = _FAILED_TOKEN
+        return numbers_M
 
     def pack(self, results: StepResults) -> Tensor:
         """[M] float64 of results on their device."""
@@ -85,3 +94,14 @@ class StageMessage:
             num_best = min(entry.params.top_n_logprobs, self.vocab_size)
             shapes += [(num_tokens,), *([(num_tokens, num_best)] * 2 if num_best else [])]
         return shapes
+
+
+def check_drawn(draws: Sequence[tuple[int, float, dict[int, float]]], prompt_scores: Sequence[PromptScores]) -> None:
+    """Look at results that have come.
+
+    Raises:
+        RuntimeError: another stage, or this one, could not draw them.
+    """
+    failed = draws[0][0] == _FAILED_TOKEN if draws else any(scores.values_N[0].item() == _FAILED_LOG_PROB for scores in prompt_scores[:1])
+    if failed:
+        raise RuntimeError("the last stage of the pipeline could not draw the tokens of a step; its log says why")

@@ -2,7 +2,8 @@
 # Copyright (c) 2026 the mcore authors
 """The draws of steps, made where their logits are."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,8 @@ from mcore_inference.engine._warm_up import warm_up_draws
 from mcore_inference.sampling import AdjustRows, DrawRows, Draws, Sampler, SamplingParams, keep_allowed
 from mcore_parallel.comm import Arrival
 
+_LOG = logging.getLogger("mcore_inference.engine")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
@@ -36,7 +39,7 @@ class BegunDraws:
     """Of one step; nobody has waited for another rank."""
 
     results: StepResults | None
-    """None where another stage draws."""
+    """None where another stage draws, or this one could not."""
     shared: Shared | None
     """None without other stages."""
 
@@ -57,7 +60,6 @@ class StepDraws:
 
     def __init__(self, context: DynamicInferenceContext, vocab_size: int, pipeline: Pipeline | None, *, batch_invariant: bool) -> None:
         self._context, self._vocab_size, self._pipeline = context, vocab_size, pipeline
-        self._is_here = pipeline is None or pipeline.has_logits
         self.sampler = Sampler(context.builder.last_tokens, vocab_size, batch_invariant=batch_invariant)
         self.adjusted = AdjustedRequests(context, vocab_size)
         """Requests with penalties, biases or bans; none where another stage draws."""
@@ -65,7 +67,7 @@ class StepDraws:
     def batch(self, entries: list[ActiveRequest], *, is_invariant: bool) -> DecodeBatch:
         """Requests that draw a token in each of the steps that follow."""
         contexts = None if is_invariant else self._context.builder.decode_contexts(len(entries))
-        return DecodeBatch(entries, self._context, self._vocab_size, self.adjusted if self._is_here else None, contexts)
+        return DecodeBatch(entries, self._context, self._vocab_size, self.adjusted, contexts)
 
     def begin(
         self,
@@ -80,12 +82,12 @@ class StepDraws:
             sampled: requests that draw a token, and one after each of their proposals; and their rows of the logits.
             prompt_rows: requests whose prompt is scored, the first of their rows, and the tokens that follow.
         """
-        results, send = None, self._context.builder.send
         places = [(entry, count) for entry, rows in sampled for count in range(len(rows))]
-        params = [entry.params for entry, _ in places]
         lines = [self._context.line(entry.record.request_id) for entry, _ in places]
-        if logits_NV is not None:
-            scores, draws = list[PromptScores](), None
+        scored = [(entry, len(targets)) for entry, _, targets in prompt_rows]
+
+        def draw(logits_NV: Tensor) -> StepResults:
+            send, scores, draws = self._context.builder.send, list[PromptScores](), None
             for entry, first, targets in prompt_rows:
                 rows_NV = logits_NV[first : first + len(targets)]
                 values_N, best = self.sampler.score(rows_NV, send(targets), entry.params.top_n_logprobs)
@@ -93,15 +95,17 @@ class StepDraws:
             if places:
                 rows = [row for _, rows in sampled for row in rows]
                 draws = self._draw(logits_NV if len(rows) == len(logits_NV) else logits_NV[send(rows)], places, lines)
-            results = StepResults(draws=draws, prompt_scores=scores)
-        return self._begun(results, params, [(entry, len(targets)) for entry, _, targets in prompt_rows], lines)
+            return StepResults(draws=draws, prompt_scores=scores)
+
+        return self._begun(logits_NV, draw, [entry.params for entry, _ in places], scored, lines)
 
     def begin_batch(self, logits_RV: Tensor | None, batch: DecodeBatch) -> BegunDraws:
         """A token for each request of a batch; None for logits that another stage has."""
-        results = None
-        if logits_RV is not None:
-            results = StepResults(draws=self._sample(logits_RV, batch.rows, batch.adjust_rows))
-        return self._begun(results, batch.params, (), batch.lines_R)
+
+        def draw(logits_RV: Tensor) -> StepResults:
+            return StepResults(draws=self._sample(logits_RV, batch.rows, batch.adjust_rows))
+
+        return self._begun(logits_RV, draw, batch.params, (), batch.lines_R)
 
     def end(self, begun: BegunDraws) -> StepResults:
         """Wait for what another stage drew; the next step may begin with these tokens then."""
@@ -126,18 +130,27 @@ class StepDraws:
 
     def _begun(
         self,
-        results: StepResults | None,
+        logits_NV: Tensor | None,
+        draw: Callable[[Tensor], StepResults],
         params: Sequence[SamplingParams],
         prompts: Sequence[tuple[ActiveRequest, int]],
         lines: Sequence[int] | np.ndarray,
     ) -> BegunDraws:
         if self._pipeline is None:
-            return BegunDraws(results=results, shared=None)
+            assert logits_NV is not None, "one stage has all layers"
+            return BegunDraws(results=draw(logits_NV), shared=None)
         message = StageMessage(params=params, prompts=prompts, vocab_size=self._vocab_size)
-        if results is None:
-            numbers_M = torch.empty(message.num_numbers, dtype=torch.float64, device=self._context.device)
-        else:
-            numbers_M = message.pack(results)
+        results, numbers_M = None, None
+        if logits_NV is not None:
+            try:
+                results = draw(logits_NV)
+                numbers_M = message.pack(results)
+            except Exception:
+                # The others wait for these numbers, and would take those of the next step for them.
+                results = None
+                _LOG.exception("the last stage could not draw the tokens of a step")
+        if numbers_M is None:
+            numbers_M = message.failed(self._context.device)
         return BegunDraws(results=results, shared=Shared(message=message, numbers=self._pipeline.broadcast(numbers_M), lines=lines))
 
     def _draw(self, logits_RV: Tensor, places: Sequence[tuple[ActiveRequest, int]], lines: Sequence[int]) -> Draws:
