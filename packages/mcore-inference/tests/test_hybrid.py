@@ -318,7 +318,7 @@ def test_a_stage_with_attention_keeps_it_in_fp8_beside_one_without(world: Callab
 def check_refusals() -> None:
     """On both stages alike, whichever holds the layer: one that went on would wait for the other."""
     model = make_model("*-|M-", staged(pp=2))
-    with pytest.raises(ValueError, match="enable_prefix_caching=True: .* whose state after a shared beginning is in no cache block"):
+    with pytest.raises(ValueError, match="enable_prefix_caching=True and pp=2 exclude each other"):
         make_engine(model, enable_prefix_caching=True)
     engine = make_engine(model)
     with pytest.raises(ValueError, match="speculation takes rejected tokens back, which recurrent states cannot"):
