@@ -2,13 +2,15 @@
 # Copyright (c) 2026 the mcore authors
 """Environments that are named by where they are."""
 
+import asyncio
 import dataclasses
 import multiprocessing
 import os
+import secrets
 import signal
 import socket
 
-from mcore_rl import Episode, NumberedConversations, NumberedProblems, Problem
+from mcore_rl import Conversation, Episode, NumberedConversations, NumberedProblems, Problem
 
 
 class Vowels(NumberedProblems):
@@ -96,6 +98,53 @@ class _Nod(Episode):
 
     async def reward(self) -> float:
         return float(self._length)
+
+
+class HostileTool(NumberedConversations):
+    """A tool does to its process what the policy says; "end" ends the conversation, whose reward is the number of its turns."""
+
+    def __init__(self) -> None:
+        super().__init__("hostile_tool", max_turns=4)
+
+    def problem(self, number: int) -> Problem:
+        return Problem(problem_id=str(number), prompt=f"say {number}")
+
+    def begin(self, problem: Problem) -> Episode:
+        return _HostileTool(problem)
+
+
+class _HostileTool(Episode):
+    def __init__(self, problem: Problem) -> None:
+        self._problem, self._judge, self._num_turns = problem, Hostile(), 0
+
+    async def start(self) -> list[dict[str, str]]:
+        return [{"role": "user", "content": self._problem.prompt}]
+
+    async def reply(self, answer: str) -> list[dict[str, str]]:
+        self._num_turns += 1
+        if answer == "end":
+            return []
+        if answer == "slow":
+            await asyncio.sleep(0.6)
+        if answer == "draw":
+            return [{"role": "tool", "content": secrets.token_hex(8)}]
+        if answer == "other":
+            return [{"role": "tool", "text": "no content"}]
+        if answer == "flood":
+            return [{"role": "tool", "content": "x" * (2 << 20)}]
+        return [{"role": "tool", "content": f"{self._num_turns}: {await self._judge.get_reward(answer, self._problem):g}"}]
+
+    async def reward(self) -> float:
+        return float(self._num_turns)
+
+
+class Drawing(HostileTool):
+    """The same, which goes on with what was said."""
+
+    def resume(self, conversation: Conversation) -> Episode:
+        episode = _HostileTool(conversation.problem)
+        episode._num_turns = len(conversation.turns)
+        return episode
 
 
 def here_alone() -> Hostile:

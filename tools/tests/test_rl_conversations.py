@@ -133,10 +133,9 @@ def test_servers_hold_conversations(published: Path, tmp_path: Path) -> None:
     [
         ("data.tokenizer=byte", "environment 'calculator' holds conversations, and data.tokenizer=byte has no chat template; name a"),
         ("data.tokenizer=bare", "environment 'calculator' holds conversations, and data.tokenizer=bare has no chat template; name a"),
-        ("rl.judges.num_workers=1", "rl.judges is for single answers, and environment 'calculator' holds conversations; leave it out"),
         (
             "rl.mixture=[calculator,arithmetic] rl.imitation_steps=2",
-            "rl.imitation_steps is for single answers, and environment 'multi_task'",
+            "rl.imitation_steps is for single answers or for conversations, and environment 'multi_task' has both; leave it out",
         ),
         ("train.seq_len=32", "train.seq_len=32 must hold a problem, and none of the first 2 fits: the last has"),
     ],

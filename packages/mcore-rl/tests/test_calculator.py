@@ -17,17 +17,18 @@ from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.training import Batch
 from mcore_rl import (
+    ChatEndpoint,
     ChatInferenceInterface,
-    EnvironmentServer,
     Episode,
     GenericGenerationArgs,
     InferenceInterface,
     InferenceRequest,
     InferenceResponse,
+    LLMJudge,
     MegatronChatLocal,
+    ModelJudge,
     NumberedConversations,
     Problem,
-    ProcessJudge,
     TokenRollout,
     WeightedMultiTask,
     recite,
@@ -221,15 +222,22 @@ class OtherTool(Calculator):
         return ({"type": "function", "function": {"name": "calculate"}},)
 
 
+def longer() -> Calculator:
+    """One of more turns."""
+    made = Calculator(SUMS)
+    made.max_turns = 9
+    return made
+
+
 def mixture() -> WeightedMultiTask:
     return WeightedMultiTask([Calculator(SUMS), Arithmetic(SUMS)], [1, 1])
 
 
 def test_what_judges_single_answers_refuses_conversations() -> None:
-    with pytest.raises(ValueError, match="'multi_task' holds conversations, and a ProcessJudge judges single answers"):
-        ProcessJudge(mixture)
-    with pytest.raises(ValueError, match="'multi_task' holds conversations, and this server judges single answers"):
-        EnvironmentServer(mixture())
+    with pytest.raises(ValueError, match="'multi_task' holds conversations, and a ModelJudge judges single answers"):
+        ModelJudge(mixture(), LLMJudge(ChatEndpoint("http://127.0.0.1:1", model="m")))
+    with pytest.raises(ValueError, match="'outer' has another 'calculator' than one before it, of other turns; rename it"):
+        WeightedMultiTask([longer(), WeightedMultiTask([Calculator(SUMS)], [1], env_id="outer")], [1, 1])
     with pytest.raises(ValueError, match="'other' has another tool 'calculate' than one before it"):
         WeightedMultiTask([Calculator(SUMS), OtherTool()], [1, 1])
     with pytest.raises(TypeError, match="environment 'calculator' needs a ChatInferenceInterface"):

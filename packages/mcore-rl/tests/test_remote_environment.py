@@ -32,7 +32,7 @@ from mcore_rl.agent import _environment_http
 from mcore_rl.envs import CharacterShare, CountdownConfig
 from mcore_rl.inference import PeerError, PeerReplyError, PeerTimeoutError
 
-CARD = {"version": 1, "env_id": "e", "num_problems": 3, "num_evaluation": 2} | {
+CARD: dict[str, Any] = {"version": 2, "env_id": "e", "num_problems": 3, "num_evaluation": 2, "conversations": {}, "tools": []} | {
     f"{name}_timeout_s": 1.0 for name in ("prompt", "answer", "judge")
 }
 PROBLEM = Problem(problem_id="7", prompt="?")
@@ -201,9 +201,11 @@ def replying(*replies: bytes | None) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=work)
         thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
 
 @pytest.mark.parametrize(
@@ -226,7 +228,7 @@ def test_replies_of_other_types_are_refused(reply: Any, words: str) -> None:
     ("card", "words"),
     [
         ({"models": []}, "unknown field 'models'"),
-        (CARD | {"version": 2}, "version=2 must be 1"),
+        ({"version": 1}, "version=1 must be 2"),
         (CARD | {"env_id": 3}, "env_id of a message"),
     ],
 )

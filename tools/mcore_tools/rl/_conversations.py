@@ -13,7 +13,6 @@ from mcore_rl import (
     MegatronChatLocal,
     MegatronLocal,
     NumberedAgent,
-    NumberedConversations,
     Problem,
     TokenRollout,
     recite,
@@ -52,7 +51,7 @@ def local_interfaces(
 
 
 def recited(
-    environment: NumberedConversations, problem: Problem, answers: Sequence[str], tokenizer: Tokenizer, max_tokens: int
+    environment: NumberedAgent, problem: Problem, answers: Sequence[str], tokenizer: Tokenizer, max_tokens: int
 ) -> Coroutine[Any, Any, TokenRollout]:
     """The conversation in which the policy gives these answers, and ends each as the template does where the engine stops there."""
 

@@ -5,7 +5,7 @@
 import functools
 import importlib
 
-from mcore_rl import JudgeProcessError, NumberedAgent, NumberedConversations, NumberedProblems, ProcessJudge, WeightedMultiTask
+from mcore_rl import JudgeProcessError, NumberedAgent, ProcessJudge, WeightedMultiTask
 from mcore_rl.envs import Calculator, CharacterShare
 from mcore_tools.recipes import RLConfig
 
@@ -20,10 +20,10 @@ def build_environment(config: RLConfig) -> NumberedAgent:
     weights = config.mixture_weights or [1.0] * len(environments)
     environment = WeightedMultiTask(environments, weights) if config.mixture else environments[0]
     # A mixture has no one form to imitate.
-    imitates = config.imitation_steps > 0 and not isinstance(environment, NumberedConversations)
-    beside = {"rl.judges": config.judges is not None, "rl.imitation_steps": imitates}
-    if environment.holds_conversations and (named := [name for name, is_set in beside.items() if is_set]):
-        raise ValueError(f"{named[0]} is for single answers, and environment {environment.env_id!r} holds conversations; leave it out")
+    if config.imitation_steps > 0 and environment.holds_conversations and not all(environment.turn_limits.values()):
+        raise ValueError(
+            f"rl.imitation_steps is for single answers or for conversations, and environment {environment.env_id!r} has both; leave it out"
+        )
     return environment
 
 
@@ -46,15 +46,8 @@ def _build(config: RLConfig, environment: str) -> NumberedAgent:
     return made
 
 
-def _single_turn(config: RLConfig) -> NumberedProblems:
-    """``build_environment``, which gives nothing else where answers are judged elsewhere."""
-    environment = build_environment(config)
-    assert isinstance(environment, NumberedProblems)
-    return environment
-
-
 def open_environment(config: RLConfig) -> NumberedAgent:
-    """The environment of a rank that judges: in processes of its own, where the run says so; ``close_environment`` ends them.
+    """The environment of a rank that judges and replies: in processes of its own, where the run says so; ``close_environment`` ends them.
 
     Raises:
         ValueError: as of ``build_environment``; no process started.
@@ -62,7 +55,7 @@ def open_environment(config: RLConfig) -> NumberedAgent:
     if config.judges is None:
         return build_environment(config)
     try:
-        return ProcessJudge(functools.partial(_single_turn, config), config.judges)
+        return ProcessJudge(functools.partial(build_environment, config), config.judges)
     except JudgeProcessError as error:
         raise ValueError(f"rl.judges: {error}; correct it, or set rl.judges=none") from None
 

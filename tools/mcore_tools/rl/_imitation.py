@@ -12,7 +12,7 @@ import torch
 from mcore_parallel.data import Tokenizer
 from mcore_parallel.optim import ConstantSchedule, CosineSchedule
 from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
-from mcore_rl import NumberedAgent, NumberedConversations, NumberedProblems, Problem, TokenRollout
+from mcore_rl import NumberedAgent, NumberedProblems, Problem, TokenRollout
 from mcore_tools.assembly import Parts
 from mcore_tools.recipes import RLConfig, RunConfig
 from mcore_tools.rl._conversations import recited
@@ -83,7 +83,7 @@ async def _row(config: RunConfig, environment: NumberedAgent, tokenizer: Tokeniz
     # Other problems than the first that are posed.
     problem = environment.problem((1 << 31) + number)
     most, tries = config.train.seq_len + 1, config.rl.imitation_tries
-    if isinstance(environment, NumberedConversations):
+    if environment.holds_conversations:
         rollout = await best_conversation(environment, problem, generator, tries, tokenizer, most)
         return list(rollout.trajectory), list(rollout.generation_mask)
     assert isinstance(environment, NumberedProblems), "agents are of one kind or the other"
@@ -97,7 +97,7 @@ async def _row(config: RunConfig, environment: NumberedAgent, tokenizer: Tokeniz
 
 
 async def best_conversation(
-    environment: NumberedConversations, problem: Problem, generator: random.Random, tries: int, tokenizer: Tokenizer, max_tokens: int
+    environment: NumberedAgent, problem: Problem, generator: random.Random, tries: int, tokenizer: Tokenizer, max_tokens: int
 ) -> TokenRollout:
     """Of several well-formed conversations the one of the best reward, the first of equals."""
     rollouts = []

@@ -4,6 +4,7 @@
 
 from mcore_rl.agent._base import EvaluationAgent, GroupedRolloutGenerator, RolloutGenerator, TokenizedRolloutGenerator
 from mcore_rl.agent._contrastive import BestAndWorst, ContrastiveRollout, ContrastiveRolloutGenerator
+from mcore_rl.agent._conversation import Conversation, Turn, TurnLimits
 from mcore_rl.agent._environment_server import EnvironmentServer
 from mcore_rl.agent._judged import JudgedAgent, Problem
 from mcore_rl.agent._model_judge import (
@@ -32,6 +33,7 @@ __all__ = [
     "ChatEndpoint",
     "ContrastiveRollout",
     "ContrastiveRolloutGenerator",
+    "Conversation",
     "EnvironmentServer",
     "Episode",
     "EvaluationAgent",
@@ -56,6 +58,8 @@ __all__ = [
     "RolloutGenerator",
     "StreamPosition",
     "TokenizedRolloutGenerator",
+    "Turn",
+    "TurnLimits",
     "UnreadableVerdictError",
     "VerdictCounts",
     "WeightedMultiTask",

@@ -1,37 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""What an environment's server and its clients say to each other: JSON objects whose fields and types are known, and no others."""
+"""What environments elsewhere and their clients say to each other: JSON objects whose fields and types are known, and no others."""
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from types import NoneType
 from typing import Any
 
+from mcore_rl.agent._conversation import Conversation, Turn, TurnLimits
 from mcore_rl.agent._judged import Problem
 
-VERSION = 1
+VERSION = 2
+Types = Mapping[str, type | tuple[type, ...]]
 _PROBLEM = {field.name: str for field in fields(Problem)}
+_CONVERSATION: Types = {"problem": dict, "opening": list, "turns": list}
+_TURN: Types = {"answer": str, "replies": list}
+_SAID: dict[str, type] = {"role": str, "content": str}
+_MAY_BE_SAID: dict[str, type] = {"name": str, "tool_call_id": str, "tool_calls": list}
+"""What chat templates know beside."""
+_TOOL: Types = {"type": str, "function": dict}
+_LIMITS: Types = {"max_turns": int, "max_tokens": (int, NoneType)}
 
 
 class MessageError(ValueError):
     """What comes is no message; says what is wrong with it."""
 
 
-def read_message(content: bytes, types: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
+def read_message(content: bytes, types: Types) -> dict[str, Any]:
     """The fields of a message, which has these and no others.
 
     Raises:
         MessageError: another one.
     """
+    return checked(_json(content), types, "a message")
+
+
+def _json(content: bytes) -> Any:
     try:
-        value = json.loads(content)
+        return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise MessageError(f"no JSON: {error}") from None
-    return _checked(value, types, "a message")
 
 
-def _checked(value: Any, types: Mapping[str, type | tuple[type, ...]], where: str) -> dict[str, Any]:
+def checked(value: Any, types: Types, where: str) -> dict[str, Any]:
+    """An object that has these fields and no others.
+
+    Raises:
+        MessageError: another one; says so of ``where``.
+    """
     if not isinstance(value, dict):
         raise MessageError(f"{where} must be an object, found {json.dumps(value)[:60]}")
     if unknown := sorted(set(value) - set(types)):
@@ -53,7 +71,48 @@ def read_problem(value: Any) -> Problem:
     Raises:
         MessageError: it is none.
     """
-    return Problem(**_checked(value, _PROBLEM, "a problem"))
+    return Problem(**checked(value, _PROBLEM, "a problem"))
+
+
+def read_conversation(value: Any) -> Conversation:
+    """A conversation of a message.
+
+    Raises:
+        MessageError: it is none.
+    """
+    parts = checked(value, _CONVERSATION, "a conversation")
+    turns = [checked(turn, _TURN, "a turn") for turn in parts["turns"]]
+    return Conversation(
+        problem=read_problem(parts["problem"]),
+        opening=read_said(parts["opening"]),
+        turns=[Turn(answer=turn["answer"], replies=read_said(turn["replies"])) for turn in turns],
+    )
+
+
+def read_said(value: Sequence[Any]) -> list[dict[str, Any]]:
+    """Messages of a chat: ``role`` and ``content`` are texts, and so are ``name`` and ``tool_call_id``, where they are; ``tool_calls`` is
+    a list.
+
+    Raises:
+        MessageError: they are none.
+    """
+    return [checked(message, _SAID | _also_said(message), "what is said") for message in value]
+
+
+def _also_said(message: Any) -> dict[str, type]:
+    return {name: kind for name, kind in _MAY_BE_SAID.items() if isinstance(message, dict) and name in message}
+
+
+def said(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What an environment says, as it comes out of a message.
+
+    Raises:
+        RuntimeError: no messages of a chat.
+    """
+    try:
+        return read_said(json.loads(json.dumps(list(messages), allow_nan=False)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RuntimeError(f"the environment says what is no message: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +123,10 @@ class EnvironmentCard:
     env_id: str
     num_problems: int
     num_evaluation: int
+    conversations: Mapping[str, TurnLimits]
+    """By name, of the environments that hold some."""
+    tools: Sequence[Mapping[str, Any]]
+    """In OpenAI's form."""
     prompt_timeout_s: float
     answer_timeout_s: float
     judge_timeout_s: float
@@ -75,13 +138,36 @@ class EnvironmentCard:
         Raises:
             MessageError: it is none, or of another version.
         """
-        numbers: dict[str, Any] = dict.fromkeys(("prompt_timeout_s", "answer_timeout_s", "judge_timeout_s"), (int, float))
-        card = cls(**read_message(content, {"version": int, "env_id": str, "num_problems": int, "num_evaluation": int, **numbers}))
-        if card.version != VERSION:
-            raise MessageError(f"version={card.version} must be {VERSION}; use the same release on both sides")
-        return card
+        value = _json(content)
+        version = value.get("version") if isinstance(value, dict) else None
+        if type(version) is int and version != VERSION:
+            raise MessageError(f"version={version} must be {VERSION}; use the same release on both sides")
+        types: dict[str, Any] = {"version": int, "env_id": str, "num_problems": int, "num_evaluation": int, "conversations": dict}
+        types |= {"tools": list, **dict.fromkeys(("prompt_timeout_s", "answer_timeout_s", "judge_timeout_s"), (int, float))}
+        card: dict[str, Any] = checked(value, types, "a message")
+        for tool in card["tools"]:
+            _check_tool(tool)
+        try:
+            held = {name: TurnLimits(**checked(one, _LIMITS, "a limit of turns")) for name, one in card["conversations"].items()}
+        except MessageError:
+            raise
+        except ValueError as error:
+            raise MessageError(str(error)) from None
+        card["conversations"] = held
+        return cls(**card)
+
+
+def _check_tool(value: Any) -> None:
+    function = checked(value, _TOOL, "a tool")["function"]
+    if not isinstance(function.get("name"), str):
+        raise MessageError(f"the function of a tool has no name: {json.dumps(function)[:60]}")
 
 
 def problem_fields(problem: Problem) -> dict[str, Any]:
     """A problem as it stands in a message."""
     return asdict(problem)
+
+
+def conversation_fields(conversation: Conversation) -> dict[str, Any]:
+    """A conversation as it stands in a message."""
+    return asdict(conversation)

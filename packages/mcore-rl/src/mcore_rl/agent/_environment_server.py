@@ -17,8 +17,18 @@ from typing import Any, Self
 
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import check_reward
-from mcore_rl.agent._environment_messages import VERSION, EnvironmentCard, MessageError, problem_fields, read_message, read_problem
-from mcore_rl.agent._numbered import NumberedProblems
+from mcore_rl.agent._environment_messages import (
+    VERSION,
+    EnvironmentCard,
+    MessageError,
+    problem_fields,
+    read_conversation,
+    read_message,
+    read_problem,
+)
+from mcore_rl.agent._held_elsewhere import is_conversation
+from mcore_rl.agent._judged import Problem
+from mcore_rl.agent._numbered import NumberedAgent, NumberedProblems
 
 _log = logging.getLogger(__name__)
 _END_S = 2.0
@@ -26,12 +36,14 @@ _END_S = 2.0
 
 @experimental_api
 class EnvironmentServer:
-    """Poses the problems of an environment and judges answers to them, for each `RemoteEnvironment` that asks.
+    """Poses the problems of an environment, judges answers to them and holds conversations, for each `RemoteEnvironment` that asks.
 
-    POST /environment, /problem, /attempt and /reward take and give JSON objects; a field that is unknown, missing or of another type is
-    refused with status 400. GET /health says ``{"status": "ok"}``. The environment is called in one event loop, of a thread of its own:
-    a judge that takes long belongs in a `ProcessJudge`. One that exceeds the environment's ``judge_timeout_s`` is given up with status 504,
-    one that raises with 500.
+    POST /environment, /problem, /attempt and /reward take and give JSON objects, and so do /conversation/start, /conversation/reply,
+    /conversation/reward and /conversation/attempt; a field that is unknown, missing or of another type is refused with status 400. GET
+    /health says ``{"status": "ok"}``. The server keeps nothing of a conversation: each request bears what was said, which is held again
+    (``MultiTurnAgent.resume``), so that any server of the same environment goes on with it. The environment is called in one event loop, of
+    a thread of its own: a judge or a tool that takes long belongs in a `ProcessJudge`. One that exceeds the environment's
+    ``judge_timeout_s`` is given up with status 504, one that raises with 500.
 
     Args:
         environment: whose problems are posed.
@@ -41,8 +53,7 @@ class EnvironmentServer:
         max_requests: requests that are served at a time; further ones wait to be accepted.
 
     Raises:
-        ValueError: an address that others reach without an ``api_key``, or a number out of its range; names it. Or an environment that
-            holds conversations.
+        ValueError: an address that others reach without an ``api_key``, or a number out of its range; names it.
         OSError: the address cannot be listened at.
 
     Example:
@@ -51,7 +62,7 @@ class EnvironmentServer:
     """
 
     def __init__(
-        self, environment: NumberedProblems, *, host: str = "127.0.0.1", port: int = 0, api_key: str | None = None, max_requests: int = 256
+        self, environment: NumberedAgent, *, host: str = "127.0.0.1", port: int = 0, api_key: str | None = None, max_requests: int = 256
     ) -> None:
         if not api_key and not _is_loopback(host):
             raise ValueError(f"host={host!r} is reached by others; set api_key, or host='127.0.0.1'")
@@ -59,8 +70,6 @@ class EnvironmentServer:
             raise ValueError("api_key must be visible ASCII characters; take spaces and line ends off")
         if max_requests < 1:
             raise ValueError(f"max_requests={max_requests} must be at least 1")
-        if environment.holds_conversations:
-            raise ValueError(f"environment {environment.env_id!r} holds conversations, and this server judges single answers")
         self.environment = environment
         self._key = f"Bearer {api_key}" if api_key else ""
         # Here, since Python's HTTP server takes long to import.
@@ -110,10 +119,20 @@ class EnvironmentServer:
 
     def answer(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
         """Status and reply to a request; in a thread of its own."""
-        work = {"/environment": self._card, "/problem": self._problem, "/attempt": self._attempt, "/reward": self._reward}.get(path)
-        if work is None:
+        posing, judging = self.environment.prompt_timeout_s, self.environment.judge_timeout_s
+        works: dict[str, tuple[Callable[[bytes], Awaitable[dict[str, Any]]], float]] = {
+            "/environment": (self._card, posing),
+            "/problem": (self._problem, posing),
+            "/attempt": (self._attempt, posing),
+            "/reward": (self._reward, judging),
+            "/conversation/attempt": (self._conversation_attempt, posing),
+            "/conversation/start": (self._conversation_start, judging),
+            "/conversation/reply": (self._conversation_reply, judging),
+            "/conversation/reward": (self._conversation_reward, judging),
+        }
+        if path not in works:
             return 404, {"error": f"no {path[:60]} here"}
-        limit = self.environment.judge_timeout_s if path == "/reward" else self.environment.prompt_timeout_s
+        work, limit = works[path]
         call = asyncio.run_coroutine_threadsafe(self._limited(work, body, limit), self._loop)
         try:
             # The loop's own limit comes first, but where the environment holds the loop up.
@@ -138,6 +157,8 @@ class EnvironmentServer:
             env_id=own.env_id,
             num_problems=own.num_problems(),
             num_evaluation=own.num_problems(validation=True),
+            conversations={name: limits for name, limits in own.turn_limits.items() if limits is not None},
+            tools=list(own.tools),
             prompt_timeout_s=own.prompt_timeout_s,
             answer_timeout_s=own.answer_timeout_s,
             judge_timeout_s=own.judge_timeout_s,
@@ -157,7 +178,40 @@ class EnvironmentServer:
     async def _reward(self, body: bytes) -> dict[str, Any]:
         message = read_message(body, {"problem": dict, "response": str})
         problem = read_problem(message["problem"])
-        reward = await self.environment.get_reward(message["response"], problem)
+        if not isinstance(self.environment, NumberedProblems) or is_conversation(self.environment, problem):
+            raise MessageError(f"problem {problem.problem_id!r} is one of a conversation; ask /conversation/reward")
+        return self._judged(await self.environment.get_reward(message["response"], problem), problem)
+
+    async def _conversation_attempt(self, body: bytes) -> dict[str, Any]:
+        message = read_message(body, {"problem": dict, "seed": int})
+        answers = self.environment.attempt_turns(read_problem(message["problem"]), random.Random(message["seed"]))
+        return {"answers": None if answers is None else list(answers)}
+
+    async def _conversation_start(self, body: bytes) -> dict[str, Any]:
+        problem = read_problem(read_message(body, {"problem": dict})["problem"])
+        self._check_turns(problem, 0)
+        return {"messages": await self.environment._opening(problem)}
+
+    async def _conversation_reply(self, body: bytes) -> dict[str, Any]:
+        message = read_message(body, {"conversation": dict, "answer": str})
+        conversation = read_conversation(message["conversation"])
+        self._check_turns(conversation.problem, len(conversation.turns) + 1)
+        return {"messages": await self.environment._reply(conversation, message["answer"])}
+
+    async def _conversation_reward(self, body: bytes) -> dict[str, Any]:
+        conversation = read_conversation(read_message(body, {"conversation": dict})["conversation"])
+        self._check_turns(conversation.problem, len(conversation.turns))
+        return self._judged(await self.environment._outcome(conversation), conversation.problem)
+
+    def _check_turns(self, problem: Problem, num_turns: int) -> None:
+        """Whether a problem is one of a conversation of so many turns."""
+        limits = self.environment.turn_limits.get(problem.env_id or self.environment.env_id)
+        if limits is None:
+            raise MessageError(f"problem {problem.problem_id!r} is one of a single answer; ask /reward")
+        if num_turns > limits.max_turns:
+            raise MessageError(f"a conversation of {num_turns} turns is longer than max_turns={limits.max_turns}")
+
+    def _judged(self, reward: float, problem: Problem) -> dict[str, Any]:
         check_reward(reward, env_id=problem.env_id or self.environment.env_id, problem_id=problem.problem_id)
         return {"reward": float(reward)}
 

@@ -3,28 +3,23 @@
 """What environments have in common whose answers are judged elsewhere: by copies of them in other processes, or by a model."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from mcore_rl.agent._conversation import TurnLimits
 from mcore_rl.agent._judged import Problem
-from mcore_rl.agent._numbered import NumberedProblems
+from mcore_rl.agent._numbered import NumberedAgent, NumberedProblems
 
 
-class JudgedElsewhere(NumberedProblems):
+class PosedHere(NumberedProblems):
     """Poses the problems of an environment here; a subclass judges otherwise, as by copies of it.
 
     Args:
         make: makes the environment.
-
-    Raises:
-        ValueError: it holds conversations, which are judged where they are held.
     """
 
-    def __init__(self, make: Callable[[], NumberedProblems]) -> None:
+    def __init__(self, make: Callable[[], NumberedAgent]) -> None:
         self._own = make()
-        if self._own.holds_conversations:
-            raise ValueError(
-                f"environment {self._own.env_id!r} holds conversations, and a {type(self).__name__} judges single answers; use it as it is"
-            )
         super().__init__(
             self._own.env_id,
             prompt_timeout_s=self._own.prompt_timeout_s,
@@ -35,6 +30,14 @@ class JudgedElsewhere(NumberedProblems):
     @property
     def env_ids(self) -> tuple[str, ...]:
         return self._own.env_ids
+
+    @property
+    def turn_limits(self) -> Mapping[str, TurnLimits | None]:
+        return self._own.turn_limits
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        return self._own.tools
 
     def problem(self, number: int) -> Problem:
         return self._own.problem(number)
@@ -47,3 +50,25 @@ class JudgedElsewhere(NumberedProblems):
 
     def attempt(self, problem: Problem, generator: random.Random) -> str | None:
         return self._own.attempt(problem, generator)
+
+    def attempt_turns(self, problem: Problem, generator: random.Random) -> Sequence[str] | None:
+        return self._own.attempt_turns(problem, generator)
+
+
+class JudgedElsewhere(PosedHere):
+    """One of single answers alone.
+
+    Args:
+        make: makes the environment.
+
+    Raises:
+        ValueError: it holds conversations.
+    """
+
+    def __init__(self, make: Callable[[], NumberedProblems]) -> None:
+        super().__init__(make)
+        if self.holds_conversations:
+            raise ValueError(
+                f"environment {self.env_id!r} holds conversations, and a {type(self).__name__} judges single answers; use it as it is, or "
+                "in a ProcessJudge"
+            )

@@ -6,14 +6,15 @@ import asyncio
 import dataclasses
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import EvaluationResponse, GenericGenerationArgs
 from mcore_rl.agent._base import all_at_once
+from mcore_rl.agent._conversation import Conversation, TurnLimits
 from mcore_rl.agent._judged import Attempt, Problem
-from mcore_rl.agent._numbered import NumberedAgent, NumberedProblems
+from mcore_rl.agent._numbered import NumberedAgent, NumberedProblems, unheard
 from mcore_rl.agent._stream_position import StreamPosition
 from mcore_rl.inference import InferenceInterface
 
@@ -37,7 +38,8 @@ class WeightedMultiTask(NumberedProblems):
 
     Raises:
         ValueError: no environments, two of one name or a name with a /; weights of another number, negative, not finite, or none above 0;
-            weights whose order repeats only after more than 100,000 problems; or two different tools of one name.
+            weights whose order repeats only after more than 100,000 problems; or two different tools, or lengths of conversations, of one
+            name.
 
     Example:
         >>> mixed = WeightedMultiTask([CharacterShare(["a"], "a"), Arithmetic(ArithmeticConfig())], [3, 1])
@@ -58,16 +60,15 @@ class WeightedMultiTask(NumberedProblems):
         self.environments = tuple(environments)
         self._by_name = dict(zip(names, environments, strict=True))
         self._cycle = _interleave(self._shares)
-        self._tools = _joined_tools(environments)
+        self._tools, self._turn_limits = _joined_tools(environments), _joined_limits(environments)
 
     @property
     def env_ids(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for environment in self.environments for name in environment.env_ids))
 
     @property
-    def holds_conversations(self) -> bool:
-        """Whether one of its environments does."""
-        return any(environment.holds_conversations for environment in self.environments)
+    def turn_limits(self) -> Mapping[str, TurnLimits | None]:
+        return self._turn_limits
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -106,6 +107,24 @@ class WeightedMultiTask(NumberedProblems):
     def attempt(self, problem: Problem, generator: random.Random) -> str | None:
         environment, own = self._own(problem)
         return environment.attempt(own, generator)
+
+    def attempt_turns(self, problem: Problem, generator: random.Random) -> Sequence[str] | None:
+        environment, own = self._own(problem)
+        return environment.attempt_turns(own, generator)
+
+    async def _opening(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
+        environment, own = self._own(problem)
+        return await asyncio.wait_for(environment._opening(own), environment.judge_timeout_s)
+
+    async def _reply(self, conversation: Conversation, answer: str, on_turn: Callable[[], None] = unheard) -> Sequence[Mapping[str, Any]]:
+        environment, own = self._own(conversation.problem)
+        call = environment._reply(dataclasses.replace(conversation, problem=own), answer, on_turn)
+        return await asyncio.wait_for(call, environment.judge_timeout_s)
+
+    async def _outcome(self, conversation: Conversation, on_turn: Callable[[], None] = unheard) -> float:
+        environment, own = self._own(conversation.problem)
+        call = environment._outcome(dataclasses.replace(conversation, problem=own), on_turn)
+        return await asyncio.wait_for(call, environment.judge_timeout_s)
 
     async def get_reward(self, response: str, problem: Problem) -> float:
         """By the environment that posed it.
@@ -181,6 +200,16 @@ def _joined_tools(environments: Sequence[NumberedAgent]) -> list[Mapping[str, An
             if tools.setdefault(name, tool) != tool:
                 raise ValueError(f"environment {environment.env_id!r} has another tool {name!r} than one before it; rename it")
     return list(tools.values())
+
+
+def _joined_limits(environments: Sequence[NumberedAgent]) -> dict[str, TurnLimits | None]:
+    """Of all environments, by name."""
+    joined: dict[str, TurnLimits | None] = {}
+    for environment in environments:
+        for name, limits in environment.turn_limits.items():
+            if joined.setdefault(name, limits) != limits:
+                raise ValueError(f"environment {environment.env_id!r} has another {name!r} than one before it, of other turns; rename it")
+    return joined
 
 
 def _whole_shares(names: Sequence[str], weights: Sequence[float]) -> list[int]:

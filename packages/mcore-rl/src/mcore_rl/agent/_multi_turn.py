@@ -3,7 +3,7 @@
 """Agents whose environment replies: conversations, games, tools."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import GenericGenerationArgs, InferenceResponse, TokenRollout
+from mcore_rl.agent._conversation import Conversation, TurnLimits
+from mcore_rl.agent._environment_messages import said
 from mcore_rl.agent._judged import Attempt, JudgedAgent, Problem
 from mcore_rl.inference import ChatInferenceInterface, InferenceInterface
 
@@ -60,53 +62,81 @@ class MultiTurnAgent(JudgedAgent):
     def begin(self, problem: Problem) -> Episode:
         """A new conversation about a problem."""
 
+    def resume(self, conversation: Conversation) -> Episode | None:
+        """A conversation as it stands, where nobody has held it so far: in a process that judges, or behind a server.
+
+        None, as here, has it held again: a new `Episode` hears the same answers, and has to say the same to them. A subclass whose
+        replies are no function of the problem and the answers, or whose tools take long or change what is outside, makes the episode
+        from what was said.
+        """
+        return None
+
     async def _play(self, interface: InferenceInterface, problem: Problem, args: GenericGenerationArgs) -> Attempt:
-        if not isinstance(interface, ChatInferenceInterface):
-            name = type(interface).__name__
-            raise TypeError(f"interface is a {name}; environment {self.env_id!r} needs a ChatInferenceInterface, as MegatronChatLocal")
-        limits = [limit for limit in (self.max_tokens, interface.max_tokens) if limit is not None]
-        most = min(limits) if limits else None
-        episode = self.begin(problem)
-        tokens, mask, responses = interface.encode_messages(await self._asked(episode.start(), "start")), [], []
-        experts: Tensor | None = None
-        logprobs: list[float] | None = []
-        versions: list[int] | None = []
-        mask += [False] * len(tokens)
-        while True:
-            allowed = _allowed(args, len(tokens), most)
-            if allowed is None:
-                reason = "length"
-                break
-            answer = await self._answer(interface, tokens, allowed)
-            drawn = len(answer.token_ids) - answer.prompt_length
-            tokens, reason = list(answer.token_ids), answer.finish_reason
-            mask += [True] * drawn
-            logprobs = None if logprobs is None or answer.logprobs is None else [*logprobs, *answer.logprobs]
-            experts = _recorded(experts, answer)
-            versions = None if versions is None or answer.weight_versions is None else [*versions, *answer.weight_versions]
-            responses.append(answer.response)
-            replies = await self._asked(episode.reply(answer.response), "reply")
-            if not replies or reason == "length" or len(responses) == self.max_turns:
-                break
-            following = interface.encode_replies(answer, replies)
-            if most is not None and len(tokens) + len(following) >= most:
-                reason = "length"
-                break
-            tokens += following
-            mask += [False] * len(following)
-        reward = await self._reward(episode.reward(), problem)
-        rollout = TokenRollout(
-            trajectory=tuple(tokens),
-            reward=reward,
-            generation_mask=tuple(mask),
-            logprobs=None if logprobs is None else tuple(logprobs),
-            env_id=problem.env_id or self.env_id,
-            problem_id=problem.problem_id,
-            finish_reason=reason,
-            routed_experts=None if experts is None else _lengthened(experts, len(tokens) - 1),
-            weight_versions=None if versions is None else tuple(versions),
-        )
-        return Attempt(rollout=rollout, response="\n".join(responses))
+        limits = TurnLimits(max_turns=self.max_turns, max_tokens=self.max_tokens)
+        return await hold(self, interface, self.begin(problem), problem, args, limits)
+
+
+async def hold(
+    agent: JudgedAgent, interface: InferenceInterface, episode: Episode, problem: Problem, args: GenericGenerationArgs, limits: TurnLimits
+) -> Attempt:
+    """A whole conversation, judged.
+
+    Args:
+        agent: whose limits of time hold.
+        interface: answers; a `ChatInferenceInterface`.
+        episode: replies and judges.
+        problem: of the agent.
+        args: how answers are drawn.
+        limits: of the conversation's length.
+
+    Raises:
+        TypeError: another interface.
+        LostError: the conversation is lost.
+    """
+    if not isinstance(interface, ChatInferenceInterface):
+        name = type(interface).__name__
+        raise TypeError(f"interface is a {name}; environment {agent.env_id!r} needs a ChatInferenceInterface, as MegatronChatLocal")
+    most = min((limit for limit in (limits.max_tokens, interface.max_tokens) if limit is not None), default=None)
+    tokens, mask, responses = interface.encode_messages(await agent._asked(episode.start(), "start")), [], []
+    experts: Tensor | None = None
+    logprobs: list[float] | None = []
+    versions: list[int] | None = []
+    mask += [False] * len(tokens)
+    while True:
+        allowed = _allowed(args, len(tokens), most)
+        if allowed is None:
+            reason = "length"
+            break
+        answer = await agent._answer(interface, tokens, allowed)
+        drawn = len(answer.token_ids) - answer.prompt_length
+        tokens, reason = list(answer.token_ids), answer.finish_reason
+        mask += [True] * drawn
+        logprobs = None if logprobs is None or answer.logprobs is None else [*logprobs, *answer.logprobs]
+        experts = _recorded(experts, answer)
+        versions = None if versions is None or answer.weight_versions is None else [*versions, *answer.weight_versions]
+        responses.append(answer.response)
+        replies = await agent._asked(episode.reply(answer.response), "reply")
+        if not replies or reason == "length" or len(responses) == limits.max_turns:
+            break
+        following = interface.encode_replies(answer, replies)
+        if most is not None and len(tokens) + len(following) >= most:
+            reason = "length"
+            break
+        tokens += following
+        mask += [False] * len(following)
+    reward = await agent._reward(episode.reward(), problem)
+    rollout = TokenRollout(
+        trajectory=tuple(tokens),
+        reward=reward,
+        generation_mask=tuple(mask),
+        logprobs=None if logprobs is None else tuple(logprobs),
+        env_id=problem.env_id or agent.env_id,
+        problem_id=problem.problem_id,
+        finish_reason=reason,
+        routed_experts=None if experts is None else _lengthened(experts, len(tokens) - 1),
+        weight_versions=None if versions is None else tuple(versions),
+    )
+    return Attempt(rollout=rollout, response="\n".join(responses))
 
 
 def _allowed(args: GenericGenerationArgs, num_tokens: int, most: int | None) -> GenericGenerationArgs | None:
@@ -128,3 +158,35 @@ def _recorded(before: Tensor | None, answer: InferenceResponse) -> Tensor | None
 def _lengthened(experts: Tensor, length: int) -> Tensor:
     """[length, L, K], -1 behind what was recorded."""
     return torch.nn.functional.pad(experts, (0, 0, 0, 0, 0, length - len(experts)), value=-1)
+
+
+async def resumed(agent: MultiTurnAgent, conversation: Conversation, on_turn: Callable[[], None]) -> Episode:
+    """The environment's side of a conversation as it stands.
+
+    Args:
+        agent: of the conversation.
+        conversation: so far.
+        on_turn: called after each turn, the opening included, that is held again.
+
+    Raises:
+        RuntimeError: the environment says something else than before; names problem and turn.
+    """
+    if (episode := agent.resume(conversation)) is not None:
+        return episode
+    episode = agent.begin(conversation.problem)
+    _check_said(agent, conversation, 0, await episode.start(), conversation.opening)
+    on_turn()
+    for number, turn in enumerate(conversation.turns, 1):
+        _check_said(agent, conversation, number, await episode.reply(turn.answer), turn.replies)
+        on_turn()
+    return episode
+
+
+def _check_said(
+    agent: MultiTurnAgent, conversation: Conversation, number: int, now: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]]
+) -> None:
+    if said(now) != said(before):
+        raise RuntimeError(
+            f"environment {agent.env_id!r} says something else than before to the same answers, in turn {number} of problem "
+            f"{conversation.problem.problem_id!r}; give it a resume() that makes an episode of what was said"
+        )

@@ -5,15 +5,21 @@
 import functools
 import random
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, overload
 
 from mcore_rl._stability import experimental_api
 from mcore_rl.agent._base import all_at_once
+from mcore_rl.agent._conversation import Conversation, TurnLimits
+from mcore_rl.agent._environment_messages import said
 from mcore_rl.agent._judged import JudgedAgent, Problem
-from mcore_rl.agent._multi_turn import MultiTurnAgent
+from mcore_rl.agent._multi_turn import MultiTurnAgent, resumed
 from mcore_rl.agent._reward_only import RewardOnlyAgent
 from mcore_rl.agent._stream_position import StreamPosition
+
+
+def unheard() -> None:
+    """Nobody waits for each turn."""
 
 
 @experimental_api
@@ -33,9 +39,14 @@ class NumberedAgent(JudgedAgent):
     _num_evaluated: int = 0
 
     @property
+    def turn_limits(self) -> Mapping[str, TurnLimits | None]:
+        """Of each environment that it is made of, by name, how long its conversations are; None for one of single answers."""
+        return {self.env_id: None}
+
+    @property
     def holds_conversations(self) -> bool:
-        """Whether it needs a `ChatInferenceInterface`."""
-        return False
+        """Whether it needs a `ChatInferenceInterface`, as one of its environments does."""
+        return any(limits is not None for limits in self.turn_limits.values())
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -68,6 +79,27 @@ class NumberedAgent(JudgedAgent):
     def attempt(self, problem: Problem, generator: random.Random) -> str | None:
         """A well-formed answer, right or wrong, for a model that has yet to learn the form; None where every text is one."""
         return None
+
+    def attempt_turns(self, problem: Problem, generator: random.Random) -> Sequence[str] | None:
+        """The policy's answers of a well-formed conversation, right or wrong, for a model that has yet to learn the form; None where every
+        text is one, and of a problem of a single answer. ``recite`` holds it."""
+        return None
+
+    async def _opening(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
+        """The first messages of a conversation, for one that is held elsewhere.
+
+        Raises:
+            TypeError: it holds none.
+        """
+        raise TypeError(f"environment {self.env_id!r} judges single answers and holds no conversation")
+
+    async def _reply(self, conversation: Conversation, answer: str, on_turn: Callable[[], None] = unheard) -> Sequence[Mapping[str, Any]]:
+        """What is said to an answer; none ends the conversation. ``on_turn`` and errors as of ``resumed`` and ``_opening``."""
+        raise TypeError(f"environment {self.env_id!r} judges single answers and holds no conversation")
+
+    async def _outcome(self, conversation: Conversation, on_turn: Callable[[], None] = unheard) -> float:
+        """How good a conversation was; arguments and errors as of ``_reply``."""
+        raise TypeError(f"environment {self.env_id!r} judges single answers and holds no conversation")
 
     def start_at(self, position: int | StreamPosition, *, rank: int = 0, num_ranks: int = 1) -> None:
         """Pose problems ``position + rank``, ``position + rank + num_ranks``, ... from now on; or go on where ranks were in a stream.
@@ -129,14 +161,20 @@ class NumberedConversations(NumberedAgent, MultiTurnAgent):
     Arguments and errors as of `MultiTurnAgent`.
     """
 
-    def attempt_turns(self, problem: Problem, generator: random.Random) -> Sequence[str] | None:
-        """The policy's answers of a well-formed conversation, right or wrong, for a model that has yet to learn the form; None where every
-        text is one. ``recite`` holds it."""
-        return None
-
     @property
-    def holds_conversations(self) -> bool:
-        return True
+    def turn_limits(self) -> Mapping[str, TurnLimits | None]:
+        return {self.env_id: TurnLimits(max_turns=self.max_turns, max_tokens=self.max_tokens)}
+
+    async def _opening(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
+        return said(await self.begin(problem).start())
+
+    async def _reply(self, conversation: Conversation, answer: str, on_turn: Callable[[], None] = unheard) -> Sequence[Mapping[str, Any]]:
+        episode = await resumed(self, conversation, on_turn)
+        return said(await episode.reply(answer))
+
+    async def _outcome(self, conversation: Conversation, on_turn: Callable[[], None] = unheard) -> float:
+        episode = await resumed(self, conversation, on_turn)
+        return await episode.reward()
 
 
 class _Dataset(Sequence[Problem]):

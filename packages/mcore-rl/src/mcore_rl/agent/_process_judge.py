@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Environments that judge in processes of their own, with limits of time and memory and without network."""
+"""Environments that judge and reply in processes of their own, with limits of time and memory and without network."""
 
 import asyncio
 import contextlib
@@ -10,9 +10,10 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import recv_handle, send_handle
@@ -20,11 +21,24 @@ from typing import Any, cast
 
 from mcore_rl import _confine
 from mcore_rl._stability import experimental_api
+from mcore_rl.agent._conversation import Conversation
+from mcore_rl.agent._environment_messages import (
+    MessageError,
+    conversation_fields,
+    problem_fields,
+    read_conversation,
+    read_problem,
+    read_said,
+)
+from mcore_rl.agent._held_elsewhere import HeldElsewhere
 from mcore_rl.agent._judged import Problem
-from mcore_rl.agent._judged_elsewhere import JudgedElsewhere
-from mcore_rl.agent._numbered import NumberedProblems
+from mcore_rl.agent._judged_elsewhere import PosedHere
+from mcore_rl.agent._numbered import NumberedAgent, NumberedProblems, unheard
 
-_MOST_REPLY_BYTES = 1 << 16
+_MOST_REPLY_BYTES = 1 << 20
+_MOST_UNREAD_BYTES = 1 << 15
+_HELD_AGAIN = {"held_again": True}
+"""What a process says of each turn that it holds again: its time begins anew."""
 _spawn = multiprocessing.get_context("spawn")
 
 
@@ -45,7 +59,8 @@ class JudgeLimits:
     num_workers: int = 2
     """Processes, each of which judges one answer at a time."""
     time_s: float = 10.0
-    """Limit of one judgement, from when a process begins with it; the process is ended after it, and another one takes its place."""
+    """Limit of one judgement, or of one turn of a conversation, from when a process begins with it; the process is ended after it, and
+    another one takes its place."""
     memory_gb: float = 1.0
     """GiB of address space that judging may take beyond what the process has when it is ready."""
     network: bool = False
@@ -62,12 +77,15 @@ class JudgeLimits:
 
 
 @experimental_api
-class ProcessJudge(JudgedElsewhere):
-    """An environment whose problems are posed here, and whose answers are judged by copies of it in processes of this machine.
+class ProcessJudge(HeldElsewhere, PosedHere):
+    """An environment whose problems are posed here, and whose answers are judged by copies of it in processes of this machine. Where it
+    holds conversations, these copies reply, too.
 
-    Whatever an answer does to its judge, be it an endless loop, all memory or the end of the process, it loses itself alone: the process is
-    ended, and another one takes its place within milliseconds. A judgement waits for a free process; ``judge_timeout_s`` of the environment
-    covers that wait, too. Only numbers and text go between the processes, all of which end with this one. Linux only.
+    Whatever an answer does to its judge, or to a tool, be it an endless loop, all memory or the end of the process, it loses itself alone,
+    or its conversation: the process is ended, and another one takes its place within milliseconds. A process keeps nothing of a
+    conversation: each turn bears what was said before it, which is held again (``MultiTurnAgent.resume``), so that any process goes on with
+    it. A judgement or a turn waits for a free process; ``judge_timeout_s`` of the environment covers that wait and the turns that are held
+    again, too. Only numbers and text go between the processes, all of which end with this one. Linux only.
 
     Args:
         make: makes the environment, here and once in a process from which those that judge are forked; it must be importable there, and
@@ -81,7 +99,7 @@ class ProcessJudge(JudgedElsewhere):
         >>> environment = ProcessJudge(Countdown, JudgeLimits(num_workers=4, time_s=5))
     """
 
-    def __init__(self, make: Callable[[], NumberedProblems], limits: JudgeLimits | None = None) -> None:
+    def __init__(self, make: Callable[[], NumberedAgent], limits: JudgeLimits | None = None) -> None:
         super().__init__(make)
         self.limits = limits or JudgeLimits()
         self._make, self._lock = make, threading.Lock()
@@ -97,17 +115,37 @@ class ProcessJudge(JudgedElsewhere):
             self.close()
             raise
 
-    async def get_reward(self, response: str, problem: Problem) -> float:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._judge, response, problem)
+    async def _judged(self, response: str, problem: Problem) -> float:
+        return await self._rewarded({"response": response, "problem": problem_fields(problem)}, problem)
 
-    def _judge(self, response: str, problem: Problem) -> float:
+    async def _opening(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
+        return await self._said({"problem": problem_fields(problem)}, problem)
+
+    async def _reply(self, conversation: Conversation, answer: str, on_turn: Callable[[], None] = unheard) -> Sequence[Mapping[str, Any]]:
+        question = {"conversation": conversation_fields(conversation), "answer": answer}
+        return await self._said(question, conversation.problem, len(conversation.turns))
+
+    async def _outcome(self, conversation: Conversation, on_turn: Callable[[], None] = unheard) -> float:
+        question = {"conversation": conversation_fields(conversation)}
+        return await self._rewarded(question, conversation.problem, len(conversation.turns))
+
+    async def _rewarded(self, question: Mapping[str, Any], problem: Problem, num_turns: int = 0) -> float:
+        return await self._asked_there(question, problem, num_turns, "reward")
+
+    async def _said(self, question: Mapping[str, Any], problem: Problem, num_turns: int = 0) -> Sequence[Mapping[str, Any]]:
+        return await self._asked_there(question, problem, num_turns, "messages")
+
+    async def _asked_there(self, *question: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, *question)
+
+    def _ask(self, question: Mapping[str, Any], problem: Problem, num_turns: int, name: str) -> Any:
         """In a thread: there are as many as processes, so that one is idle."""
         with self._lock:
             worker = self._idle.pop()
         try:
             if not worker.is_alive:
                 worker = self._replaced(worker)
-            return worker.judge(response, problem)
+            return worker.ask(question, problem, num_turns, name)
         finally:
             with self._lock:
                 self._idle.append(worker)
@@ -142,7 +180,7 @@ class _Template:
         limits: of the processes.
     """
 
-    def __init__(self, make: Callable[[], NumberedProblems], env_id: str, limits: JudgeLimits) -> None:
+    def __init__(self, make: Callable[[], NumberedAgent], env_id: str, limits: JudgeLimits) -> None:
         self._env_id, self._limits = env_id, limits
         if multiprocessing.current_process().daemon:
             raise JudgeProcessError(f"no process for {env_id!r} starts in a daemon of multiprocessing; start this one by torchrun")
@@ -195,27 +233,60 @@ class _Worker:
         # It writes nothing of itself: what can be read is the end.
         return not self._pipe.closed and not self._pipe.poll(0)
 
-    def judge(self, response: str, problem: Problem) -> float:
-        where = f"the process that judges problem {problem.problem_id!r} of {self._env_id!r}"
+    def ask(self, question: Mapping[str, Any], problem: Problem, num_turns: int, name: str) -> Any:
+        """What it replies.
+
+        Args:
+            question: of ``_answer``.
+            problem: that it is about.
+            num_turns: of its conversation so far; the opening and each of them are held again, and have the limit of time for themselves.
+            name: of what it has to give, reward or messages.
+
+        Raises:
+            JudgeProcessError: the process is lost, or what it was asked for failed; names environment and problem.
+        """
+        does, part = ("judges", "judge of") if "response" in question else ("holds the conversation about", "environment")
+        where = f"the process that {does} problem {problem.problem_id!r} of {self._env_id!r}"
+        late = f"{where} was ended after time_s={self._limits.time_s:g}"
+        begin = time.monotonic()
         try:
-            self._pipe.send_bytes(json.dumps([response, asdict(problem)]).encode())
+            self._send(json.dumps(question).encode())
         except OSError:
             self.end()
-            raise JudgeProcessError(f"{where} died") from None
+            raise JudgeProcessError(late if time.monotonic() - begin >= self._limits.time_s else f"{where} died") from None
         reply = _reply(self._pipe, self._limits.time_s)
+        for _ in range(num_turns + 1):
+            if reply != _HELD_AGAIN:
+                break
+            reply = _reply(self._pipe, self._limits.time_s)
         if not isinstance(reply, dict):
             self.end()
-            raise JudgeProcessError(f"{where} was ended after time_s={self._limits.time_s:g}" if reply is None else f"{where} {reply}")
-        if "error" in reply or type(reply.get("reward")) not in (int, float):
-            raise JudgeProcessError(f"the judge of {self._env_id!r} failed: {str(reply.get('error', reply))[:500]}")
-        return float(reply["reward"])
+            raise JudgeProcessError(late if reply is None else f"{where} {reply}")
+        try:
+            return _read_reply(reply, name)
+        except MessageError as error:
+            raise JudgeProcessError(f"the {part} {self._env_id!r} failed: {str(error)[:500]}") from None
+
+    def _send(self, content: bytes) -> None:
+        """What no process reads, because something in it stopped it, ends with that process."""
+        timer = threading.Timer(self._limits.time_s, self._kill)
+        # Shorter ones stay in the pipe.
+        if len(content) > _MOST_UNREAD_BYTES:
+            timer.start()
+        try:
+            self._pipe.send_bytes(content)
+        finally:
+            timer.cancel()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
 
     def end(self) -> None:
         if not self._pipe.closed:
             # Its number is its own as long as the pipe is open on the other side.
             if not self._pipe.poll(0):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.pid, signal.SIGKILL)
+                self._kill()
             self._pipe.close()
 
 
@@ -237,7 +308,22 @@ def _reply(pipe: Connection, timeout_s: float) -> dict[str, Any] | str | None:
     return value if isinstance(value, dict) else "wrote what is no reply"
 
 
-def _serve(make: Callable[[], NumberedProblems], pipe: Connection, limits: JudgeLimits) -> None:
+def _read_reply(reply: dict[str, Any], name: str) -> Any:
+    """The one field of a reply: a reward or messages.
+
+    Raises:
+        MessageError: the process wrote an error, or something else.
+    """
+    if isinstance(error := reply.get("error"), str):
+        raise MessageError(error)
+    value: Any = reply.get(name)
+    # A reward that is no finite number is the agent's to name.
+    if len(reply) != 1 or type(value) not in ((list,) if name == "messages" else (int, float)):
+        raise MessageError(str(reply))
+    return read_said(value) if name == "messages" else float(value)
+
+
+def _serve(make: Callable[[], NumberedAgent], pipe: Connection, limits: JudgeLimits) -> None:
     """In the first process: has the environment, and forks one that judges for each pipe that comes."""
     # Signals to the group, as of Ctrl-C or a launcher, are for the process that judges are for.
     os.setsid()
@@ -269,17 +355,37 @@ def _serve(make: Callable[[], NumberedProblems], pipe: Connection, limits: Judge
             os._exit(0)
 
 
-def _judge_all(environment: NumberedProblems, pipe: Connection, limits: JudgeLimits) -> None:
+def _judge_all(environment: NumberedAgent, pipe: Connection, limits: JudgeLimits) -> None:
     """In a process that judges: until nobody is there."""
     _confine.limit_memory(int(limits.memory_gb * 2**30))
     pipe.send_bytes(json.dumps({"pid": os.getpid()}).encode())
+
+    def say_held_again() -> None:
+        pipe.send_bytes(json.dumps(_HELD_AGAIN).encode())
+
     while True:
         try:
-            response, fields = json.loads(pipe.recv_bytes())
+            question = json.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             return
         try:
-            data = json.dumps({"reward": asyncio.run(environment.get_reward(response, Problem(**fields)))}).encode()
+            data = json.dumps(asyncio.run(_answer(environment, question, say_held_again))).encode()
+            if len(data) > _MOST_REPLY_BYTES:
+                raise ValueError(f"a reply of {len(data)} bytes is larger than {_MOST_REPLY_BYTES}")
         except Exception as error:
             data = json.dumps({"error": f"{error!r}"[:1000]}).encode()
         pipe.send_bytes(data)
+
+
+async def _answer(environment: NumberedAgent, question: dict[str, Any], on_turn: Callable[[], None]) -> dict[str, Any]:
+    """To the question about a single answer, the beginning of a conversation, its next turn or its end."""
+    if "conversation" in question:
+        conversation = read_conversation(question["conversation"])
+        if "answer" in question:
+            return {"messages": await environment._reply(conversation, question["answer"], on_turn)}
+        return {"reward": await environment._outcome(conversation, on_turn)}
+    problem = read_problem(question["problem"])
+    if "response" not in question:
+        return {"messages": await environment._opening(problem)}
+    assert isinstance(environment, NumberedProblems), "conversations are not asked for single answers"
+    return {"reward": await environment.get_reward(question["response"], problem)}

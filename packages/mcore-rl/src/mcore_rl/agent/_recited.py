@@ -7,8 +7,7 @@ from typing import Any
 
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import GenericGenerationArgs, InferenceRequest, InferenceResponse, TokenRollout
-from mcore_rl.agent._judged import Problem
-from mcore_rl.agent._multi_turn import MultiTurnAgent
+from mcore_rl.agent._judged import JudgedAgent, Problem
 from mcore_rl.inference import ChatInferenceInterface, InferenceInterface
 
 
@@ -32,7 +31,7 @@ class _Recitation(InferenceInterface):
 
 @experimental_api
 async def recite(
-    agent: MultiTurnAgent,
+    agent: JudgedAgent,
     problem: Problem,
     answers: Sequence[str],
     *,

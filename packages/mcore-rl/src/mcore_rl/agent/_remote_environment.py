@@ -1,31 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""An environment whose problems are posed and judged by a server."""
+"""An environment whose problems are posed and judged, and whose conversations are held, by a server."""
 
 import asyncio
 import json
 import random
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from mcore_rl._http import HttpPeer, PeerError, PeerReplyError, PeerTimeoutError
 from mcore_rl._stability import experimental_api
-from mcore_rl.agent._environment_messages import EnvironmentCard, MessageError, problem_fields, read_message, read_problem
+from mcore_rl.agent._conversation import Conversation, TurnLimits
+from mcore_rl.agent._environment_messages import (
+    EnvironmentCard,
+    MessageError,
+    Types,
+    conversation_fields,
+    problem_fields,
+    read_message,
+    read_problem,
+    read_said,
+)
+from mcore_rl.agent._held_elsewhere import HeldElsewhere
 from mcore_rl.agent._judged import Problem
-from mcore_rl.agent._numbered import NumberedProblems
+from mcore_rl.agent._numbered import unheard
 
 _FIRST_WAIT_S = 0.1
 T = TypeVar("T")
 
 
 @experimental_api
-class RemoteEnvironment(NumberedProblems):
+class RemoteEnvironment(HeldElsewhere):
     """The environment of an `EnvironmentServer`.
 
     Its limits are those of the environment there, and ``timeout_s`` more for the way. Every call is a connection of its own, which ends
-    with whoever waits. A call whose connection fails is repeated: problems and rewards are functions of what is asked. A reward that does
-    not come in time, or that the server refuses, loses its answer alone, as of any environment; the error names environment and server.
+    with whoever waits. A call whose connection fails is repeated: problems, replies and rewards are functions of what is asked, which of a
+    conversation is all that was said. A reward or a reply that does not come in time, or that the server refuses, loses its answer or its
+    conversation alone, as of any environment; the error names environment and server.
 
     Args:
         url: of the server without path, as ``http://127.0.0.1:8100``.
@@ -57,6 +69,15 @@ class RemoteEnvironment(NumberedProblems):
             judge_timeout_s=self._card.judge_timeout_s + 2 * timeout_s,
         )
 
+    @property
+    def turn_limits(self) -> Mapping[str, TurnLimits | None]:
+        """Of the environments there that hold conversations, and of this one."""
+        return {self.env_id: None, **self._card.conversations}
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        return self._card.tools
+
     def problem(self, number: int) -> Problem:
         return _blocking(self._posed(number))
 
@@ -67,10 +88,35 @@ class RemoteEnvironment(NumberedProblems):
         body = {"problem": problem_fields(problem), "seed": generator.getrandbits(62)}
         return _blocking(self._ask("/attempt", body, self._card.prompt_timeout_s, {"attempt": (str, type(None))}))["attempt"]
 
-    async def get_reward(self, response: str, problem: Problem) -> float:
-        body = {"problem": problem_fields(problem), "response": response}
-        reply = await self._ask("/reward", body, self._card.judge_timeout_s, {"reward": (int, float)})
-        return float(reply["reward"])
+    def attempt_turns(self, problem: Problem, generator: random.Random) -> Sequence[str] | None:
+        body = {"problem": problem_fields(problem), "seed": generator.getrandbits(62)}
+        path, types = "/conversation/attempt", {"answers": (list, type(None))}
+        answers = _blocking(self._ask(path, body, self._card.prompt_timeout_s, types))["answers"]
+        if answers is not None and not all(isinstance(answer, str) for answer in answers):
+            raise PeerReplyError(f"{self._name}: {self._url} gave no reply to {path}: an answer is no text")
+        return answers
+
+    async def _judged(self, response: str, problem: Problem) -> float:
+        return await self._rewarded("/reward", {"problem": problem_fields(problem), "response": response})
+
+    async def _opening(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
+        return await self._said("/conversation/start", {"problem": problem_fields(problem)})
+
+    async def _reply(self, conversation: Conversation, answer: str, on_turn: Callable[[], None] = unheard) -> Sequence[Mapping[str, Any]]:
+        return await self._said("/conversation/reply", {"conversation": conversation_fields(conversation), "answer": answer})
+
+    async def _outcome(self, conversation: Conversation, on_turn: Callable[[], None] = unheard) -> float:
+        return await self._rewarded("/conversation/reward", {"conversation": conversation_fields(conversation)})
+
+    async def _rewarded(self, path: str, body: Mapping[str, Any]) -> float:
+        return float((await self._ask(path, body, self._card.judge_timeout_s, {"reward": (int, float)}))["reward"])
+
+    async def _said(self, path: str, body: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        reply = await self._ask(path, body, self._card.judge_timeout_s, {"messages": list})
+        try:
+            return read_said(reply["messages"])
+        except MessageError as error:
+            raise PeerReplyError(f"{self._name}: {self._url} gave no reply to {path}: {error}") from None
 
     async def _posed(self, number: int) -> Problem:
         reply = await self._ask("/problem", {"number": number}, self._card.prompt_timeout_s, {"problem": dict})
@@ -86,7 +132,7 @@ class RemoteEnvironment(NumberedProblems):
         except MessageError as error:
             raise PeerReplyError(f"{self._url} is no server of an environment: {error}") from None
 
-    async def _ask(self, path: str, body: Mapping[str, Any], limit_s: float, types: Mapping[str, Any]) -> dict[str, Any]:
+    async def _ask(self, path: str, body: Mapping[str, Any], limit_s: float, types: Types) -> dict[str, Any]:
         content = await self._call(path, body, limit_s)
         try:
             return read_message(content, types)

@@ -3,6 +3,7 @@
 """Sums with a calculator: the smallest task with a tool."""
 
 import dataclasses
+import importlib
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,8 @@ class Calculator(NumberedConversations):
 
     def __init__(self, config: ArithmeticConfig) -> None:
         super().__init__("calculator", max_turns=4)
+        # What replies need, before processes that judge are forked from one that has made it.
+        importlib.import_module("mcore_inference.tool_calls")
         self._sums = Arithmetic(config)
 
     @property

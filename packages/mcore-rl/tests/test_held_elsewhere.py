@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Conversations whose environment is in processes of its own or behind HTTP: those of one here, and what goes wrong costs one alone."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_parallel.data import ByteTokenizer
+from mcore_rl import (
+    ChatInferenceInterface,
+    Conversation,
+    EnvironmentServer,
+    GenericGenerationArgs,
+    InferenceInterface,
+    InferenceRequest,
+    InferenceResponse,
+    JudgeLimits,
+    JudgeProcessError,
+    NumberedAgent,
+    Problem,
+    ProcessJudge,
+    RemoteEnvironment,
+    TokenRollout,
+    Turn,
+    TurnLimits,
+    WeightedMultiTask,
+    recite,
+)
+from mcore_rl.agent import _remote_environment
+from mcore_rl.envs import Arithmetic, ArithmeticConfig, Calculator
+from mcore_rl.inference import PeerError, PeerReplyError
+from tests.support.environments import Drawing, HostileTool
+
+SUMS = ArithmeticConfig(num_numbers=(2, 2), max_number=9, operators="+", worked=1.0, slips=0.0)
+TOKENIZER = ByteTokenizer()
+TURN_END = TOKENIZER.special_tokens_dict["turn_end"]
+ARGS = GenericGenerationArgs(max_tokens=200)
+PROBLEM = Problem(problem_id="7", prompt="say 7")
+OPENING = [{"role": "user", "content": "say 7"}]
+KEY = "secret"
+
+
+def template(messages: Sequence[Mapping[str, Any]], is_open: bool) -> list[int]:
+    return TOKENIZER.apply_chat_template(messages, is_open)
+
+
+RECITED: dict[str, Any] = {"template": template, "encode": lambda text: [*TOKENIZER.tokenize(text), TURN_END], "max_tokens": 500}
+
+
+class Spoken(InferenceInterface):
+    """Says in each conversation what it was given for that one, in the order in which they begin."""
+
+    def __init__(self, *conversations: Sequence[str]) -> None:
+        self.left = [list(answers) for answers in conversations]
+        self.begun: dict[tuple[int, ...], list[list[str]]] = {}
+        """What is left to say behind these tokens; which of equal conversations goes on is one."""
+
+    def encode(self, text: str) -> list[int]:
+        raise AssertionError("a conversation is not a text")
+
+    async def agenerate(self, request: InferenceRequest) -> list[list[InferenceResponse]]:
+        [prompt] = request.prompts
+        before = [tokens for tokens, left in self.begun.items() if left and tuple(prompt[: len(tokens)]) == tokens]
+        answers = (self.begun[max(before, key=len)] if before else self.left).pop(0)
+        drawn = [*TOKENIZER.tokenize(answers[0]), TURN_END]
+        self.begun.setdefault((*prompt, *drawn), []).append(answers[1:])
+        answer = InferenceResponse(
+            response=answers[0], token_ids=[*prompt, *drawn], prompt_length=len(prompt), logprobs=[-1.0] * len(drawn), finish_reason="stop"
+        )
+        return [[answer]]
+
+
+def chat(*conversations: Sequence[str]) -> ChatInferenceInterface:
+    return ChatInferenceInterface(Spoken(*conversations), template)
+
+
+def played(environment: NumberedAgent, *conversations: Sequence[str]) -> list[TokenRollout]:
+    """A group with an answer a conversation."""
+    return asyncio.run(environment.group_rollout(chat(*conversations), size=len(conversations), args=ARGS))
+
+
+def call(expression: str) -> str:
+    return "<tool_call>" + json.dumps({"name": "calculate", "arguments": {"expression": expression}}) + "</tool_call>"
+
+
+def mixture() -> WeightedMultiTask:
+    return WeightedMultiTask([Calculator(SUMS), Arithmetic(SUMS)], [1, 1])
+
+
+@contextlib.contextmanager
+def elsewhere(how: str, make: Any, limits: JudgeLimits) -> Iterator[ProcessJudge | RemoteEnvironment]:
+    """An environment in processes, behind HTTP, or both."""
+    with contextlib.ExitStack() as stack:
+        environment = make()
+        if "processes" in how:
+            environment = ProcessJudge(make, limits)
+            stack.callback(environment.close)
+        if "http" in how:
+            server = stack.enter_context(EnvironmentServer(environment, api_key=KEY))
+            environment = RemoteEnvironment(server.url, api_key=KEY)
+        yield environment
+
+
+@pytest.mark.parametrize("how", ["processes", "http", "http of processes"])
+def test_conversations_and_rewards_are_those_of_an_environment_here(how: str) -> None:
+    own = mixture()
+    with elsewhere(how, mixture, JudgeLimits(num_workers=2)) as environment:
+        assert environment.holds_conversations and list(environment.tools) == list(own.tools)
+        assert environment.turn_limits["calculator"] == TurnLimits(max_turns=4, max_tokens=None)
+        for number in range(2):
+            problem = own.problem(number)
+            posed, value = problem.golden.split("=")
+            texts = [[value], ["no number"]]
+            if problem.env_id == "calculator":
+                # With and without the tool, one call after the other until turns end, two at once, one that is none.
+                texts += [[call(posed), value], [call("1/0"), "7"], [call("1+1")] * 4, [call(posed) + call("2*3"), "<tool_call>", "7"]]
+            for answers in texts:
+                own.start_at(number)
+                environment.start_at(number)
+                [expected], [rollout] = played(own, answers), played(environment, answers)
+                assert rollout == expected
+            answers = environment.attempt_turns(problem, random.Random(3))
+            assert (answers is None) == (problem.env_id == "arithmetic")
+            if answers is not None:
+                expected, rollout = (asyncio.run(recite(one, problem, answers, **RECITED)) for one in (own, environment))
+                assert rollout == expected and rollout.reward == 1.0 and len(answers) == 2
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[ProcessJudge]:
+    judge = ProcessJudge(HostileTool, JudgeLimits(num_workers=2, time_s=2.0, memory_gb=0.5))
+    yield judge
+    judge.close()
+
+
+@pytest.fixture(scope="module")
+def server(processes: ProcessJudge) -> Iterator[EnvironmentServer]:
+    with EnvironmentServer(processes, api_key=KEY) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def remote(server: EnvironmentServer) -> RemoteEnvironment:
+    return RemoteEnvironment(server.url, api_key=KEY)
+
+
+def num_ended(judge: ProcessJudge) -> int:
+    """Processes that were replaced, or will be when they are needed."""
+    return judge.num_restarts + sum(not worker.is_alive for worker in judge._idle)
+
+
+@pytest.mark.parametrize(
+    ("where", "hostile", "words"),
+    [
+        ("processes", "loop", "the process that holds the conversation about problem '0' of 'hostile_tool' was ended after time_s=2"),
+        ("remote", "loop", "the process that holds the conversation about problem '0' of 'hostile_tool' was ended after time_s=2"),
+        ("processes", "kill", "the process that holds the conversation about problem '0' of 'hostile_tool' died"),
+        ("remote", "exit", "the process that holds the conversation about problem '0' of 'hostile_tool' died"),
+        ("processes", "memory", "the environment 'hostile_tool' failed: MemoryError()"),
+        ("remote", "memory", "the environment 'hostile_tool' failed: MemoryError()"),
+        ("processes", "network", "the environment 'hostile_tool' failed: OSError(101, 'Network is unreachable')"),
+        ("processes", "raise", "the environment 'hostile_tool' failed: ValueError('of the judge')"),
+        ("processes", "other", "the environment says what is no message: what is said has an unknown field 'text'; it has role, content"),
+        ("processes", "flood", "the environment 'hostile_tool' failed: ValueError('a reply of 2097"),
+    ],
+)
+def test_what_a_tool_does_costs_its_conversation(
+    where: str, hostile: str, words: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    environment, processes = request.getfixturevalue(where), request.getfixturevalue("processes")
+    environment.start_at(0)
+    before = num_ended(processes)
+    group = played(environment, ["good", "bad", "end"], ["good", hostile, "end"], ["a", "b", "c", "d"], ["end"])
+    assert sorted(rollout.reward for rollout in group) == [1.0, 3.0, 4.0]
+    [dropped] = [record.getMessage() for record in caplog.records if "is dropped" in record.getMessage()]
+    assert "environment 'hostile_tool': an answer to problem '0' is dropped" in dropped and words in dropped.replace("\\", "")
+    assert num_ended(processes) == before + (hostile in ("loop", "kill", "exit"))
+
+
+def test_an_evaluation_counts_the_conversations_that_are_lost(processes: ProcessJudge) -> None:
+    conversations = [["good", "end"], ["kill"], ["raise"], ["end"]]
+    report = asyncio.run(processes.run_evaluation(chat(*conversations), num_prompts=4, args=ARGS))
+    assert report.num_dropped == 2 and [result.reward for result in report.results] == [2.0, 1.0]
+
+
+def test_processes_that_die_between_two_turns_lose_nothing(processes: ProcessJudge) -> None:
+    async def talk() -> tuple[list[Any], float]:
+        turns = []
+        for answer in ("good", "bad", "end"):
+            replies = await processes._reply(Conversation(problem=PROBLEM, opening=OPENING, turns=turns), answer)
+            turns.append(Turn(answer=answer, replies=replies))
+            for worker in [worker for worker in processes._idle if worker.is_alive]:
+                os.kill(worker.pid, signal.SIGKILL)
+                assert worker._pipe.poll(20)
+        return turns, await processes._outcome(Conversation(problem=PROBLEM, opening=OPENING, turns=turns))
+
+    turns, reward = asyncio.run(talk())
+    assert [turn.replies for turn in turns] == [[{"role": "tool", "content": "1: 1"}], [{"role": "tool", "content": "2: 0"}], []]
+    assert reward == 3.0
+
+
+def test_each_turn_has_the_limit_of_time_for_itself(processes: ProcessJudge) -> None:
+    # Held again, the four together take longer than time_s.
+    turns = [Turn(answer="slow", replies=[{"role": "tool", "content": f"{number}: 0"}]) for number in range(1, 5)]
+    assert asyncio.run(processes._outcome(Conversation(problem=PROBLEM, opening=OPENING, turns=turns))) == 4.0
+
+
+def test_replies_that_are_drawn_need_what_was_said(processes: ProcessJudge, caplog: pytest.LogCaptureFixture) -> None:
+    assert played(processes, ["draw", "good", "end"]) == []
+    assert "says something else than before to the same answers, in turn 1 of problem" in caplog.text
+    assert "give it a resume()" in caplog.text
+    with elsewhere("http", Drawing, JudgeLimits()) as environment:
+        [rollout] = played(environment, ["draw", "draw", "end"])
+        assert rollout.reward == 3.0
+
+
+def test_a_process_that_is_stopped_is_ended_though_the_conversation_is_longer_than_its_pipe(processes: ProcessJudge) -> None:
+    asyncio.run(processes._opening(PROBLEM))
+    stopped = [worker.pid for worker in processes._idle if worker.is_alive]
+    end = time.monotonic() + 20
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+        while Path(f"/proc/{pid}/stat").read_text().split()[2] != "T":
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    before = num_ended(processes)
+    with pytest.raises(JudgeProcessError, match="about problem '7' of 'hostile_tool' was ended after time_s=2"):
+        asyncio.run(processes._reply(Conversation(problem=PROBLEM, opening=OPENING), "x" * (4 << 20)))
+    assert num_ended(processes) == before + 1
+    for pid in {worker.pid for worker in processes._idle if worker.is_alive} & set(stopped):
+        os.kill(pid, signal.SIGCONT)
+    [rollout] = played(processes, ["end"])
+    assert rollout.reward == 1.0
+
+
+def post(server: EnvironmentServer, path: str, body: Any, key: str = KEY) -> tuple[int, str]:
+    request = urllib.request.Request(f"{server.url}{path}", json.dumps(body).encode(), {"Authorization": f"Bearer {key}"})
+    try:
+        with urllib.request.urlopen(request) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())["error"]
+
+
+TURN = {"answer": "good", "replies": [{"role": "tool", "content": "1: 1"}]}
+SAID = {"problem": dataclasses.asdict(PROBLEM), "opening": OPENING, "turns": [TURN]}
+
+
+def said(**changes: Any) -> dict[str, Any]:
+    return {"conversation": SAID | changes, "answer": "good"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("start", {"problem": SAID["problem"], "seed": 1}, "a message has an unknown field 'seed'"),
+        ("start", {}, "a message has no problem"),
+        ("reply", {"conversation": SAID}, "a message has no answer"),
+        ("reply", said() | {"answer": 3}, "answer of a message must be str, found 3"),
+        ("reply", said(more=1), "a conversation has an unknown field 'more'"),
+        ("reply", said(turns=None), "turns of a conversation must be list, found null"),
+        ("reply", said(turns=[3]), "a turn must be an object, found 3"),
+        ("reply", said(turns=[TURN | {"reward": 1}]), "a turn has an unknown field 'reward'"),
+        ("reply", said(turns=[{"answer": "good"}]), "a turn has no replies"),
+        ("reply", said(opening=["say 7"]), 'what is said must be an object, found "say 7"'),
+        ("reply", said(opening=[{"role": "user"}]), "what is said has no content"),
+        ("reply", said(opening=[OPENING[0] | {"image": "x"}]), "what is said has an unknown field 'image'"),
+        ("reply", said(opening=[OPENING[0] | {"name": 3}]), "name of what is said must be str, found 3"),
+        ("reply", said(turns=[TURN] * 4), "a conversation of 5 turns is longer than max_turns=4"),
+        ("reward", {"conversation": SAID | {"turns": [TURN] * 5}}, "a conversation of 5 turns is longer than max_turns=4"),
+        ("reward", said(), "a message has an unknown field 'answer'"),
+        (
+            "reward",
+            {"conversation": SAID | {"problem": SAID["problem"] | {"env_id": "x"}}},
+            "problem '7' is one of a single answer; ask /reward",
+        ),
+        ("attempt", {"problem": SAID["problem"]}, "a message has no seed"),
+    ],
+)
+def test_messages_of_other_types_are_refused(server: EnvironmentServer, path: str, body: Any, words: str) -> None:
+    status, text = post(server, f"/conversation/{path}", body)
+    assert status == 400 and words in text
+
+
+@pytest.mark.parametrize("path", ["start", "reply", "reward", "attempt"])
+def test_every_request_bears_the_token(server: EnvironmentServer, path: str) -> None:
+    assert post(server, f"/conversation/{path}", {}, key="other") == (401, "the api_key is missing or another one")
+
+
+def test_single_answers_and_conversations_are_not_taken_for_each_other(server: EnvironmentServer, remote: RemoteEnvironment) -> None:
+    status, text = post(server, "/reward", {"problem": SAID["problem"], "response": "good"})
+    assert status == 400 and "problem '7' is one of a conversation; ask /conversation/reward" in text
+    with pytest.raises(TypeError, match="'hostile_tool' holds conversations and judges no single answer"):
+        asyncio.run(remote.get_reward("good", PROBLEM))
+    status, text = post(server, "/conversation/reply", said(turns=[TURN | {"replies": []}]))
+    assert status == 500 and "says something else than before to the same answers, in turn 1 of problem '7'" in text.replace("\\", "")
+    with pytest.raises(TypeError, match="'arithmetic' judges single answers and holds no conversation"):
+        asyncio.run(Arithmetic(SUMS)._opening(PROBLEM))
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        ({"messages": "end"}, 'messages of a message must be list, found "end"'),
+        ({"messages": [3]}, "what is said must be an object, found 3"),
+        ({"messages": [{"role": "tool", "content": None}]}, "content of what is said must be str, found null"),
+        ({"messages": [], "reward": 1}, "a message has an unknown field 'reward'"),
+    ],
+)
+def test_replies_of_other_types_are_refused(remote: RemoteEnvironment, reply: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def post(self: Any, path: str, body: bytes) -> bytes:
+        return json.dumps(reply).encode()
+
+    monkeypatch.setattr(_remote_environment.HttpPeer, "post", post)
+    with pytest.raises(PeerReplyError, match=f"environment 'hostile_tool': .* gave no reply to /conversation/start: {words}"):
+        asyncio.run(remote._opening(PROBLEM))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"conversations": []}, "conversations of a message must be dict"),
+        ({"conversations": {"e": {"max_turns": 0, "max_tokens": None}}}, "max_turns=0 and max_tokens=None must be at least 1"),
+        ({"conversations": {"e": {"max_turns": 2}}}, "a limit of turns has no max_tokens"),
+        ({"tools": [{"type": "function"}]}, "a tool has no function"),
+        ({"tools": [{"type": "function", "function": {}}]}, "the function of a tool has no name"),
+    ],
+)
+def test_cards_of_other_types_are_refused(change: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = {"version": 2, "env_id": "e", "num_problems": 3, "num_evaluation": 2, "conversations": {}, "tools": []}
+    card |= {f"{name}_timeout_s": 1.0 for name in ("prompt", "answer", "judge")}
+
+    async def post(self: Any, path: str, body: bytes) -> bytes:
+        return json.dumps(card | change).encode()
+
+    monkeypatch.setattr(_remote_environment.HttpPeer, "post", post)
+    with pytest.raises(PeerReplyError, match=f"is no server of an environment: .*{words}"):
+        RemoteEnvironment("http://127.0.0.1:1")
+
+
+def test_a_server_that_is_started_again_goes_on_with_the_conversation() -> None:
+    first = EnvironmentServer(HostileTool(), api_key=KEY)
+    port = int(first.url.rpartition(":")[2])
+    remote = RemoteEnvironment(first.url, api_key=KEY)
+    replies = asyncio.run(remote._reply(Conversation(problem=PROBLEM, opening=OPENING), "good"))
+    turn = Turn(answer="good", replies=replies)
+    first.close()
+    with pytest.raises(PeerError, match="environment 'hostile_tool': .* was lost"):
+        asyncio.run(remote._reply(Conversation(problem=PROBLEM, opening=OPENING, turns=[turn]), "bad"))
+    with EnvironmentServer(HostileTool(), api_key=KEY, port=port):
+        assert asyncio.run(remote._reply(Conversation(problem=PROBLEM, opening=OPENING, turns=[turn]), "bad")) == [
+            {"role": "tool", "content": "2: 0"}
+        ]
+        assert asyncio.run(remote._outcome(Conversation(problem=PROBLEM, opening=OPENING, turns=[turn]))) == 1.0
