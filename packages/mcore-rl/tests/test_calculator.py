@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -304,6 +304,68 @@ def test_log_probs_of_all_turns_are_those_of_the_trainer() -> None:
         # What was drawn is not encoded again: between two turns stands what the template writes, and nothing else.
         given = [token for token, own in zip(rollout.trajectory, rollout.generation_mask, strict=True) if not own][first:]
         assert TOKENIZER.detokenize(given) == "".join(f"\ntool\n{number}\nassistant\n" for number in range(1, int(rollout.reward)))
+
+
+class InTurn(Insisting):
+    """Its tool speaks first in the conversations of this order, by when they began."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        super().__init__("insisting", max_turns=3)
+        self.spoken = [asyncio.Event() for _ in order]
+        before = dict(zip(order[1:], order[:-1], strict=True))
+        self.left = [(self.spoken[before[place]] if place in before else None, self.spoken[place]) for place in sorted(order)]
+
+    def begin(self, problem: Problem) -> Episode:
+        return _InTurn(problem.prompt, *self.left.pop(0))
+
+
+class _InTurn(_Insistence):
+    def __init__(self, prompt: str, before: asyncio.Event | None, own: asyncio.Event) -> None:
+        super().__init__(prompt)
+        self.before, self.own = before, own
+
+    async def reply(self, answer: str) -> list[dict[str, str]]:
+        if self.before is not None:
+            await self.before.wait()
+        self.own.set()
+        return await super().reply(answer)
+
+
+def test_what_a_conversation_draws_does_not_hang_on_which_one_is_faster() -> None:
+    def trajectories(order: Sequence[int], seed: int = 3) -> list[Sequence[int]]:
+        interface = MegatronChatLocal(engine(), seed=seed)
+        group = asyncio.run(InTurn(order).group_rollout(interface, size=6, args=GenericGenerationArgs(temperature=1.0, max_tokens=99)))
+        assert len(group) == 6 and sum(rollout.reward > 1 for rollout in group) > 1
+        return [rollout.trajectory for rollout in group]
+
+    first = trajectories(range(6))
+    assert trajectories(range(5, -1, -1)) == first
+    assert len({tuple(one) for one in first}) == 6 and trajectories(range(6), seed=4) != first
+
+
+def test_requests_of_conversations_are_named_by_group_choice_and_turn() -> None:
+    class Noting(Scripted):
+        names: ClassVar[list[str | None]] = []
+
+        async def agenerate(self, request: InferenceRequest) -> list[list[InferenceResponse]]:
+            self.names.append(request.draw)
+            return await super().agenerate(request)
+
+    environment = mixture()
+    answers = [call("1+1"), "0", call("1+1"), "0"]
+    noting = Noting(*answers)
+    asyncio.run(environment.rollout(ChatInferenceInterface(noting, template), args=ARGS))
+    noting.answers = iter("00")
+    asyncio.run(environment.group_rollout(ChatInferenceInterface(noting, template), size=2, args=ARGS))
+    noting.answers = iter("0000")
+    asyncio.run(environment.run_evaluation(ChatInferenceInterface(noting, template), num_prompts=1, num_samples=2, args=ARGS))
+    single = environment.problem(0).env_id == "arithmetic"
+    named = {name for name in noting.names if name is not None}
+    assert named == (
+        {"multi_task 2 0 turn 0", "multi_task 2 1 turn 0"} if single else {"multi_task 1 0 turn 0", "multi_task 1 0 turn 1"}
+    ) | {"calculator evaluation 1 0 turn 0", "calculator evaluation 1 1 turn 0"}
+    with pytest.raises(ValueError, match="draw='x' names one continuation, and 1 prompts have n=2 each; ask for each alone"):
+        InferenceRequest(prompts=[[1]], n=2, draw="x")
 
 
 def test_a_conversation_ends_where_the_engine_has_no_room() -> None:

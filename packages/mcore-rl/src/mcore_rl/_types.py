@@ -81,12 +81,25 @@ class GenericGenerationArgs:
 @experimental_api
 @dataclass(frozen=True, kw_only=True)
 class InferenceRequest:
-    """Prompts to continue, each ``n`` times."""
+    """Prompts to continue, each ``n`` times.
+
+    Raises:
+        ValueError: a ``draw`` of several continuations.
+    """
 
     prompts: Sequence[Sequence[int]]
     """Token ids."""
     n: int = 1
     generation_args: GenericGenerationArgs = GenericGenerationArgs()
+    draw: str | None = None
+    """Names the one continuation, as by conversation and turn: an interface with seeds (`RequestSeeds`) draws it by this name, whenever it
+    is asked; None for the order of its requests."""
+
+    def __post_init__(self) -> None:
+        if self.draw is not None and (self.n != 1 or len(self.prompts) != 1):
+            raise ValueError(
+                f"draw={self.draw!r} names one continuation, and {len(self.prompts)} prompts have n={self.n} each; ask for each alone"
+            )
 
 
 @experimental_api

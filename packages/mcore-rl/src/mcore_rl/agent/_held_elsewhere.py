@@ -35,11 +35,11 @@ class HeldElsewhere(NumberedProblems):
     async def _judged(self, response: str, problem: Problem) -> float:
         """How good a single answer is."""
 
-    async def _play(self, interface: InferenceInterface, problem: Problem, args: GenericGenerationArgs) -> Attempt:
+    async def _play(self, interface: InferenceInterface, problem: Problem, args: GenericGenerationArgs, draw: str | None = None) -> Attempt:
         limits = self.turn_limits.get(problem.env_id or self.env_id)
         if limits is None:
-            return await super()._play(interface, problem, args)
-        return await hold(self, interface, _Episode(self, problem), problem, args, limits)
+            return await super()._play(interface, problem, args, draw)
+        return await hold(self, interface, _Episode(self, problem), problem, args, limits, draw)
 
 
 def is_conversation(environment: NumberedAgent, problem: Problem) -> bool:

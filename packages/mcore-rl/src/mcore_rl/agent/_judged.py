@@ -72,6 +72,9 @@ class JudgedAgent(TokenizedRolloutGenerator, GroupedRolloutGenerator, Evaluation
         ValueError: a limit that is not positive.
     """
 
+    _num_draws: int = 0
+    _num_evaluations: int = 0
+
     def __init__(
         self, env_id: str, *, prompt_timeout_s: float = 60.0, answer_timeout_s: float = 3600.0, judge_timeout_s: float = 60.0
     ) -> None:
@@ -98,31 +101,33 @@ class JudgedAgent(TokenizedRolloutGenerator, GroupedRolloutGenerator, Evaluation
         return await all_at_once([self._problem(validation=validation) for _ in range(num_prompts)])
 
     @abstractmethod
-    async def _play(self, interface: InferenceInterface, problem: Problem, args: GenericGenerationArgs) -> Attempt:
-        """One attempt.
+    async def _play(self, interface: InferenceInterface, problem: Problem, args: GenericGenerationArgs, draw: str | None = None) -> Attempt:
+        """One attempt; ``draw`` names it, for seeds of requests that come in no certain order.
 
         Raises:
             LostError: it, or its reward, is lost.
         """
 
-    async def _attempt(self, interface: InferenceInterface, problem: Problem, args: GenericGenerationArgs) -> Attempt | None:
+    async def _attempt(self, interface: InferenceInterface, problem: Problem, args: GenericGenerationArgs, draw: str) -> Attempt | None:
         """One attempt; None when it, or its reward, is lost."""
         try:
-            return await self._play(interface, problem, args)
+            return await self._play(interface, problem, args, draw)
         except LostError as error:
             _log.warning("environment %r: an answer to problem %r is dropped, %s", self.env_id, problem.problem_id, error)
             return None
 
     async def rollout(self, interface: InferenceInterface, *, args: GenericGenerationArgs) -> TokenRollout | None:
+        draw = self._next_draw()
         problem = await self._problem_or_failure()
-        attempt = None if isinstance(problem, Exception) else await self._attempt(interface, problem, args)
+        attempt = None if isinstance(problem, Exception) else await self._attempt(interface, problem, args, f"{draw} 0")
         return None if attempt is None else attempt.rollout
 
     async def group_rollout(self, interface: InferenceInterface, *, size: int, args: GenericGenerationArgs) -> list[TokenRollout]:
+        draw = self._next_draw()
         problem = await self._problem_or_failure()
         if isinstance(problem, Exception):
             return LostGroup(problem)
-        tasks = [asyncio.ensure_future(self._attempt(interface, problem, args)) for _ in range(size)]
+        tasks = [asyncio.ensure_future(self._attempt(interface, problem, args, f"{draw} {choice}")) for choice in range(size)]
         late = False
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -162,8 +167,11 @@ class JudgedAgent(TokenizedRolloutGenerator, GroupedRolloutGenerator, Evaluation
             timeout_s: limit of all answers, after which those that are missing are dropped; None for that of each alone.
         """
 
-        async def one(problem: Problem) -> RewardEvaluationResult | None:
-            attempt = await self._attempt(interface, problem, args)
+        self._num_evaluations += 1
+        evaluation = f"{self.env_id} evaluation {self._num_evaluations}"
+
+        async def one(problem: Problem, place: int) -> RewardEvaluationResult | None:
+            attempt = await self._attempt(interface, problem, args, f"{evaluation} {place}")
             if attempt is None:
                 return None
             reward = attempt.rollout.reward
@@ -173,8 +181,13 @@ class JudgedAgent(TokenizedRolloutGenerator, GroupedRolloutGenerator, Evaluation
             )
 
         problems = [problem for problem in await self.evaluation_prompts(num_prompts) for _ in range(num_samples)]
-        judged = await all_at_once([one(problem) for problem in problems], timeout_s)
+        judged = await all_at_once([one(problem, place) for place, problem in enumerate(problems)], timeout_s)
         return EvaluationResponse(env_id=self.env_id, results=judged, num_dropped=len(problems) - len(judged))
+
+    def _next_draw(self) -> str:
+        """Names the next problem of training, in the order in which they are asked for."""
+        self._num_draws += 1
+        return f"{self.env_id} {self._num_draws}"
 
     async def _problem(self, *, validation: bool = False) -> Problem:
         return await self._in_time(lambda: self.get_prompt(validation=validation))
@@ -198,9 +211,11 @@ class JudgedAgent(TokenizedRolloutGenerator, GroupedRolloutGenerator, Evaluation
                 raise
             raise TimeoutError(f"environment {self.env_id!r} posed no problem within prompt_timeout_s={self.prompt_timeout_s}") from error
 
-    async def _answer(self, interface: InferenceInterface, prompt: Sequence[int], args: GenericGenerationArgs) -> InferenceResponse:
+    async def _answer(
+        self, interface: InferenceInterface, prompt: Sequence[int], args: GenericGenerationArgs, draw: str | None = None
+    ) -> InferenceResponse:
         """One answer, in time."""
-        request = InferenceRequest(prompts=[prompt], generation_args=args)
+        request = InferenceRequest(prompts=[prompt], generation_args=args, draw=draw)
         try:
             async with asyncio.timeout(self.answer_timeout_s) as limit:
                 for wait_s in _RETRY_WAITS_S:

@@ -137,9 +137,9 @@ class WeightedMultiTask(NumberedProblems):
             raise TypeError(f"environment {environment.env_id!r} holds conversations and judges no single answer; ask for rollouts")
         return await asyncio.wait_for(environment.get_reward(response, own), environment.judge_timeout_s)
 
-    async def _play(self, interface: InferenceInterface, problem: Problem, args: GenericGenerationArgs) -> Attempt:
+    async def _play(self, interface: InferenceInterface, problem: Problem, args: GenericGenerationArgs, draw: str | None = None) -> Attempt:
         environment, own = self._own(problem)
-        attempt = await environment._play(interface, own, args)
+        attempt = await environment._play(interface, own, args, draw)
         rollout = dataclasses.replace(attempt.rollout, env_id=problem.env_id, problem_id=problem.problem_id)
         return dataclasses.replace(attempt, rollout=rollout)
 

@@ -71,13 +71,19 @@ class MultiTurnAgent(JudgedAgent):
         """
         return None
 
-    async def _play(self, interface: InferenceInterface, problem: Problem, args: GenericGenerationArgs) -> Attempt:
+    async def _play(self, interface: InferenceInterface, problem: Problem, args: GenericGenerationArgs, draw: str | None = None) -> Attempt:
         limits = TurnLimits(max_turns=self.max_turns, max_tokens=self.max_tokens)
-        return await hold(self, interface, self.begin(problem), problem, args, limits)
+        return await hold(self, interface, self.begin(problem), problem, args, limits, draw)
 
 
 async def hold(
-    agent: JudgedAgent, interface: InferenceInterface, episode: Episode, problem: Problem, args: GenericGenerationArgs, limits: TurnLimits
+    agent: JudgedAgent,
+    interface: InferenceInterface,
+    episode: Episode,
+    problem: Problem,
+    args: GenericGenerationArgs,
+    limits: TurnLimits,
+    draw: str | None,
 ) -> Attempt:
     """A whole conversation, judged.
 
@@ -88,6 +94,7 @@ async def hold(
         problem: of the agent.
         args: how answers are drawn.
         limits: of the conversation's length.
+        draw: names the conversation, for the seeds of its turns; None for the order of requests.
 
     Raises:
         TypeError: another interface.
@@ -107,7 +114,7 @@ async def hold(
         if allowed is None:
             reason = "length"
             break
-        answer = await agent._answer(interface, tokens, allowed)
+        answer = await agent._answer(interface, tokens, allowed, None if draw is None else f"{draw} turn {len(responses)}")
         drawn = len(answer.token_ids) - answer.prompt_length
         tokens, reason = list(answer.token_ids), answer.finish_reason
         mask += [True] * drawn

@@ -31,7 +31,7 @@ class RewardOnlyAgent(JudgedAgent):
     async def get_reward(self, response: str, problem: Problem) -> float:
         """How good an answer is."""
 
-    async def _play(self, interface: InferenceInterface, problem: Problem, args: GenericGenerationArgs) -> Attempt:
+    async def _play(self, interface: InferenceInterface, problem: Problem, args: GenericGenerationArgs, draw: str | None = None) -> Attempt:
         answer = await self._answer(interface, interface.encode(problem.prompt), args)
         reward = await self._reward(self.get_reward(answer.response, problem), problem)
         rollout = TokenRollout(

@@ -3,6 +3,7 @@
 """Several engines as one."""
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 
 from mcore_rl._stability import experimental_api
@@ -47,7 +48,7 @@ class BalancedInference(InferenceInterface):
         with self._affinity.engine(prompt, self._num_open) as number:
             self._num_open[number] += request.n
             try:
-                own = InferenceRequest(prompts=[prompt], n=request.n, generation_args=request.generation_args)
+                own = dataclasses.replace(request, prompts=[prompt])
                 [answers] = await self.interfaces[number].agenerate(own)
                 return answers
             finally:

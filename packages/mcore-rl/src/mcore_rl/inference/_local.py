@@ -45,8 +45,8 @@ class MegatronLocal(InferenceInterface):
         engine: with a tokenizer.
         max_lag: versions between the weights that an answer began with and the newest ones, at most: at a load that exceeds it the answer
             is given up and drawn again from the newest weights. None for no limit.
-        seed: request n that comes here is drawn with a seed of ``seed`` and n alone (as of `RequestSeeds`), whatever else the engine is
-            asked; None for one of the engine's own seed and the number of the request among all.
+        seed: request n that comes here is drawn with a seed of ``seed`` and n alone, or of its name (as of `RequestSeeds`), whatever else
+            the engine is asked; None for one of the engine's own seed and the number of the request among all.
 
     Raises:
         ValueError: the engine has no tokenizer, or shares experts with other ranks; a limit below 0.
@@ -92,7 +92,7 @@ class MegatronLocal(InferenceInterface):
         """
         params = _sampling_params(request.generation_args)
         with self._thread.running() as runner:
-            return await answer_all(request, lambda prompt: self._answer(runner, prompt, params))
+            return await answer_all(request, lambda prompt: self._answer(runner, prompt, params, request.draw))
 
     async def load_weights(
         self,
@@ -119,7 +119,7 @@ class MegatronLocal(InferenceInterface):
                 if begun < oldest and not stale.done():
                     stale.set_result(None)
 
-    async def _answer(self, runner: "EngineRunner", prompt: Sequence[int], params: "SamplingParams") -> InferenceResponse:
+    async def _answer(self, runner: "EngineRunner", prompt: Sequence[int], params: "SamplingParams", draw: str | None) -> InferenceResponse:
         from mcore_inference import RequestError
 
         while True:
@@ -127,7 +127,7 @@ class MegatronLocal(InferenceInterface):
             self._open[stale] = self.engine.weight_version
             try:
                 try:
-                    stream = await runner.submit(prompt, self._seeded(params), stream=False)
+                    stream = await runner.submit(prompt, self._seeded(params, draw), stream=False)
                 except RequestError as error:
                     raise LostError(str(error), is_transient=error.is_transient) from error
                 try:
@@ -150,11 +150,11 @@ class MegatronLocal(InferenceInterface):
         finally:
             record.cancel()
 
-    def _seeded(self, params: "SamplingParams") -> "SamplingParams":
-        """With the seed of the next request, where it brings none."""
+    def _seeded(self, params: "SamplingParams", draw: str | None) -> "SamplingParams":
+        """With the seed of the named request, or the next one, where it brings none."""
         if self._seeds is None or params.seed is not None:
             return params
-        return dataclasses.replace(params, seed=self._seeds.following())
+        return dataclasses.replace(params, seed=self._seeds.of(draw))
 
 
 class _EngineThread:

@@ -33,8 +33,8 @@ class OpenAIInference(PeerInference):
         timeout_s: seconds for one continuation, from the connection to the last byte.
         max_concurrency: requests that the server has at a time, from one event loop.
         api_key: sent as a bearer token.
-        seeds: sent with the requests in the order in which they come here (`RequestSeeds` says what that is worth to conversations);
-            interfaces of several servers share one object. None leaves draws to the server's own state, which everybody's requests advance.
+        seeds: sent with the requests, by their names or in the order in which they come here (`RequestSeeds`); interfaces of several
+            servers share one object. None leaves draws to the server's own state, which everybody's requests advance.
 
     Raises:
         ValueError: a setting that is out of range, or that the server cannot honour; names it.
@@ -78,8 +78,8 @@ class OpenAIInference(PeerInference):
             body["logprobs_mode"] = "processed_logprobs"
         return body
 
-    def _next_seed(self) -> int | None:
-        return None if self._seeds is None else self._seeds.following()
+    def _next_seed(self, draw: str | None) -> int | None:
+        return None if self._seeds is None else self._seeds.of(draw)
 
     def _read(self, content: Any) -> PeerAnswer:
         [choice] = content["choices"]

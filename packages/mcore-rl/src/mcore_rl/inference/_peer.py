@@ -100,14 +100,14 @@ class PeerInference(InferenceInterface):
         if args.max_tokens is None:
             raise ValueError("generation_args.max_tokens=None: servers then stop after 16 tokens; set it")
         gate = self._gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_concurrency))
-        return await answer_all(request, lambda prompt: self._answer(gate, prompt, args))
+        return await answer_all(request, lambda prompt: self._answer(gate, prompt, args, request.draw))
 
     @abstractmethod
     def _body(self, prompt: list[int], args: GenericGenerationArgs) -> dict[str, Any]:
         """Of the request."""
 
-    def _next_seed(self) -> int | None:
-        """Of a request that comes; None to send none."""
+    def _next_seed(self, draw: str | None) -> int | None:
+        """Of a request that comes, by its name where it has one; None to send none."""
         return None
 
     @abstractmethod
@@ -127,9 +127,11 @@ class PeerInference(InferenceInterface):
                     "drawn from; leave it open, or start the server with processed ones and set logprobs='processed'"
                 )
 
-    async def _answer(self, gate: asyncio.Semaphore, prompt: Sequence[int], args: GenericGenerationArgs) -> InferenceResponse:
+    async def _answer(
+        self, gate: asyncio.Semaphore, prompt: Sequence[int], args: GenericGenerationArgs, draw: str | None
+    ) -> InferenceResponse:
         # In the order of the requests; their bodies take no memory while they wait.
-        seed = self._next_seed()
+        seed = self._next_seed(draw)
         async with gate:
             prompt = list(prompt)
             body = self._body(prompt, args) | ({} if seed is None else {"seed": seed})

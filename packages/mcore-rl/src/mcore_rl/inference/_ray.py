@@ -3,6 +3,7 @@
 """Engines in workers of a Ray cluster, which take the trainer's weights."""
 
 import asyncio
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -102,7 +103,7 @@ class RayInference(InferenceInterface):
         Raises:
             RayWorkerError: a worker was lost for good, or did not answer in time; named.
         """
-        prompts = [InferenceRequest(prompts=[prompt], n=request.n, generation_args=request.generation_args) for prompt in request.prompts]
+        prompts = [dataclasses.replace(request, prompts=[prompt]) for prompt in request.prompts]
         tasks = [asyncio.ensure_future(self._answer(prompt)) for prompt in prompts]
         try:
             return list(await asyncio.gather(*tasks))

@@ -2,15 +2,18 @@
 # Copyright (c) 2026 the mcore authors
 """Seeds that draws follow, whatever else an engine is asked."""
 
+import hashlib
+
 from mcore_rl._stability import experimental_api
 
 
 @experimental_api
 class RequestSeeds:
-    """A seed for each request, of its number alone; interfaces that are given one object count their requests together.
+    """A seed for each request, of its number alone, or of its name (``InferenceRequest.draw``); interfaces that are given one object count
+    their requests together.
 
-    Requests are numbered as they come. Those that wait for an answer before, as later turns of a conversation do, come when that is there:
-    all take the same seeds in another run, and which takes which depends on how fast answers are.
+    Requests without a name are numbered as they come. Those of conversations, whose later turns come when an answer before is there, have
+    names: which of a group they belong to, and which turn they are. So they draw the same in another run, however fast answers are.
 
     Args:
         seed: of them all.
@@ -23,6 +26,12 @@ class RequestSeeds:
 
     def __init__(self, seed: int) -> None:
         self._seed, self._num_asked = seed, 0
+
+    def of(self, draw: str | None) -> int:
+        """Of the request with this name, or of the next one without, from 0 up to 2^63."""
+        if draw is None:
+            return self.following()
+        return int.from_bytes(hashlib.blake2b(f"{self._seed} {draw}".encode(), digest_size=8).digest(), "little") >> 1
 
     def following(self) -> int:
         """Of the next request, from 0 up to 2^63."""
