@@ -3,7 +3,10 @@
 """``mcore rl`` in environments of several turns, with tools: iterations, where a run goes on, and what cannot run in one line."""
 
 import json
+import re
 import shutil
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -11,12 +14,14 @@ import pytest
 from mcore_ckpt.hf import import_hf
 from mcore_inference.server import WeightFolders, serve
 from mcore_parallel.data import train_bpe
+from mcore_rl import EnvironmentServer, RemoteEnvironment
 from mcore_tools import reinforce
 from mcore_tools.launch import launch
 from mcore_tools.recipes import override
 from mcore_tools.rl import reinforce_rank
 from mcore_tools.serving import open_engine
 from tests.support.countdown import PACE, QUIET, num_taken, rows
+from tests.support.environments import Nodding
 from tests.support.published import TEMPLATE, write_published
 
 pytestmark = pytest.mark.journey
@@ -95,14 +100,48 @@ def test_what_cannot_be_imitated_is_one_line(
     assert message in error and error.count("\n") == 1
 
 
-def test_several_turns_and_single_ones_share_a_run(published: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("judges", [(), ("rl.judges.num_workers=1", "rl.judges.time_s=30")])
+def test_several_turns_and_single_ones_share_a_run(judges: tuple[str, ...], published: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     mixture = f"rl.mixture=[{NODDING},arithmetic,calculator]"
-    assert reinforce.main([str(published), *words(mixture, "rl.num_groups=3", "train.global_batch_size=12", f"output={output}")]) == 0
+    changes = (mixture, "rl.num_groups=3", "train.global_batch_size=12", f"output={output}", *judges)
+    assert reinforce.main([str(published), *words(*changes)]) == 0
     for row in rows(output):
         assert row["num_rollouts"] == 12 and row["num_dropped"] == 0 and row["num_turns"] > 1 and row["logprob_mismatch"] < 1e-5
         assert {row[f"env/{name}/num_rollouts"] for name in ("nodding", "arithmetic", "calculator")} == {4}
     assert all(f"eval/{name}/reward" in row for name in ("nodding", "arithmetic", "calculator"))
+
+
+def test_processes_imitate_and_hold_the_same_conversations(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = ("rl.environment=calculator", "rl.arithmetic.worked=1", "rl.imitation_steps=4", "train.steps=1")
+    judges = ("rl.judges.num_workers=1", "rl.judges.time_s=30")
+    assert reinforce.main([str(published), *words(*changes, f"output={tmp_path / 'here'}")]) == 0
+    assert reinforce.main([str(published), *words(*changes, *judges, f"output={tmp_path / 'there'}")]) == 0
+    check_same(tmp_path)
+    written = re.findall(r"loss (\S+) after 4 steps of imitation", capsys.readouterr().out)
+    assert len(written) == 2 and len(set(written)) == 1
+
+
+def test_an_environment_behind_http_holds_the_same_conversations(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reinforce.main([str(published), *words("train.steps=1", f"rl.environment={NODDING}", f"output={tmp_path / 'here'}")]) == 0
+    with EnvironmentServer(Nodding(), api_key="key") as server:
+        module = types.ModuleType("elsewhere")
+        module.mine = lambda: RemoteEnvironment(server.url, api_key="key")  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "elsewhere", module)
+        assert (
+            reinforce.main([str(published), *words("train.steps=1", "rl.environment=elsewhere:mine", f"output={tmp_path / 'there'}")]) == 0
+        )
+    check_same(tmp_path)
+    assert rows(tmp_path / "there")[0]["num_turns"] > 1
+
+
+def check_same(folder: Path) -> None:
+    """Whether two runs drew the same conversations in the first iteration, and lost none; batches round them otherwise."""
+    [here, *_], [there, *_] = (rows(folder / name) for name in ("here", "there"))
+    assert there["num_dropped"] == 0 and there["loss"] == pytest.approx(here["loss"], abs=1e-3)
+    assert [there[name] for name in ("reward", "num_turns", "answer_length")] == [
+        here[name] for name in ("reward", "num_turns", "answer_length")
+    ]
 
 
 @pytest.mark.slow

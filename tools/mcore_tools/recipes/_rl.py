@@ -291,7 +291,8 @@ class RLConfig:
     """Of each engine's keys and values; None for the policy's."""
 
     judges: JudgeLimits | None = None
-    """Answers are judged in processes of their own on each rank, with limits of time and memory; None for the run's own process."""
+    """Answers are judged, and conversations held, in processes of their own on each rank, with limits of time and memory; None for the
+    run's own process."""
     memory: MemorySwitch = field(default_factory=MemorySwitch)
     """What trainer and engine give up of a device while the other one works."""
     placement: PlacementConfig | None = None

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mcore_rl._stability import experimental_api
 from mcore_rl._types import GenericGenerationArgs
 from mcore_rl.agent._conversation import Conversation, Turn
 from mcore_rl.agent._judged import Attempt, Problem
@@ -14,6 +15,7 @@ from mcore_rl.agent._numbered import NumberedAgent, NumberedProblems
 from mcore_rl.inference import InferenceInterface
 
 
+@experimental_api
 class HeldElsewhere(NumberedProblems):
     """Poses problems here; a subclass asks elsewhere for replies and rewards (``_opening``, ``_reply``, ``_outcome``, ``_judged``).
 
