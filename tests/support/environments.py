@@ -125,7 +125,7 @@ class _HostileTool(Episode):
         if answer == "end":
             return []
         if answer == "slow":
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(0.9)
         if answer == "draw":
             return [{"role": "tool", "content": secrets.token_hex(8)}]
         if answer == "other":

@@ -17,8 +17,8 @@ from mcore_parallel.data import train_bpe
 from mcore_rl import EnvironmentServer, RemoteEnvironment
 from mcore_tools import reinforce
 from mcore_tools.launch import launch
-from mcore_tools.recipes import override
-from mcore_tools.rl import reinforce_rank
+from mcore_tools.recipes import RLConfig, override
+from mcore_tools.rl import build_environment, reinforce_rank
 from mcore_tools.serving import open_engine
 from tests.support.countdown import PACE, QUIET, num_taken, rows
 from tests.support.environments import Nodding
@@ -110,6 +110,10 @@ def test_several_turns_and_single_ones_share_a_run(judges: tuple[str, ...], publ
         assert row["num_rollouts"] == 12 and row["num_dropped"] == 0 and row["num_turns"] > 1 and row["logprob_mismatch"] < 1e-5
         assert {row[f"env/{name}/num_rollouts"] for name in ("nodding", "arithmetic", "calculator")} == {4}
     assert all(f"eval/{name}/reward" in row for name in ("nodding", "arithmetic", "calculator"))
+
+
+def test_a_mixture_of_conversations_alone_may_be_imitated() -> None:
+    assert build_environment(RLConfig(mixture=("calculator",), imitation_steps=2)).holds_conversations
 
 
 def test_processes_imitate_and_hold_the_same_conversations(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,6 +162,17 @@ def test_its_own_conversations_are_well_formed_and_recited_token_by_token(worked
         asyncio.run(recite(environment, problem, answers, **{**options, "max_tokens": 20}))
 
 
+def test_a_mixture_of_conversations_shows_those_of_each() -> None:
+    mixed = WeightedMultiTask([Calculator(ArithmeticConfig(worked=1.0, slips=0.0))], [1])
+    problem = mixed.problem(3)
+    answers = mixed.attempt_turns(problem, random.Random(0))
+    options: dict[str, Any] = {"template": template, "encode": TOKENIZER.tokenize, "max_tokens": 500}
+    rollout = asyncio.run(recite(mixed, problem, answers, **options))
+    assert len(answers) == 2 and rollout.reward == 1.0 and (rollout.env_id, rollout.problem_id) == ("calculator", problem.problem_id)
+    shown = {problem.env_id: mixture().attempt_turns(problem, random.Random(0)) for problem in map(mixture().problem, range(2))}
+    assert shown["arithmetic"] is None and shown["calculator"]
+
+
 def test_answers_that_end_before_the_conversation_are_an_error() -> None:
     environment = Calculator(ArithmeticConfig())
     options: dict[str, Any] = {"template": template, "encode": TOKENIZER.tokenize, "max_tokens": 500}

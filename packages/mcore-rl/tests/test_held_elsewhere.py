@@ -141,7 +141,7 @@ def test_conversations_and_rewards_are_those_of_an_environment_here(how: str) ->
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[ProcessJudge]:
-    judge = ProcessJudge(HostileTool, JudgeLimits(num_workers=2, time_s=2.0, memory_gb=0.5))
+    judge = ProcessJudge(HostileTool, JudgeLimits(num_workers=2, time_s=3.0, memory_gb=0.5))
     yield judge
     judge.close()
 
@@ -165,8 +165,8 @@ def num_ended(judge: ProcessJudge) -> int:
 @pytest.mark.parametrize(
     ("where", "hostile", "words"),
     [
-        ("processes", "loop", "the process that holds the conversation about problem '0' of 'hostile_tool' was ended after time_s=2"),
-        ("remote", "loop", "the process that holds the conversation about problem '0' of 'hostile_tool' was ended after time_s=2"),
+        ("processes", "loop", "the process that holds the conversation about problem '0' of 'hostile_tool' was ended after time_s=3"),
+        ("remote", "loop", "the process that holds the conversation about problem '0' of 'hostile_tool' was ended after time_s=3"),
         ("processes", "kill", "the process that holds the conversation about problem '0' of 'hostile_tool' died"),
         ("remote", "exit", "the process that holds the conversation about problem '0' of 'hostile_tool' died"),
         ("processes", "memory", "the environment 'hostile_tool' failed: MemoryError()"),
@@ -237,7 +237,7 @@ def test_a_process_that_is_stopped_is_ended_though_the_conversation_is_longer_th
             assert time.monotonic() < end
             time.sleep(0.01)
     before = num_ended(processes)
-    with pytest.raises(JudgeProcessError, match="about problem '7' of 'hostile_tool' was ended after time_s=2"):
+    with pytest.raises(JudgeProcessError, match="about problem '7' of 'hostile_tool' was ended after time_s=3"):
         asyncio.run(processes._reply(Conversation(problem=PROBLEM, opening=OPENING), "x" * (4 << 20)))
     assert num_ended(processes) == before + 1
     for pid in {worker.pid for worker in processes._idle if worker.is_alive} & set(stopped):
