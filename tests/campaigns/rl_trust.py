@@ -2,9 +2,10 @@
 # Copyright (c) 2026 the mcore authors
 """What goes wrong in reinforcement learning costs itself, is counted exactly and is named in time.
 
-Parts: stragglers (one answer of 64 never ends), crashes (answers that end, kill, fill or hang their judge's process), refits (the engine's
-process is killed while weights come), resumes (a run is killed in each of its phases and started again), drift (a learning rate of 0 over
-200 iterations), layouts (weights between random layouts, the digest of every tensor compared), packing (bins of log-normal lengths).
+Parts: stragglers (one answer of 64 never ends), crashes (answers that end, kill, fill or hang their judge's process), conversations (their
+tools do), refits (the engine's process is killed while weights come), resumes (a run is killed in each of its phases and started again),
+drift (a learning rate of 0 over 200 iterations), layouts (weights between random layouts, the digest of every tensor compared), packing
+(bins of log-normal lengths).
 
 python -m tests.campaigns.rl_trust --output docs/benchmarks/rl_trust.json
 """
@@ -47,13 +48,14 @@ from mcore_rl import (
 )
 from mcore_rl._collect import draw, exchange
 from mcore_rl.envs import CharacterShare
+from tests.campaigns._rl_conversations import conversations
 from tests.campaigns._rl_resume import PHASES, mismatches, resume
 from tests.support.environments import Hostile
 from tests.support.refit_layouts import carried, random_layout
 from tests.support.world import run as run_world
 from tools.bench._record import record
 
-__all__ = ["crashes", "drift", "killed_refits", "layouts", "main", "packing", "resumes", "stragglers"]
+__all__ = ["conversations", "crashes", "drift", "killed_refits", "layouts", "main", "packing", "resumes", "stragglers"]
 
 _SIZES = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=2, ffn_hidden_size=96, vocab_size=256)
 _HOSTILE = ("exit", "kill", "loop", "memory", "raise", "text", "network")
@@ -264,6 +266,7 @@ def campaign(parts: Sequence[str], share: float) -> Iterator[dict[str, Any]]:
     run: dict[str, Callable[[], dict[str, Any]]] = {
         "stragglers": lambda: stragglers(number(50)),
         "crashes": lambda: crashes(number(100)),
+        "conversations": lambda: conversations(number(100)),
         "refits": lambda: killed_refits(number(100)),
         "resumes": lambda: resumes(number(45)),
         "drift": lambda: drift(number(200)),
@@ -274,7 +277,7 @@ def campaign(parts: Sequence[str], share: float) -> Iterator[dict[str, Any]]:
         yield run[part]()
 
 
-_PARTS = ("stragglers", "crashes", "refits", "resumes", "drift", "layouts", "packing")
+_PARTS = ("stragglers", "crashes", "conversations", "refits", "resumes", "drift", "layouts", "packing")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,7 +12,7 @@ import pytest
 from tests.campaigns.rl_trust import main
 from tests.support.commands import run_command
 
-FAST = ["stragglers", "crashes", "refits", "layouts", "packing"]
+FAST = ["stragglers", "crashes", "conversations", "refits", "layouts", "packing"]
 
 
 def rows_of(output: Path) -> list[dict[str, Any]]:
