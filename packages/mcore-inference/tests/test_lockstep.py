@@ -4,6 +4,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import time
@@ -22,6 +23,7 @@ from mcore_inference import (
     DynamicInferenceEngine,
     EngineDeadError,
     EngineRunner,
+    FinishReason,
     IncompleteWeightsError,
     InferenceConfig,
     LockstepConfig,
@@ -203,6 +205,40 @@ def check_updates() -> list[int]:
 def test_weights_and_suspensions_reach_both_ranks_and_a_load_that_one_refuses_fails_on_both(world: World) -> None:
     one, two = world(check_updates)
     assert one == two and one[0] == 9
+
+
+def check_runners_in_turn() -> Any:
+    engine = split_engine()
+    for _ in range(2):
+        if engine.model.groups.tp.rank == 1:
+            follow_runner(engine, PATIENT)
+        else:
+            asyncio.run(leave_requests_open(engine))
+        assert not engine.has_unfinished_requests()
+    utilization = engine.context.get_kvcache_utilization_stats()
+    return engine.step_count, dict(engine.finished_counts), utilization
+
+
+async def leave_requests_open(engine: DynamicInferenceEngine) -> None:
+    with EngineRunner(engine, lockstep=PATIENT) as runner:
+        [whole] = make_engine(ProcessGroups.single()).generate(["abc"], dataclasses.replace(LONG, num_tokens_to_generate=20))
+        record = await (await runner.submit("abc", dataclasses.replace(LONG, num_tokens_to_generate=20))).record()
+        assert record.generated_tokens == whole.generated_tokens
+        # One ends when nothing is left to step for, the others with the runner.
+        alone = await runner.submit("b", LONG)
+        await anext(aiter(alone))
+        alone.abort()
+        assert (await alone.record()).finish_reason is FinishReason.ABORT
+        await runner.pause()
+        await runner.submit("waits", LONG)
+        await runner.unpause()
+        await anext(aiter(await runner.submit("runs", LONG)))
+
+
+@pytest.mark.world(2)
+def test_a_closed_runner_leaves_both_ranks_alike_for_the_next_one(world: World) -> None:
+    one, two = world(check_runners_in_turn)
+    assert one == two
 
 
 def check_memory() -> None:

@@ -234,7 +234,9 @@ class LockstepLeader:
         self._check_all("resume", error, outcomes)
 
     def close(self, reason: str | None = None) -> None:
-        """Let the others end, with an error where there is a reason for one."""
+        """Let the others end, with an error where there is a reason for one, else with the engine as it is here."""
+        if reason is None and self._calls and self._failure is None:
+            self._send({}, is_step=False)
         for link in self._links:
             link.end(reason)
         deadline = time.monotonic() + self._config.silence_timeout_s

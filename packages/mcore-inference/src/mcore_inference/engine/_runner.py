@@ -68,7 +68,7 @@ class EngineRunner:
     every later one.
 
     An engine of several ranks (tp, pp) is run on the first; each other rank calls ``follow_runner``. Where a rank is lost, the runner ends
-    with ``RankFailedError``, also while a step hangs.
+    with ``RankFailedError``, also while a step hangs. ``close`` leaves the engines of all ranks alike: another runner may follow.
 
     Engines that share experts (``ep`` of dp ranks) have a runner each, with requests of its own; they live and end together, and while one
     is paused or suspended none steps.
@@ -522,7 +522,7 @@ class EngineRunner:
         try:
             # Late, since a failed engine may fail again here.
             for request_id in streams:
-                self.engine.abort(request_id)
+                self._calls.abort(request_id)
         finally:
             self._finish_steps()
             if self._leader is not None:
