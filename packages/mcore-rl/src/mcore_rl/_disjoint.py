@@ -13,6 +13,7 @@ from torch import Tensor
 from mcore_rl._collect import Drawn, ask, check_failures, delivered, own_failure_first, run_async, share_of
 from mcore_rl._config import GRPOConfig
 from mcore_rl._dpo import ask_pairs, check_pairs, update_pairs
+from mcore_rl._engine_share import spans_ranks
 from mcore_rl._handover import Handover, RolloutBatch
 from mcore_rl._loop import IterationReport, check_iteration
 from mcore_rl._memory import MemorySwitch
@@ -32,7 +33,11 @@ from mcore_rl.inference import InferenceInterface
 @experimental_api
 @dataclass(frozen=True, kw_only=True)
 class RolloutServer:
-    """What a rank that serves works with."""
+    """What a rank that serves works with.
+
+    Raises:
+        ValueError: an engine over several ranks.
+    """
 
     agent: GroupedRolloutGenerator | ContrastiveRolloutGenerator
     """Poses problems and judges answers, or makes pairs of them for a `DPOObjective`."""
@@ -42,6 +47,10 @@ class RolloutServer:
     """Behind the interface; takes over new weights."""
     in_flight: Literal["recompute", "keep"] = "recompute"
     """What answers in flight do when weights change: compute their keys and values again, or keep them."""
+
+    def __post_init__(self) -> None:
+        if spans_ranks(self.engine):
+            raise ValueError("engine spans several ranks, and each rank that serves has one of its own; build it with tp=1 and pp=1")
 
 
 @experimental_api

@@ -15,6 +15,7 @@ from mcore_rl._advantage import AdvantageConfig
 from mcore_rl._aggregation import Aggregation
 from mcore_rl._collect import Collection, Drawn, exchange, fitting, run_async
 from mcore_rl._config import GRPOConfig
+from mcore_rl._engine_share import draw_share
 from mcore_rl._loop import IterationReport, iteration_report
 from mcore_rl._lost import check_all_lost, last_reason
 from mcore_rl._policy_forward import check_policy_forward
@@ -67,12 +68,12 @@ def dpo_iteration(
     parts = {"optimizer": learner.optimizer, "sync": learner.sync, "engine": engine}
     begin = time.perf_counter()
     if engine is None:
-        drawn = _draw(config, pairs, interface, learner)
+        drawn = _draw(config, pairs, interface, engine, learner)
     else:
         config.memory.check(**parts)
         config.memory.training(engine)
         with config.memory.generating(**parts):
-            drawn = _draw(config, pairs, interface, learner)
+            drawn = _draw(config, pairs, interface, engine, learner)
     limit_s = config.rollout_timeout_s + learner.transfer.timeout_s
     collected = exchange(config, drawn, groups, next(model.parameters()).device, pairs=True, timeout_s=limit_s)
     rolled_out = time.perf_counter()
@@ -139,14 +140,19 @@ def check_pairs(config: GRPOConfig, learner: Learner) -> DPOObjective:
     return objective
 
 
-def _draw(config: GRPOConfig, pairs: ContrastiveRolloutGenerator, interface: InferenceInterface | None, learner: Learner) -> Drawn:
+def _draw(
+    config: GRPOConfig,
+    pairs: ContrastiveRolloutGenerator,
+    interface: InferenceInterface | None,
+    engine: WeightSink | None,
+    learner: Learner,
+) -> Drawn:
     """The pairs of this rank, each a group of two."""
-    world = learner.groups.world
-    try:
-        return run_async(ask_pairs(config, pairs, interface, len(range(world.rank, config.num_groups, world.size))))
-    except Exception as error:
-        # As of ``draw``.
-        return Drawn(groups=[], failure=error)
+
+    def ask(num_pairs: int) -> Drawn:
+        return run_async(ask_pairs(config, pairs, interface, num_pairs))
+
+    return draw_share(interface, engine, learner.groups.world, config.num_groups, ask)
 
 
 async def ask_pairs(config: GRPOConfig, pairs: ContrastiveRolloutGenerator, interface: InferenceInterface | None, num_pairs: int) -> Drawn:

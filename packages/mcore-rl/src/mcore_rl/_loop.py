@@ -5,6 +5,7 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from mcore_rl._aggregation import Aggregation
 from mcore_rl._collect import Collection, Drawn, draw, exchange
 from mcore_rl._config import GRPOConfig
 from mcore_rl._correction import MismatchReport
+from mcore_rl._engine_share import draw_share
 from mcore_rl._objective import GRPOObjective
 from mcore_rl._policy_forward import check_policy_forward
 from mcore_rl._preference import DPOObjective
@@ -127,6 +129,9 @@ def grpo_iteration(
     The ranks share the problems: each asks the engine it holds, then gets the answers that it trains on. Each update is one
     `train_step`, after the last of which every engine receives the new weights.
 
+    An engine may span ranks, in a layout of its own of the same world. The first of them asks, the others follow
+    (``MegatronLocal.drawing``), and the engines, which are the data-parallel ranks of that layout, share the problems.
+
     Args:
         config: sizes, advantages, number of updates.
         agent: poses problems and judges.
@@ -185,13 +190,14 @@ def grpo_iteration(
 
 def _draw(config: GRPOConfig, agent: GroupedRolloutGenerator, interface: InferenceInterface, engine: WeightSink, learner: Learner) -> Drawn:
     """This rank's groups; with a vocabulary that does not fit, which a pipeline stage without an output layer cannot see, the failure."""
-    world = learner.groups.world
+    failure: Exception | None = None
     if isinstance(learner.objective, GRPOObjective):
         try:
             check_vocabulary(num_drawn(engine), num_trained(learner.model))
         except ValueError as error:
-            return Drawn(groups=[], failure=error)
-    return draw(config, agent, interface, len(range(world.rank, config.num_groups, world.size)))
+            failure = error
+    world = learner.groups.world
+    return draw_share(interface, engine, world, config.num_groups, partial(draw, config, agent, interface), failure=failure)
 
 
 def iteration_report(config: GRPOConfig, collected: Collection, *, num_asked: int | None = None, **parts: Any) -> IterationReport:

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Conversations as token ids, turn after turn."""
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -106,6 +107,10 @@ class MegatronChatLocal(ChatInferenceInterface):
             lambda messages, is_open: chat_tokens(local.tokenizer, messages, is_open, self.tools),
             max_tokens=engine.context.max_sequence_length,
         )
+
+    def drawing(self) -> contextlib.AbstractContextManager[bool]:
+        """As of `MegatronLocal`."""
+        return self._local.drawing()
 
     def with_seed(self, seed: int) -> Self:
         """As of `MegatronLocal`."""

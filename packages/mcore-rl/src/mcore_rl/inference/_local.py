@@ -13,6 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Literal, Self
 
 from mcore_rl._lost import LostError
+from mcore_rl._rendezvous import rendezvous
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import GenericGenerationArgs, InferenceRequest, InferenceResponse
 from mcore_rl.inference._interface import InferenceInterface, answer_all
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         DynamicInferenceEngine,
         DynamicInferenceRequestRecord,
         EngineRunner,
+        LockstepConfig,
         RequestStream,
         SamplingParams,
         WeightSlice,
@@ -41,18 +43,28 @@ class MegatronLocal(InferenceInterface):
     With ``load_weights`` a refit may come while answers are generated: each keeps its tokens and goes on with the new weights, and says
     which weights drew which of them.
 
+    An engine of several ranks is asked by the first of them, inside of ``drawing``, which all of them enter.
+
     Args:
-        engine: with a tokenizer.
+        engine: with a tokenizer; of this rank.
         max_lag: versions between the weights that an answer began with and the newest ones, at most: at a load that exceeds it the answer
             is given up and drawn again from the newest weights. None for no limit.
         seed: request n that comes here is drawn with a seed of ``seed`` and n alone, or of its name (as of `RequestSeeds`), whatever else
             the engine is asked; None for one of the engine's own seed and the number of the request among all.
+        lockstep: patience with the other ranks of the engine; None for the defaults.
 
     Raises:
         ValueError: the engine has no tokenizer, or shares experts with other ranks; a limit below 0.
     """
 
-    def __init__(self, engine: "DynamicInferenceEngine", *, max_lag: int | None = None, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        engine: "DynamicInferenceEngine",
+        *,
+        max_lag: int | None = None,
+        seed: int | None = None,
+        lockstep: "LockstepConfig | None" = None,
+    ) -> None:
         if engine.tokenizer is None:
             raise ValueError("engine.tokenizer is None; build the engine with one, prompts and answers are texts here")
         if engine.peers is not None:
@@ -70,7 +82,7 @@ class MegatronLocal(InferenceInterface):
         """Of each request in flight, what ends it for its age, and the version that it began with."""
         self.engine = engine
         self.tokenizer = engine.tokenizer
-        self._thread = _EngineThread(engine)
+        self._thread = _EngineThread(engine, lockstep)
         self._seeds = None if seed is None else RequestSeeds(seed)
 
     def with_seed(self, seed: int) -> Self:
@@ -80,6 +92,22 @@ class MegatronLocal(InferenceInterface):
         other._seeds, other.num_redrawn = RequestSeeds(seed), 0
         return other
 
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[bool]:
+        """A block in which requests may come. Every rank of the engine enters it together, and on each rank nothing else uses the engine
+        meanwhile.
+
+        Yields:
+            Whether this rank asks. Another one of an engine over several ranks has followed the first by then, to the end of its block.
+
+        Raises:
+            RankTimeoutError: ranks of the engine did not come within ``lockstep.join_timeout_s``, or died; names them.
+            mcore_inference.RankFailedError: the first rank is gone or silent.
+            mcore_inference.EngineDeadError: the first rank gave its engine up; says why.
+        """
+        with self._thread.drawing() as asks:
+            yield asks
+
     def encode(self, text: str) -> Sequence[int]:
         return self.tokenizer.tokenize(text)
 
@@ -88,7 +116,8 @@ class MegatronLocal(InferenceInterface):
 
         Raises:
             LostError: the engine refused the request, or it failed there; carries the engine's reason.
-            mcore_inference.EngineDeadError: the engine's steps failed one after the other.
+            mcore_inference.EngineDeadError: the engine's steps failed one after the other, or it lost a rank.
+            RuntimeError: the engine has several ranks, and this is outside of ``drawing``.
         """
         params = _sampling_params(request.generation_args)
         with self._thread.running() as runner:
@@ -160,20 +189,43 @@ class MegatronLocal(InferenceInterface):
 class _EngineThread:
     """An engine that steps in a thread of its own while anybody waits."""
 
-    def __init__(self, engine: "DynamicInferenceEngine") -> None:
-        self._engine = engine
+    def __init__(self, engine: "DynamicInferenceEngine", lockstep: "LockstepConfig | None") -> None:
+        self._engine, self._lockstep = engine, lockstep
+        self._ranks = engine.model.groups.tp_pp
         self._lock = threading.Lock()
         self._runner: EngineRunner | None = None
         self._num_waiting = 0
 
     @contextlib.contextmanager
-    def running(self) -> "Iterator[EngineRunner]":
-        """The engine in its thread, which the last one who waits ends."""
+    def drawing(self) -> Iterator[bool]:
+        """As of `MegatronLocal`."""
+        from mcore_inference import LockstepConfig, follow_runner
+
+        if self._ranks.size == 1:
+            yield True
+            return
+        lockstep = self._lockstep or LockstepConfig()
+        # One that died is named at once.
+        rendezvous(self._ranks, lockstep.join_timeout_s, "draws of their engine")
+        if self._ranks.rank > 0:
+            follow_runner(self._engine, lockstep)
+            yield False
+            return
+        with self.running(is_block=True):
+            yield True
+
+    @contextlib.contextmanager
+    def running(self, *, is_block: bool = False) -> "Iterator[EngineRunner]":
+        """The engine in its thread, which the last one who waits ends; with several ranks that is a block, and the others are there."""
         from mcore_inference import EngineRunner
 
         with self._lock:
             if self._runner is None:
-                self._runner = EngineRunner(self._engine)
+                if self._ranks.size > 1 and not is_block:
+                    raise RuntimeError(
+                        f"the engine has {self._ranks.size} ranks, which step together inside of drawing(); ask it there, on its first rank"
+                    )
+                self._runner = EngineRunner(self._engine, lockstep=self._lockstep)
             runner = self._runner
             self._num_waiting += 1
         try:
