@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mcore_moe import moe_feed_forward
-from mcore_parallel import ProcessGroups, load_communicator_options, named_shards
+from mcore_parallel import ParallelPlan, ProcessGroups, load_communicator_options, named_shards
 from mcore_parallel.backends import choose_backend
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.graphs import CudaGraphConfig, GraphedModel, freeze_gc_choice, graph_modules
@@ -113,9 +113,10 @@ def build_stage(
     return chunks[0] if len(chunks) == 1 else ModelChunks(chunks)
 
 
-def build_groups(config: RunConfig) -> ProcessGroups:
-    """The groups of ``config.plan``, on every rank of the world, with NCCL's choices of ``config.communicators``."""
-    return ProcessGroups.build(config.plan, options=load_communicator_options(config.communicators) if config.communicators else None)
+def build_groups(config: RunConfig, plan: ParallelPlan | None = None) -> ProcessGroups:
+    """The groups of a plan, by default ``config.plan``, on every rank of the world, with NCCL's choices of ``config.communicators``."""
+    options = load_communicator_options(config.communicators) if config.communicators else None
+    return ProcessGroups.build(plan or config.plan, options=options)
 
 
 def assemble(config: RunConfig, device: torch.device | str, groups: ProcessGroups | None = None) -> Parts:

@@ -423,6 +423,8 @@ class RunConfig:
                     f"rl.{name}={value!r} rounds what the engine computes with, and batch_invariant=True has it agree with the trainer to "
                     f"the last bit; set rl.{name}=none, or batch_invariant=false"
                 )
+        if rl.engine_tp > 1:
+            self._check_engine_ranks(rl)
         if rl.eval_samples and not train.eval_interval and not rl.eval_on_start:
             raise ValueError(
                 f"rl.eval_samples={rl.eval_samples} has no effect without evaluations; set train.eval_interval, or rl.eval_samples=0"
@@ -442,6 +444,24 @@ class RunConfig:
             raise ValueError(f"rl scores answers with one chunk a stage, found plan.vpp={self.plan.vpp}; set plan.vpp=1")
         if named := [name for name in self.fields_of_train if name != "log.per_layer_values"]:
             raise ValueError(f"{named[0]} is for `mcore train` only, and rl is set; leave it at its default")
+
+    def _check_engine_ranks(self, rl: RLConfig) -> None:
+        """Engines of ``rl`` over several ranks."""
+        if self.plan.world_size % rl.engine_tp:
+            raise ValueError(f"rl.engine_tp={rl.engine_tp} must divide the {self.plan.world_size} ranks of plan; change one")
+        if self.batch_invariant:
+            raise ValueError(f"rl.engine_tp={rl.engine_tp}: batch_invariant=true is served on one rank; set rl.engine_tp=1, or it to false")
+        try:
+            check_layout(self.model, self.engine_plan, feed_forward=moe_feed_forward(self.moe) if self.moe else dense_feed_forward)
+        except ValueError as error:
+            raise ValueError(f"rl.engine_tp={rl.engine_tp}: {error}") from None
+
+    @property
+    def engine_plan(self) -> ParallelPlan:
+        """Layout of the engines of ``rl`` over the ranks of ``plan``, each a data-parallel rank of it."""
+        tp = 1 if self.rl is None else self.rl.engine_tp
+        even = self.moe is not None and self.moe.num_moe_experts % tp == 0
+        return ParallelPlan(tp=tp, ep=tp if even else 1, dp=self.plan.world_size // tp, sequence_parallel=False)
 
     @property
     def fields_of_train(self) -> list[str]:

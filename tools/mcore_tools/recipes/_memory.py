@@ -121,7 +121,7 @@ def _of(config: RunConfig, model: ModelSizes, rank: RankMemory) -> RunMemory:
     if config.rl is not None:
         optimizer = 0 if config.rl.memory.stream_optimizer else optimizer
         if config.rl.served is None and config.rl.placement is None:
-            engine = 2 * model.num_parameters + int(config.rl.cache_gb * _GIB)
+            engine = 2 * model.num_parameters // config.rl.engine_tp + int(config.rl.cache_gb * _GIB)
     return RunMemory(
         weights=weights, gradients=grads, optimizer=optimizer, activations=rank.activations + rank.buffers, adapters=adapters,
         engine=engine, context=rank.context, loading=loading,

@@ -281,8 +281,11 @@ class RLConfig:
     """Answers that are drawn to each problem of an evaluation, beside the most likely one, for pass@k; 0 for none."""
     eval_on_start: bool = False
     """Evaluate before the first iteration, too, after imitation; ``train.jsonl`` has it as step 0."""
+    engine_tp: int = 1
+    """Adjacent ranks over which each engine divides its model, as `mcore serve --tp`; experts are spread over them where they are even.
+    It need not be ``plan.tp``: there are as many engines as ranks of ``plan`` divided by it, and they share the problems."""
     cache_gb: float = 1.0
-    """Memory of each engine for keys and values, in GB."""
+    """Memory of each engine for keys and values, in GB on each of its ranks."""
     max_requests: int = 64
     """Answers that each engine draws at a time, where its memory suffices."""
     weight_dtype: Literal["fp8", "fp8_weight_only"] | None = None
@@ -309,6 +312,7 @@ class RLConfig:
         self._check_placement()
         self._check_served()
         self._check_rounding()
+        self._check_engine_ranks()
         if self.group_size < (least := 2 if self.gae is None else 1):
             reason = ": an answer is judged against its group" if least == 2 else ""
             raise ValueError(f"group_size={self.group_size} must be at least {least}{reason}")
@@ -414,6 +418,16 @@ class RLConfig:
                     f"{name}={value!r} changes the engine's log-probabilities, and old_logprobs='inference' takes them for the policy's; "
                     "set old_logprobs=trainer"
                 )
+
+    def _check_engine_ranks(self) -> None:
+        """Where an engine can span ranks."""
+        if self.engine_tp < 1:
+            raise ValueError(f"engine_tp={self.engine_tp} must be at least 1")
+        beside = {"placement": self.placement is not None, "served": self.served is not None, "dpo.path": not self.needs_engine}
+        if self.engine_tp > 1 and (named := [name for name, is_set in beside.items() if is_set]):
+            raise ValueError(
+                f"engine_tp={self.engine_tp} divides engines on the ranks that train, of which {named[0]} has none; set rl.engine_tp=1"
+            )
 
     def _check_served(self) -> None:
         """What servers cannot do."""

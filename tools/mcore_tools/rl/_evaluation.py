@@ -3,9 +3,10 @@
 """What a policy makes of the problems that are kept for evaluations: sums of one engine, means over all."""
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 
-from mcore_rl import EvaluationResponse, GenericGenerationArgs, InferenceInterface, NumberedAgent
+from mcore_rl import EvaluationResponse, GenericGenerationArgs, InferenceInterface, MegatronChatLocal, MegatronLocal, NumberedAgent
 from mcore_tools.recipes import RunConfig
 
 
@@ -47,6 +48,16 @@ def evaluation_sums(config: RunConfig, environment: NumberedAgent, interface: In
     parts = [numbers(greedy, drawn)]
     parts += [numbers(greedy.of(env_id), None if drawn is None else drawn.of(env_id)) for env_id in _several(environment.env_ids)]
     return [*([sum(values), len(values)] for part in parts for values in part), [greedy.num_dropped, 1]]
+
+
+def evaluation_share(config: RunConfig, environment: NumberedAgent, interface: InferenceInterface, count: int) -> list[list[float]]:
+    """``evaluation_sums`` on the rank that asks its engine, and nothing to add to them on the others of an engine over several ranks; all
+    of these call it together."""
+    is_local = isinstance(interface, MegatronLocal | MegatronChatLocal)
+    with interface.drawing() if is_local else contextlib.nullcontext(True) as asks:
+        if asks:
+            return evaluation_sums(config, environment, interface, count)
+    return [[0.0, 0.0] for _ in evaluation_names(config, environment.env_ids)]
 
 
 def evaluation_means(config: RunConfig, env_ids: Sequence[str], sums: Sequence[Sequence[float]]) -> Mapping[str, float]:

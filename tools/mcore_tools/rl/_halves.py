@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_inference import DynamicInferenceEngine, ExecutionConfig
+from mcore_parallel import ProcessGroups
 from mcore_parallel.data import Tokenizer
 from mcore_parallel.guard import Watchdog
 from mcore_rl import BestAndWorst, DisjointLoop, GRPOConfig, Learner, Placement, RolloutServer, StreamPosition
@@ -73,8 +74,10 @@ def run_grpo(config: RunConfig, tokenizer: Tokenizer) -> GRPOConfig:
     return config.rl.grpo(**sizes, pad_id=tokenizer.pad or 0, bos_id=tokenizer.bos, eod_id=tokenizer.eod)
 
 
-def build_run_engine(config: RunConfig, tokenizer: Tokenizer, device: torch.device, seed: int) -> DynamicInferenceEngine:
-    """The engine that draws the answers of a run; its weights come by a refit."""
+def build_run_engine(
+    config: RunConfig, tokenizer: Tokenizer, device: torch.device, seed: int, groups: ProcessGroups | None = None
+) -> DynamicInferenceEngine:
+    """The engine that draws the answers of a run, whole on this rank unless ``groups`` divide it; its weights come by a refit."""
     assert config.rl is not None
     return build_engine(
         config,
@@ -86,6 +89,7 @@ def build_run_engine(config: RunConfig, tokenizer: Tokenizer, device: torch.devi
         cache_gb=config.rl.cache_gb,
         kv_cache_dtype=config.rl.kv_cache_dtype,
         weight_dtype=config.rl.weight_dtype,
+        groups=groups,
         execution=ExecutionConfig(record_routing=config.rl.router_replay),
     )
 

@@ -3,6 +3,7 @@
 """What each rank does to learn from rewards: where the run begins, its iterations, its evaluations and its checkpoints."""
 
 import dataclasses
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mcore_inference import DynamicInferenceEngine
 from mcore_parallel.comm import all_gather, all_reduce
 from mcore_parallel.guard import Watchdog
 from mcore_parallel.training import NonFiniteLossError, TrainerState, TrainReport, Writer
@@ -38,8 +40,9 @@ from mcore_tools.reports import EXAMPLES, History
 from mcore_tools.rl._attempts import attempt_seed, begin_attempt
 from mcore_tools.rl._conversations import local_interfaces, open_policy_tokenizer, prompt_length, served_interface
 from mcore_tools.rl._critic import RunCritic
+from mcore_tools.rl._engines import asks_engine, engine_groups, sharing_engines, step_may_hang
 from mcore_tools.rl._environment import build_environment, close_environment, open_environment
-from mcore_tools.rl._evaluation import evaluation_means, evaluation_sums, num_problems
+from mcore_tools.rl._evaluation import evaluation_means, evaluation_share, num_problems
 from mcore_tools.rl._examples import write_examples
 from mcore_tools.rl._halves import Halves, build_run_engine, run_grpo, serve_half
 from mcore_tools.rl._imitation import imitate
@@ -119,7 +122,7 @@ def reinforce_rank(config: RunConfig, kind: str, watchdog: Watchdog | None = Non
     finally:
         for writer in writers:
             writer.close()
-        run.close()
+        run.close(sys.exception())
     stopped = run.state.step if run.stopped else None
     done, seconds = run.state.step - first, time.perf_counter() - begin
     return Reinforced(history=history, reward=reward, seconds=seconds, num_iterations=done, stopped_at=stopped)
@@ -133,8 +136,8 @@ class _Run:
         self.halves, self.loop = halves, None
         groups, self._group = (None, None) if halves is None else (halves.placement.groups, halves.checkpoint_group)
         self.config, self.rl = config, config.rl
-        # Answers are judged where an engine draws them.
-        made = build_environment if halves is not None else open_environment
+        # Answers are judged where an engine is asked for them.
+        made = open_environment if halves is None and asks_engine(config) else build_environment
         self.environment = made(self.rl) if self.rl.needs_engine else None
         self.own = run_checkpoints(config, self._group)
         source = find_source(config.load, self.own, group=self._group)
@@ -155,6 +158,11 @@ class _Run:
         if (newest := self.own.latest()) is not None:
             self.state = TrainerState(step=newest)
         self.stopped = False
+        self.engines = self.parts.groups.world
+        """Who shares the problems; this rank's engine, or pairs of a file, have its ``rank``."""
+        self.engine: WeightSink | None = None
+        self.interface: InferenceInterface | None = None
+        self.evaluator: InferenceInterface | None = None
         self.first: dict[str, float] = {}
         """What there is to say before the first iteration."""
 
@@ -241,19 +249,19 @@ class _Run:
             attempt: times that the run began at this step before, as the first rank knows.
         """
         config, parts, world = self.config, self.parts, self.parts.groups.world
-        self.engine: WeightSink | None = None
-        self.interface: InferenceInterface | None = None
-        self.evaluator: InferenceInterface | None = None
         if self.halves is not None:
             return
         if self.environment is None:
             assert self.pairs is not None
             self.pairs.start_at(self.position, rank=world.rank, num_ranks=world.size)
             return
-        self.environment.start_at(self.position, rank=world.rank, num_ranks=world.size)
+        divided = engine_groups(config)
+        self.engines = sharing_engines(divided, world)
+        place = {"rank": self.engines.rank, "num_ranks": self.engines.size}
+        self.environment.start_at(self.position, **place)
         # What was drawn before the run was interrupted is not drawn again.
         attempt = int(all_reduce(torch.tensor([attempt], dtype=torch.int64, device=self.device), world, op="max"))
-        seed = attempt_seed(config.train.seed, rank=world.rank, num_ranks=world.size, step=self.state.step, attempt=attempt)
+        seed = attempt_seed(config.train.seed, **place, step=self.state.step, attempt=attempt)
         if self.rl.served is not None:
             *interfaces, self.engine = served_engines(config, self.rl.served, self.tokenizer, self.described, world, seed)
             self.interface, self.evaluator = (
@@ -261,7 +269,7 @@ class _Run:
             )
             refit(parts.model, parts.groups, self.engine)
             return
-        self.engine = build_run_engine(config, self.tokenizer, self.device, seed)
+        self.engine = build_run_engine(config, self.tokenizer, self.device, seed, divided)
         refit(parts.model, parts.groups, self.engine)
         self.rl.memory.check(optimizer=parts.optimizer, sync=parts.sync, engine=self.engine)
         self.rl.memory.training(self.engine)
@@ -331,8 +339,11 @@ class _Run:
             self.save()
         return reward
 
-    def close(self) -> None:
-        """Give up hooks, and what is on its way."""
+    def close(self, error: BaseException | None) -> None:
+        """Give up hooks, and what is on its way, because the run is at its end or because of an error."""
+        if self.rl.engine_tp > 1 and isinstance(self.engine, DynamicInferenceEngine) and not step_may_hang(error):
+            # Its recorded graphs hold communicators, which cannot be destroyed before.
+            self.engine.close()
         if self.loop is not None:
             self.loop.close()
         self.parts.close()
@@ -352,8 +363,8 @@ class _Run:
         assert self.evaluator is not None
         world = self.parts.groups.world
         with self.rl.memory.generating(optimizer=self.parts.optimizer, sync=self.parts.sync, engine=self.engine):
-            count = num_problems(self.config, world.rank, world.size)
-            sums = evaluation_sums(self.config, self.environment, self.evaluator, count)
+            count = num_problems(self.config, self.engines.rank, self.engines.size)
+            sums = evaluation_share(self.config, self.environment, self.evaluator, count)
         totals = all_reduce(torch.tensor(sums, dtype=torch.float64, device=self.device), world).tolist()
         return dict(evaluation_means(self.config, env_ids, totals))
 
@@ -377,7 +388,7 @@ class _Run:
         # Where engines run ahead, what was drawn and not trained on is posed again.
         if self.loop is None:
             posed = all_gather(torch.tensor([source.num_posed], dtype=torch.int64, device=self.device), world)
-            num_taken = tuple(map(int, posed.tolist()))
+            num_taken = tuple(map(int, posed[:: self.rl.engine_tp].tolist()))
         else:
             num_taken = self.loop.num_posed
         self.position = dataclasses.replace(self.position.shared_by(len(num_taken)), num_taken=num_taken)

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Engines on the ranks that train, each whole on one of them or divided over several."""
+
+import torch.distributed as dist
+
+from mcore_inference import EngineDeadError
+from mcore_parallel import Group, ProcessGroups
+from mcore_tools.assembly import build_groups
+from mcore_tools.recipes import RunConfig
+
+
+def asks_engine(config: RunConfig) -> bool:
+    """Whether this rank poses problems to its engine; the others of one that has several ranks follow it."""
+    assert config.rl is not None
+    return (dist.get_rank() if dist.is_initialized() else 0) % config.rl.engine_tp == 0
+
+
+def engine_groups(config: RunConfig) -> ProcessGroups | None:
+    """The groups of engines over several ranks, on every rank of the run; None where each rank has an engine of its own."""
+    assert config.rl is not None
+    return None if config.rl.engine_tp == 1 else build_groups(config, config.engine_plan)
+
+
+def sharing_engines(groups: ProcessGroups | None, world: Group) -> Group:
+    """The engines that share the problems; this rank's is number ``rank`` of ``size``."""
+    return world if groups is None else groups.dp
+
+
+def step_may_hang(error: BaseException | None) -> bool:
+    """Whether ranks may wait on their devices for one that is lost, now that a run ends so."""
+    return isinstance(error, EngineDeadError | TimeoutError | dist.DistError)
