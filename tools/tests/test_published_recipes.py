@@ -172,9 +172,14 @@ def test_a_number_of_gpus_without_a_layout_is_refused_by_figures() -> None:
     with pytest.raises(RecipeError, match=r"weights while they load 131, .* llama3_70b@2 is the smallest"):
         layout("llama3_70b@1", "lora")
     with pytest.raises(
-        RecipeError, match=r"\(engine 132, .* with answers of servers \(rl.served.urls\) the fields of llama3_70b@4 of mcore sft do"
+        RecipeError, match=r"\(engine 165, .* with answers of servers \(rl.served.urls\) the fields of deepseek_v3@32 of mcore sft do"
     ):
-        layout("llama3_70b@64", "rl")
+        layout("deepseek_v3@64", "rl")
+    # Engines over ranks are part of the leanest one.
+    with pytest.raises(RecipeError, match=r"\(engine 67, .* llama3_70b@4 is the smallest"):
+        layout("llama3_70b@2", "rl")
+    with pytest.raises(RecipeError, match="rl 'llama3_70b' has layouts for 4, 8, 64 GPUs, found @16; .* --set rl.engine_tp=8"):
+        layout("llama3_70b@16", "rl")
 
 
 def test_a_number_of_gpus_that_would_fit_is_refused_with_fields_that_do() -> None:

@@ -20,6 +20,7 @@ from mcore_tools.launch import launch
 from mcore_tools.recipes import RLConfig, override
 from mcore_tools.rl import build_environment, reinforce_rank
 from mcore_tools.serving import open_engine
+from tests.support.commands import run_ranks
 from tests.support.countdown import PACE, QUIET, num_taken, rows
 from tests.support.environments import Nodding
 from tests.support.published import TEMPLATE, write_published
@@ -71,6 +72,15 @@ def test_a_run_calls_tools_and_goes_on_with_the_next_problems(published: Path, t
     posed = [set(problems(output, step)) for step in (1, 2, 3)]
     wanted = [{f"calculator/0/{number}" for number in (first, first + 1)} for first in (0, 2, 4)]
     assert all(some <= every for some, every in zip(posed, wanted, strict=True))
+
+
+def test_ranks_that_share_an_engine_hold_conversations(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    changes = ("rl.environment=calculator", "plan.dp=2", "rl.engine_tp=2", f"output={tmp_path / 'run'}")
+    assert [code for code, _, _ in run_ranks(reinforce.main, [str(published), *words(*changes)], 2)] == [0, 0]
+    for row in rows(tmp_path / "run"):
+        assert row["num_rollouts"] == 8 and row["num_dropped"] == 0 and row["logprob_mismatch"] < 1e-5
+    assert "eval/reward" in rows(tmp_path / "run")[-1] and num_taken(tmp_path / "run", 2) == [4]
 
 
 def test_conversations_are_imitated_with_the_calls_of_tools(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

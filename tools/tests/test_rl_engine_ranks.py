@@ -74,6 +74,14 @@ def test_a_mixture_replays_the_routing_of_an_engine_of_two_ranks_without_a_cache
     assert_same(rows(tmp_path / "whole"), rows(tmp_path / "split"))
 
 
+@pytest.mark.parametrize("kind", [pytest.param("fsdp", marks=pytest.mark.slow), "fsdp2"])
+def test_an_engine_of_two_ranks_takes_the_weights_of_a_sharded_policy(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert codes(tmp_path / "run", 2, *SPLIT, f"data_parallel={kind}", "train.dtype=float32", "train.steps=2") == [0, 0]
+    steps = rows(tmp_path / "run")
+    assert len({row["loss"] for row in steps}) == 2 and all(row["logprob_mismatch"] < 1e-5 and row["grad_norm"] > 0 for row in steps)
+
+
 def lose_the_second_rank(arguments: list[str]) -> int:
     """The command, whose second rank is killed in the second iteration's draws."""
     step = DynamicInferenceEngine.step

@@ -97,7 +97,7 @@ def missing_layout(name: str, kind: Kind, gpus: int) -> str:
     if layouts:
         remedies = [f"{name}@{min(layouts)} is the smallest that does"]
     else:
-        # Engines on every rank are what has no room; those of servers leave what the trainer takes without them.
+        # Engines beside the trainer are what has no room; those of servers leave what it takes without them.
         remedies = [f"with answers of servers (rl.served.urls) the fields of {name}@{min(layouts_of('sft', name))} of mcore sft do"]
     if others:
         remedies.append(f"{count} {'are' if gpus > 1 else 'is'} enough for {', '.join(others)}")
@@ -113,6 +113,7 @@ def _candidates(name: str, kind: Kind, gpus: int) -> Iterator[tuple[str, ...]]:
     needed = {field for fields in layouts_of(kind, name).values() for field in fields if field.startswith(("lora.targets", "moe."))}
     rewarded = ("rl.num_groups=64", "train.global_batch_size=512") if kind == "rl" else (f"train.global_batch_size={gpus}",)
     common = ("recompute.granularity=full", *sorted(needed), *(rewarded if gpus > 8 and kind != "pretrain" else ()))
+    common += _narrow_engine(name, gpus) if kind == "rl" else ()
     for degrees in _degrees(gpus, PUBLISHED[name]()):
         plan = tuple(f"plan.{axis}={degree}" for axis, degree in degrees.items() if degree > 1)
         sliced = str(degrees["dp"] > 1).lower()
@@ -121,6 +122,19 @@ def _candidates(name: str, kind: Kind, gpus: int) -> Iterator[tuple[str, ...]]:
         yield (*common, *plan, *_HOSTED[kind], *narrow)
         if degrees["dp"] > 1:
             yield (*common, *plan, *_HOSTED[kind], "data_parallel=fsdp")
+
+
+def _narrow_engine(name: str, gpus: int) -> tuple[str, ...]:
+    """The field of engines over as many ranks as divide the GPUs and the model, at most a machine's; none for engines of one rank."""
+    for tp in (8, 4, 2):
+        fields = (f"plan.tp={tp}", f"rl.engine_tp={tp}")
+        try:
+            sized_run(name, "rl", fields)
+        except ValueError:
+            continue
+        if gpus % tp == 0:
+            return fields[1:]
+    return ()
 
 
 def _degrees(gpus: int, config: RunConfig) -> Iterator[dict[str, int]]:

@@ -349,9 +349,14 @@ TUNING: Mapping[Job, Mapping[str, Mapping[int, tuple[str, ...]]]] = MappingProxy
             },
             "nemotron_h_8b": _replicas(()),
         },
-        # Every rank has an engine with whole weights.
+        # Every rank has an engine with whole weights, where rl.engine_tp does not divide it.
         "rl": {
             "llama3_8b": _rewarded(*_STREAMED),
+            "llama3_70b": {
+                4: (*_STREAM, *_NARROW_GRADS, *_NORM_MLP, "plan.tp=4", "rl.engine_tp=4"),
+                8: (*_STREAM, *_NORM, "plan.tp=8", "rl.engine_tp=8"),
+                64: (*_rewarded()[64], "rl.engine_tp=8"),
+            },
             "qwen3_0_6b": _rewarded(),
             "qwen3_1_7b": _rewarded(),
             "qwen3_4b": _rewarded(),

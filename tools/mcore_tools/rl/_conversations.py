@@ -5,7 +5,7 @@
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
-from mcore_inference import DynamicInferenceEngine, chat_tokens
+from mcore_inference import DynamicInferenceEngine, LockstepConfig, chat_tokens
 from mcore_parallel.data import Tokenizer
 from mcore_rl import (
     ChatInferenceInterface,
@@ -42,11 +42,13 @@ def open_policy_tokenizer(config: RunConfig, environment: NumberedAgent | None) 
 
 
 def local_interfaces(
-    engine: DynamicInferenceEngine, environment: NumberedAgent, seed: int
+    engine: DynamicInferenceEngine, environment: NumberedAgent, seed: int, lockstep: LockstepConfig | None = None
 ) -> tuple[InferenceInterface, InferenceInterface]:
-    """What answers an environment by an engine of this process, and what answers evaluations, which change no draw of the training."""
+    """What answers an environment by an engine of this process, and what answers evaluations, which change no draw of the training;
+    ``lockstep`` is the patience with other ranks of the engine."""
+    own: dict[str, Any] = {"seed": seed, "lockstep": lockstep}
     is_chat = environment.holds_conversations
-    interface = MegatronChatLocal(engine, tools=environment.tools, seed=seed) if is_chat else MegatronLocal(engine, seed=seed)
+    interface = MegatronChatLocal(engine, tools=environment.tools, **own) if is_chat else MegatronLocal(engine, **own)
     return interface, interface.with_seed(evaluation_seed(seed))
 
 

@@ -4,7 +4,7 @@
 
 import torch.distributed as dist
 
-from mcore_inference import EngineDeadError
+from mcore_inference import EngineDeadError, LockstepConfig
 from mcore_parallel import Group, ProcessGroups
 from mcore_tools.assembly import build_groups
 from mcore_tools.recipes import RunConfig
@@ -20,6 +20,12 @@ def engine_groups(config: RunConfig) -> ProcessGroups | None:
     """The groups of engines over several ranks, on every rank of the run; None where each rank has an engine of its own."""
     assert config.rl is not None
     return None if config.rl.engine_tp == 1 else build_groups(config, config.engine_plan)
+
+
+def engine_patience(config: RunConfig) -> LockstepConfig:
+    """With the ranks of an engine: as long as with those of a step of training. One that dies is named at once."""
+    limit_s = config.guard.limit_s
+    return LockstepConfig(join_timeout_s=limit_s, silence_timeout_s=limit_s, step_timeout_s=limit_s)
 
 
 def sharing_engines(groups: ProcessGroups | None, world: Group) -> Group:

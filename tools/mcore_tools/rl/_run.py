@@ -40,7 +40,7 @@ from mcore_tools.reports import EXAMPLES, History
 from mcore_tools.rl._attempts import attempt_seed, begin_attempt
 from mcore_tools.rl._conversations import local_interfaces, open_policy_tokenizer, prompt_length, served_interface
 from mcore_tools.rl._critic import RunCritic
-from mcore_tools.rl._engines import asks_engine, engine_groups, sharing_engines, step_may_hang
+from mcore_tools.rl._engines import asks_engine, engine_groups, engine_patience, sharing_engines, step_may_hang
 from mcore_tools.rl._environment import build_environment, close_environment, open_environment
 from mcore_tools.rl._evaluation import evaluation_means, evaluation_share, num_problems
 from mcore_tools.rl._examples import write_examples
@@ -273,7 +273,7 @@ class _Run:
         refit(parts.model, parts.groups, self.engine)
         self.rl.memory.check(optimizer=parts.optimizer, sync=parts.sync, engine=self.engine)
         self.rl.memory.training(self.engine)
-        self.interface, self.evaluator = local_interfaces(self.engine, self.environment, seed)
+        self.interface, self.evaluator = local_interfaces(self.engine, self.environment, seed, engine_patience(config))
 
     def _iteration(self, grpo: GRPOConfig, step: int, lr: float) -> IterationReport:
         trains = self.rl.trains_policy(step)

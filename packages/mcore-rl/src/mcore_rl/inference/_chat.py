@@ -15,7 +15,7 @@ from mcore_rl.inference._local import MegatronLocal
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mcore_inference import DynamicInferenceEngine, WeightSlice
+    from mcore_inference import DynamicInferenceEngine, LockstepConfig, WeightSlice
 
 _USER = {"role": "user", "content": "x"}
 _ANSWERS = ({"role": "assistant", "content": "x"}, {"role": "assistant", "content": "7"})
@@ -92,15 +92,23 @@ class MegatronChatLocal(ChatInferenceInterface):
         engine: with a tokenizer; one without a template writes each message as a line ``role: content``.
         tools: that the policy may call, in OpenAI's form.
         seed: as of `MegatronLocal`.
+        lockstep: as there.
 
     Raises:
         ValueError: the engine has no tokenizer, or one whose template writes no tools; or as of `ChatInferenceInterface`.
     """
 
-    def __init__(self, engine: "DynamicInferenceEngine", *, tools: Sequence[Mapping[str, Any]] = (), seed: int | None = None) -> None:
+    def __init__(
+        self,
+        engine: "DynamicInferenceEngine",
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        seed: int | None = None,
+        lockstep: "LockstepConfig | None" = None,
+    ) -> None:
         from mcore_inference import chat_tokens
 
-        local = MegatronLocal(engine, seed=seed)
+        local = MegatronLocal(engine, seed=seed, lockstep=lockstep)
         self.engine, self.tokenizer, self.tools, self._local = engine, local.tokenizer, tuple(tools), local
         super().__init__(
             local,
