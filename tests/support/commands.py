@@ -104,14 +104,16 @@ def run_script(code: str, *words: str, timeout_s: float = 100.0) -> tuple[int, s
     return run_command(_script_main, [code, *words], timeout_s=timeout_s)
 
 
-def run_ranks(main: Callable[[list[str]], int], words: Sequence[str], num_ranks: int) -> list[tuple[int, str, str]]:
+def run_ranks(
+    main: Callable[[list[str]], int], words: Sequence[str], num_ranks: int, *, timeout_s: float = 60.0
+) -> list[tuple[int, str, str]]:
     """Run one command on every rank of a world as torchrun does; exit codes, outputs and errors in rank order."""
     # Kept here, the store outlives every rank.
     store, environment = torchrun_environment(num_ranks)
     ranks: list[Command] = []
     try:
         ranks.extend(Command(main, words, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(num_ranks))
-        codes = [rank.wait() for rank in ranks]
+        codes = [rank.wait(timeout_s) for rank in ranks]
         return [(code, rank.output, rank.errors) for code, rank in zip(codes, ranks, strict=True)]
     finally:
         for rank in ranks:

@@ -74,7 +74,8 @@ class Engine:
 
     def __init__(self, end: End, rank: int) -> None:
         tp_pp = SimpleNamespace(size=2, rank=rank, ranks=[0, 1], is_first=rank == 0)
-        self.model = SimpleNamespace(groups=SimpleNamespace(tp_pp=tp_pp, pp=SimpleNamespace(size=1), tp=tp_pp))
+        one = SimpleNamespace(size=1)
+        self.model = SimpleNamespace(groups=SimpleNamespace(tp_pp=tp_pp, pp=one, dp=one, tp=tp_pp))
         self.context = SimpleNamespace(device=torch.device("cpu"))
         self.weights = SimpleNamespace(are_complete=True)
         self.end, self.peers, self.num_forwards = end, None, 0

@@ -41,6 +41,7 @@ from mcore_rl import (
     Learner,
     MegatronLocal,
     MemorySwitch,
+    RankTimeoutError,
     RolloutServer,
     TokenRollout,
     dpo_iteration,
@@ -272,6 +273,30 @@ def test_a_rank_that_dies_in_a_draw_is_named_on_the_others(world, lost: int) -> 
     message, cause, seconds = world(lose_a_rank, doomed=(lost,), lost=lost)[1 - lost]
     assert f"tp rank {lost} is gone" in message and f"rank {lost} died, no process is left (rollouts)" in cause
     assert seconds < 30
+
+
+def lose_a_rank_of_an_engine() -> str:
+    """Of four ranks the last one dies in a draw."""
+    parts = parts_of(ParallelPlan(dp=4), dataclasses.replace(SPLIT, dp=2))
+    step = parts.engine.step
+
+    def dying() -> Any:
+        if parts.engine.step_count == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step()
+
+    if parts.groups.world.rank == 3:
+        parts.engine.step = dying  # type: ignore[method-assign]
+    with pytest.raises((RankFailedError, RankTimeoutError)) as caught:
+        iterate(parts, dataclasses.replace(CONFIG, micro_batch_size=2))
+    return str(caught.value)
+
+
+@pytest.mark.world(4)
+def test_all_ranks_say_which_rank_of_the_run_was_lost(world) -> None:
+    first, second, third, _ = world(lose_a_rank_of_an_engine, doomed=(3,))
+    assert third == "tp rank 1 of engine 1, rank 3 of the world, is gone: its connection broke"
+    assert all(message.startswith("rank 3 died, no process is left (rollouts)") for message in (first, second))
 
 
 def refuse() -> list[str]:

@@ -33,12 +33,11 @@ def ranks_of(engine: DynamicInferenceEngine) -> Group:
 
 
 def rank_name(engine: DynamicInferenceEngine, rank: int) -> str:
-    """What messages call one of ``ranks_of``."""
+    """What messages call one of ``ranks_of``; with its number in the world where that has other engines, too."""
     groups = engine.model.groups
-    if groups.pp.size == 1:
-        return f"tp rank {rank}"
     stage, place = divmod(rank, groups.tp.size)
-    return f"rank {rank} (tp {place} of stage {stage})"
+    name = f"tp rank {rank}" if groups.pp.size == 1 else f"rank {rank} (tp {place} of stage {stage})"
+    return name if groups.dp.size == 1 else f"{name} of engine {groups.dp.rank}, rank {groups.tp_pp.ranks[rank]} of the world,"
 
 
 def open_group(engine: DynamicInferenceEngine, config: LockstepConfig) -> dist.ProcessGroup:
