@@ -11,6 +11,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterator
@@ -36,9 +37,13 @@ FILES = ROOT / "docs" / "launch" / "examples"
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """One below those that the kernel gives to whoever asks for any: no other process gets it before the server is there."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    for port in range(lowest - 1 - os.getpid() % 4096, 1024, -1):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free")
 
 
 def until(done: Callable[[], Any], limit_s: float, why: Callable[[], str]) -> Any:
@@ -124,8 +129,8 @@ def test_the_slurm_script_serves_by_all_tasks(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def proxied(tmp_path: Path) -> Iterator[tuple[httpx.Client, str]]:
-    """A server behind the published proxy: a client of that, and the address behind it."""
+def proxied(tmp_path: Path) -> Iterator[tuple[httpx.Client, str, threading.Event]]:
+    """A server behind the published proxy: a client of that, the address behind it, and what its engine waits for before a step."""
     nginx = shutil.which("nginx")
     if nginx is None or shutil.which("openssl") is None:
         lacking("needs nginx and openssl")
@@ -134,6 +139,13 @@ def proxied(tmp_path: Path) -> Iterator[tuple[httpx.Client, str]]:
     subprocess.run([*request, "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, vocab_size=272)
     model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), dtype=torch.float32).eval()
+    going = threading.Event()
+    going.set()
+
+    def wait(*_: Any) -> None:
+        assert going.wait(60)
+
+    model.register_forward_pre_hook(wait)
     context = DynamicInferenceContext.for_model(model, InferenceConfig(max_sequence_length=512, num_blocks=128, block_size_tokens=16))
     with serve(DynamicInferenceEngine(model, context, ByteTokenizer()), token="secret") as server:
         text = (FILES / "nginx.conf").read_text(encoding="utf-8")
@@ -166,23 +178,27 @@ def proxied(tmp_path: Path) -> Iterator[tuple[httpx.Client, str]]:
                     return False
 
                 until(answers, 20, lambda: (tmp_path / "out").read_text())
-                yield client, server.url
+                yield client, server.url, going
         finally:
             proxy.terminate()
             proxy.wait(20)
 
 
-def test_behind_the_published_proxy_tokens_stream_and_nothing_internal_shows(proxied: tuple[httpx.Client, str]) -> None:
-    client, url = proxied
+def test_behind_the_published_proxy_tokens_stream_and_nothing_internal_shows(
+    proxied: tuple[httpx.Client, str, threading.Event],
+) -> None:
+    client, url, going = proxied
     token = {"Authorization": "Bearer secret"}
     body = {"prompt": "x", "max_tokens": 400, "stream": True, "ignore_eos": True}
     with client.stream("POST", "/v1/completions", json=body, headers=token) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream") and answer.headers["x-request-id"]
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
+        going.clear()
         # The first token is here while the request still runs: nothing holds the stream back.
         health = httpx.get(f"{url}/health", headers=token).json()
         assert health["unfinished_requests"] == 1
+        going.set()
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert client.get("/v1/models").status_code == 401 and client.get("/v1/models", headers=token).status_code == 200
     for path in ("/metrics", "/update_weights_from_disk"):
