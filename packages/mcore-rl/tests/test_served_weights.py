@@ -128,6 +128,11 @@ class Fake:
         return self.weights.keys() == dict(weights(seed)).keys() and all(torch.equal(self.weights[name], w) for name, w in weights(seed))
 
 
+class Server(ThreadingHTTPServer):
+    # A connection that finds five others waiting is tried again a second later.
+    request_queue_size = 128
+
+
 @contextlib.contextmanager
 def running(*kinds: str) -> Iterator[list[Fake]]:
     fakes = [Fake(kind) for kind in kinds]
@@ -151,7 +156,7 @@ def running(*kinds: str) -> Iterator[list[Fake]]:
                 def log_message(self, *_: Any) -> None:
                     pass
 
-            server = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+            server = stack.enter_context(Server(("127.0.0.1", 0), Handler))
             server.daemon_threads = True
             thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
             thread.start()
