@@ -21,6 +21,14 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Properties are tried on the same examples in every run, however slow; ``--hypothesis-profile=default`` draws others."""
+    if config.getoption("--hypothesis-profile", default="") is None:
+        from hypothesis import settings
+
+        settings.load_profile("ci")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[object]:
     """What is loaded by then is no garbage: looking through it costs more than most tests, and commands of tests do so when they begin."""
