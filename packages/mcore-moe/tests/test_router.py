@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_moe import MoEConfig, MoELayer, TopKRouter, choose_experts
+from mcore_moe import MoEConfig, MoELayer, TopKRouter, _router, choose_experts
+from mcore_moe._balance import balance_scores
 from mcore_moe._gating import gate
+from mcore_moe._routing import RoutedSums, Routing, route
 from mcore_moe._tokens import LocalTokens
 from mcore_parallel import ParallelPlan, ProcessGroups, named_buffer_shards, named_shards
 from mcore_parallel.models import AuxLoss, Site, TransformerConfig
@@ -133,6 +135,69 @@ def test_losses_of_packed_sequences_with_padding() -> None:
     # The third sequence is padding only.
     expected = expected_losses(x @ module.weight.t(), [[0, 1, 2, 3], [4, 6], [], [9, 10]], False)
     check_losses(module, losses, x, expected)
+
+
+def route_with_sums(logits: Tensor, topk: int, *, valid_T: Tensor | None, with_sums: bool, **options: Any) -> Routing:
+    """As a kernel routes, which makes the sums of losses on its way."""
+    routing = route(logits, topk, valid_T=valid_T, with_sums=with_sums, **options)
+    if not with_sums:
+        return routing
+    real = torch.ones_like(logits[:, :1]) if valid_T is None else valid_T.unsqueeze(-1).to(logits.dtype)
+    scores = (balance_scores(logits, options["score_function"]) * real).sum(0)
+    squares = (logits.logsumexp(-1, keepdim=True).square() * real).sum()
+    return dataclasses.replace(routing, sums=RoutedSums(scores_E=scores, squares=squares, counts_E=routing_counts(routing, valid_T)))
+
+
+def routing_counts(routing: Routing, valid: Tensor | None) -> Tensor:
+    return dataclasses.replace(routing, valid_T=valid).counts(E)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {},
+        {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
+        {"moe_router_num_groups": 3, "moe_router_group_topk": 1},
+        {"moe_router_force_load_balancing": True},
+        {"moe_expert_capacity_factor": 0.7, "moe_router_report_entropy": True},
+        {"replayed": True},
+    ],
+    ids=lambda choices: next(iter(choices), "plain"),
+)
+@pytest.mark.filterwarnings("ignore:moe_router_force_load_balancing")
+def test_losses_of_sums_of_a_kernel_are_those_of_the_tokens(choices: dict[str, Any], padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    choices = dict(choices)
+    replayed = (
+        torch.stack([torch.randperm(E)[:K] for _ in range(12)])[:, None].expand(-1, 4, -1) if choices.pop("replayed", False) else None
+    )
+    valid = torch.arange(12) % 5 != 2 if padded else None
+    step = dataclasses.replace(Step.causal(3, 4), valid=valid, routed_experts=replayed)
+    kinds = EVERY_LOSS["moe_router_load_balancing_type"]
+    # All together, and without those that need the scores of each token.
+    for names in (kinds, (kinds[0], *kinds[2:]), kinds[2:], kinds[:1], ()):
+        devices = DEVICES if "device_aux_loss" in names else None
+        losses = {
+            "moe_aux_loss_num_devices": devices,
+            "moe_router_load_balancing_type": names or "none",
+            "moe_aux_loss_coeff": (0.1,) * len(names) or 0.0,
+        }
+        results = []
+        for routed in (route, route_with_sums):
+            monkeypatch.setattr(_router, "route", routed)
+            module = router(**{**EVERY_LOSS, **losses}, **choices)
+            if module.expert_bias is not None:
+                module.expert_bias.normal_(generator=torch.Generator().manual_seed(0))
+            x = torch.randn(12, D, dtype=F64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+            torch.manual_seed(2)
+            routing, found = module(x, step)
+            assert (routing.sums is not None) == (routed is route_with_sums and not module.config.moe_router_force_load_balancing)
+            values = [found[name].value for name in sorted(found)]
+            learnt = [value for value in values if value.requires_grad]
+            grads = [torch.autograd.grad(value, [x, module.weight], retain_graph=True) for value in learnt]
+            results.append([routing.counts(E), *values, *(one for both in grads for one in both)])
+        for sums, wanted in zip(*reversed(results), strict=True):
+            torch.testing.assert_close(sums, wanted, rtol=1e-10, atol=1e-14)
 
 
 def test_bounds_on_the_device_are_not_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
