@@ -16,6 +16,7 @@ _TYPES = {
     torch.float32: "fp32",
     torch.float64: "fp64",
     torch.float8_e4m3fn: "fp8e4nv",
+    torch.uint8: "u8",
     torch.int32: "i32",
     torch.int64: "i64",
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcore_moe import MoEConfig, TopKRouter
 from mcore_moe._balance import balance_scores
-from mcore_moe._routing import count_experts, limit_to_groups, route, selection_scores, top
+from mcore_moe._routing import _route_by_kernel, count_experts, limit_to_groups, route, selection_scores, top
 from mcore_parallel import ProcessGroups
 from mcore_parallel.nn import Step
 from tests.support.interpreter import run_interpreted
@@ -78,6 +78,52 @@ def check_choice(tokens: int, experts: int, topk: int, device: str) -> None:
         close(narrow.grad, wide.grad)
 
 
+def check_low_scores(device: str) -> None:
+    """Scores of low logits keep their digits, and have gradients down to those that are 0."""
+    from mcore_moe import _triton_router
+
+    logits = torch.tensor([[3.0, -9.0, -12.0, -17.0, -30.0, 25.0], [-18.0, -19.0, -15.0, -16.5, -17.0, -80.0]])
+    for function in ("sigmoid", "sqrtsoftplus"):
+        options: dict[str, Any] = {"score_function": function, "pre_softmax": False, "scaling_factor": None}
+        settings = _triton_router.ChoiceSettings(topk=3, **options)
+        wide, narrow = logits.double().requires_grad_(), logits.clone().to(device).requires_grad_()
+        bare = {"num_groups": None, "group_topk": None, "expert_bias": None, "experts_TK": None, "batch_invariant": False}
+        wanted = route(wide, 3, **options, **bare)
+        chosen, probs, sums, *_ = _triton_router.Choose.apply(narrow, None, None, None, None, settings, True)
+        scores = balance_scores(wide, function)
+        assert torch.equal(chosen.cpu(), wanted.experts_TK)
+        close(probs, wanted.probs_TK)
+        close(sums, scores.sum(0))
+        for total in (wanted.probs_TK[:, 0].sum() + scores[:, 1].sum(), probs[:, 0].sum() + sums[1]):
+            total.backward()
+        close(narrow.grad, wide.grad)
+        nothing = torch.full((1, 6), -300.0, device=device).requires_grad_()
+        probs = _triton_router.Choose.apply(nothing, None, None, None, None, settings, False)[1]
+        probs.sum().backward()
+        assert nothing.grad is not None and not probs.any() and not nothing.grad.any()
+
+
+def check_arguments(device: str) -> None:
+    """A bias of any dtype and stride is taken; what is given as an expert and is none, or stands twice, weighs nothing."""
+    logits = torch.randn(5, 8, generator=torch.Generator().manual_seed(6))
+    bias = torch.randn(16, dtype=torch.float64, generator=torch.Generator().manual_seed(7))[::2]
+    options: dict[str, Any] = {"pre_softmax": False, "score_function": "sigmoid", "scaling_factor": None, "batch_invariant": False}
+    for groups in ({"num_groups": None, "group_topk": None}, {"num_groups": 4, "group_topk": 2}):
+        wanted = route(logits, 4, expert_bias=bias, experts_TK=None, **options, **groups)
+        place = {"expert_bias": bias.to(device), "experts_TK": None, "valid_T": None, "with_sums": False}
+        found = _route_by_kernel(logits.to(device), 4, **place, **options, **groups)
+        assert torch.equal(found.experts_TK.cpu(), wanted.experts_TK)
+        close(found.probs_TK, wanted.probs_TK)
+    given = torch.tensor([[1, 1, 2], [8, 3, 9]], device=device)
+    alone = {"num_groups": None, "group_topk": None, "expert_bias": None, "valid_T": None, "with_sums": False}
+    # What was freed shows in memory that nobody wrote to.
+    held = [torch.full((2, 3), float("nan"), device=device) for _ in range(50)]
+    del held
+    probs = _route_by_kernel(logits[:2].to(device), 3, experts_TK=given, **options, **alone).probs_TK
+    assert not probs[0, 0] and not probs[1, [0, 2]].any()
+    torch.testing.assert_close(probs.sum(-1), torch.ones(2, device=device))
+
+
 def close(ours: Tensor | None, wide: Tensor | None) -> None:
     assert ours is not None and wide is not None
     torch.testing.assert_close(ours.detach().cpu(), wide.detach().float(), rtol=2e-5, atol=2e-5)
@@ -116,13 +162,15 @@ def test_kernels_equal_functions_of_torch_on_a_gpu(sizes: tuple[int, int, int]) 
     check_top(*sizes, "cuda")
     check_choice(*sizes, "cuda")
     check_alone("cuda")
+    check_low_scores("cuda")
+    check_arguments("cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "fields",
     [
-        {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.2]},
+        {"moe_router_load_balancing_type": ("aux_loss", "global_aux_loss"), "moe_aux_loss_coeff": (0.1, 0.2)},
         {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1, "moe_router_score_function": "sigmoid"},
         {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid", "moe_aux_loss_coeff": 0.1},
     ],
@@ -139,7 +187,7 @@ def test_a_router_on_a_gpu_has_the_losses_and_gradients_of_one_on_a_processor(fi
             positions=torch.arange(60, device=device) % 20, batch_size=3, seq_len=20, valid=torch.arange(60, device=device) % 7 != 3
         )
         routing, losses = router(x, step)
-        total = routing.probs_TK.square().sum() + sum(loss.value * loss.weight for loss in losses.values())
+        total = routing.probs_TK.square().sum() + sum(loss.value * loss.coefficient for loss in losses.values())
         total.backward()
         assert x.grad is not None and router.weight.grad is not None
         values = [routing.experts_TK, routing.probs_TK, routing.counts(16), total, x.grad, router.weight.grad]
@@ -158,10 +206,12 @@ def test_kernels_compile_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(_triton_router, f"_{name}_kernel", launch)
     for experts in (64, 500):
         _triton_router.top(torch.zeros(20, experts), 8)
+        bias = torch.zeros(experts)
+        given, valid = (None, None) if experts == 64 else (torch.zeros(20, 8, dtype=torch.int64), torch.ones(20, dtype=torch.bool))
         for function, pre in SCORES:
             logits = torch.zeros(20, experts, requires_grad=True)
             settings = _triton_router.ChoiceSettings(topk=8, score_function=function, pre_softmax=pre, scaling_factor=None)
-            _, probs, scores, squares, _ = _triton_router.Choose.apply(logits, None, torch.zeros(experts), None, None, settings, True)
+            _, probs, scores, squares, _ = _triton_router.Choose.apply(logits, None, bias, given, valid, settings, True)
             (probs.sum() + scores.sum() + squares).backward()
     assert [len(launch.ptx) for launch in launches.values()] == [2, 8, 8]
 
@@ -172,4 +222,6 @@ if __name__ == "__main__":
         if each[1] < 1000:
             check_choice(*each, "cpu")
     check_alone("cpu")
+    check_low_scores("cpu")
+    check_arguments("cpu")
     print("same")

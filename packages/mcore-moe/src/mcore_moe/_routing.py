@@ -194,6 +194,7 @@ def _route_by_kernel(
     from mcore_moe import _triton_router
 
     keys_TE = None
+    expert_bias = None if expert_bias is None else expert_bias.detach().float().contiguous()
     if num_groups is not None and group_topk is not None:
         with torch.no_grad():
             keys_TE = selection_scores(logits_TE, score_function, pre_softmax=pre_softmax)

@@ -65,7 +65,9 @@ class Choose(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         logits_TE, (tokens, experts), device = logits_TE.contiguous(), logits_TE.shape, logits_TE.device
         chosen_TK = torch.empty((tokens, settings.topk), dtype=torch.int64, device=device)
-        probs_TK = torch.empty((tokens, settings.topk), dtype=torch.float32, device=device)
+        # A number that is no expert, or stands twice, weighs nothing: nobody looks at what is given.
+        make = torch.empty if given_TK is None else torch.zeros
+        probs_TK = make((tokens, settings.topk), dtype=torch.float32, device=device)
         grid, sizes = _launch(tokens, experts)
         # Scores, picks and squares of a chunk of tokens; whole numbers of picks are exact up to 2^24.
         parts_CW = torch.empty((*grid, 2 * experts + 1), dtype=torch.float32, device=device) if sums else None
@@ -155,8 +157,11 @@ def _own_scores(logits, inside, SCORE: tl.constexpr):
     if SCORE == 1:
         scores = 1.0 / (1.0 + tl.exp(-logits))
     elif SCORE == 2:
-        # log(1 + e^x) without overflow.
-        scores = tl.sqrt(tl.maximum(logits, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(logits))))
+        # log(1 + e^x) without overflow, and precise for small e^x, too.
+        power = tl.exp(-tl.abs(logits))
+        u = 1.0 + power
+        log = tl.where(u == 1.0, power, tl.log(u) * (power / tl.where(u == 1.0, 1.0, u - 1.0)))
+        scores = tl.sqrt(tl.maximum(logits, 0.0) + log)
     else:
         scores = logits
     return tl.where(inside, scores, 0.0)
@@ -285,6 +290,7 @@ def _choose_backward_kernel(
     if SCORE == 1:
         grad += grad_scores * scores * (1.0 - scores)
     elif SCORE == 2:
-        # The square root is steepest at 0, where a score underflows: there its gradient is what torch's is, no number.
-        grad += grad_scores / (2.0 * scores * (1.0 + tl.exp(-logits)))
+        # It falls to 0 with the score, and is 0 where that underflows.
+        slope = 1.0 / (2.0 * tl.where(scores == 0.0, 1.0, scores) * (1.0 + tl.exp(-logits)))
+        grad += tl.where(scores == 0.0, 0.0, grad_scores * slope)
     tl.store(grad_ptr + at, grad, mask=inside)
