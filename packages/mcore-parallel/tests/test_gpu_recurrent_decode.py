@@ -99,6 +99,8 @@ def test_kernels_compile_for_hopper(config: Config, dtype: torch.dtype, monkeypa
     mixer._decode_in_slots(channels, numbers, SlotStates(conv=state.conv, memory=state.memory, slots=torch.zeros(1, dtype=torch.int64)))
     counts = [len(launch.shared_bytes) for launch in launches.values()]
     assert counts == ([1, 0] if isinstance(mixer, MambaMixer) else [0, 1])
+    # A step size that is no number is none after its limits, too.
+    assert all("max.NaN.f32" in text and "min.NaN.f32" in text for text in launches["_ssd_kernel"].ptx)
 
 
 def test_states_that_no_kernel_holds_are_left_to_torch() -> None:

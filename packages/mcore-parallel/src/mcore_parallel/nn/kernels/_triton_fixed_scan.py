@@ -188,7 +188,8 @@ def _ssd_kernel(
             b = tl.load(line + GROUP_HEADS * P + n, mask=in_n, other=0.0).to(tl.float32)
             c = tl.load(line + GROUP_HEADS * P + N + n, mask=in_n, other=0.0).to(tl.float32)
             raw = tl.load(numbers_ptr + row * GROUP_HEADS + member).to(tl.float32) + bias
-            size = tl.minimum(tl.maximum(_softplus(raw), low), high)
+            # What is no number stays none.
+            size = tl.minimum(tl.maximum(_softplus(raw), low, tl.PropagateNan.ALL), high, tl.PropagateNan.ALL)
             state = state * tl.exp(-size * rate) + (size * x)[:, None] * b[None, :]
             y = tl.sum(state * c[None, :], 1) + skip * x
             y_at = y_ptr + (row * GROUP_HEADS + member) * P + p

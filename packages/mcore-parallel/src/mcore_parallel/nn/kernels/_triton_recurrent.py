@@ -168,7 +168,8 @@ def _ssd_kernel(
         b = _convolved(line, conv, weight, conv_bias, b_at, in_n, taps, TAPS, TAP_BLOCK)
         c = _convolved(line, conv, weight, conv_bias, b_at + N, in_n, taps, TAPS, TAP_BLOCK)
         raw = tl.load(numbers_ptr + row * numbers_row + group * numbers_group + member).to(tl.float32) + tl.load(bias_ptr + head)
-        size = tl.minimum(tl.maximum(_softplus(raw), low), high)
+        # What is no number stays none.
+        size = tl.minimum(tl.maximum(_softplus(raw), low, tl.PropagateNan.ALL), high, tl.PropagateNan.ALL)
         decay = tl.exp(-size * tl.exp(tl.load(a_log_ptr + head)))
         memory = memory_ptr + (slot * heads + head) * P * N + p[:, None] * N + n[None, :]
         inside = in_p[:, None] & in_n[None, :]

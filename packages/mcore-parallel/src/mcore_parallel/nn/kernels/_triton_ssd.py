@@ -169,7 +169,9 @@ def _step_sizes(raw_ptr, rows, inside, stride, at, bias, low, high):
     e = tl.exp(-tl.abs(raw))
     u = 1.0 + e
     sizes = tl.maximum(raw, 0.0) + tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
-    return tl.where(inside, tl.minimum(tl.maximum(sizes, low), high), 0.0), raw, sizes
+    # What is no number stays none.
+    limited = tl.minimum(tl.maximum(sizes, low, tl.PropagateNan.ALL), high, tl.PropagateNan.ALL)
+    return tl.where(inside, limited, 0.0), raw, sizes
 
 
 @triton.jit
