@@ -85,6 +85,16 @@ def check(config: Config, dtype: torch.dtype, tolerance: float, device: str, len
     assert not state.memory[0].any() and (state.memory[2] == 7.0).all() and not (state.memory[1] == 7.0).all()
 
 
+def check_cast(config: Config, device: str) -> None:
+    """Parameters of heads that a cast of the whole model has narrowed are read as they are."""
+    narrow = build(config, torch.bfloat16, device).bfloat16()
+    wide = copy.deepcopy(narrow)
+    for name in wide._head_parameters():
+        wide.get_parameter(name).data = wide.get_parameter(name).data.float()
+    layout, parts = spans([0], [3], [0], device), inputs(narrow, 3, torch.bfloat16, device)
+    assert torch.equal(*(mixer._mix_alone(*parts, layout, mixer.empty_state(1)) for mixer in (narrow, wide)))
+
+
 def check_gradients(config: Config, device: str) -> None:
     """The forward is that of the kernels, the backward that of chunks."""
     mixer, x = build(config, torch.float32, device), torch.randn(11, 48, generator=torch.Generator().manual_seed(2)).to(device)
@@ -143,6 +153,8 @@ if __name__ == "__main__":
     _linear_mixer.has_row_kernels = lambda _: True
     for one in SMALL:
         check(one, torch.float32, 1e-4, "cpu", 9)
+    check_cast(SMALL[0], "cpu")
+    check_cast(SMALL[3], "cpu")
     check_gradients(SMALL[0], "cpu")
     check_gradients(SMALL[3], "cpu")
     print("same")

@@ -65,7 +65,7 @@ def fixed_ssd(
     Args:
         mixed_TGW: of each group values [h P], b [N] and c [N]; contiguous.
         numbers_TGh: step sizes before bias and softplus, contiguous.
-        heads: A_log, D and the bias of the step sizes, [H] float32.
+        heads: A_log, D and the bias of the step sizes, [H].
         memory_MHPN: float32, contiguous.
         spans: the sequences.
         limits: of the step sizes.
@@ -84,7 +84,7 @@ def fixed_delta(
     Args:
         mixed_TGW: of each key head values [h V], the key [D] and the query [D]; contiguous.
         numbers_TGn: of each key head a [h] and b [h], contiguous.
-        heads: A_log and the bias of a, [H] float32.
+        heads: A_log and the bias of a, [H].
         memory_MHDV: float32, contiguous.
         spans: the sequences.
         epsilon: added to the squared length of a query or key.

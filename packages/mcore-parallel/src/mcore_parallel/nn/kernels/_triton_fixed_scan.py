@@ -54,7 +54,7 @@ def ssd_fixed(
     Args:
         mixed_TGW: of each group values [h P], b [N] and c [N], contiguous.
         numbers_TGh: step sizes before bias and softplus, contiguous.
-        heads: A_log, D and the bias of the step sizes, [H] float32.
+        heads: A_log, D and the bias of the step sizes, [H].
         memory_MHPN: float32, contiguous.
         spans: as of ``conv_fixed``.
         limits: of the step sizes.
@@ -81,7 +81,7 @@ def delta_fixed(
     Args:
         mixed_TGW: of each key head values [h V], the key [D] and the query [D], contiguous.
         numbers_TGn: of each key head a [h] and b [h], for decay and strength, contiguous.
-        heads: A_log and the bias of a, [H] float32.
+        heads: A_log and the bias of a, [H].
         memory_MHDV: float32, contiguous.
         spans: as of ``conv_fixed``.
         epsilon: added to the squared length of a query or key.
@@ -176,8 +176,8 @@ def _ssd_kernel(
     in_p, in_n = p < P, n < N
     heads: tl.constexpr = GROUPS * GROUP_HEADS
     if (slot >= 0) & (begin < end):
-        rate = tl.exp(tl.load(a_log_ptr + head))
-        skip, bias = tl.load(skip_ptr + head), tl.load(bias_ptr + head)
+        rate = tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
+        skip, bias = tl.load(skip_ptr + head).to(tl.float32), tl.load(bias_ptr + head).to(tl.float32)
         memory = memory_ptr + (slot * heads + head) * P * N + p[:, None] * N + n[None, :]
         inside = in_p[:, None] & in_n[None, :]
         state = tl.load(memory, mask=inside, other=0.0)
@@ -211,7 +211,7 @@ def _delta_kernel(
     in_d, in_v = d < D, v < V
     heads: tl.constexpr = GROUPS * GROUP_HEADS
     if (slot >= 0) & (begin < end):
-        rate, bias = tl.exp(tl.load(a_log_ptr + head)), tl.load(bias_ptr + head)
+        rate, bias = tl.exp(tl.load(a_log_ptr + head).to(tl.float32)), tl.load(bias_ptr + head).to(tl.float32)
         memory = memory_ptr + (slot * heads + head) * D * V + d[:, None] * V + v[None, :]
         inside = in_d[:, None] & in_v[None, :]
         state = tl.load(memory, mask=inside, other=0.0)
