@@ -154,12 +154,14 @@ def check_alone(device: str) -> None:
     """Choice and weights of a token have the same bits in any company, with sums and without; one loss alone has gradients."""
     from mcore_moe import _triton_router
 
-    logits = torch.randn(45, 24, generator=torch.Generator().manual_seed(2)).to(device)
-    for function, pre in SCORES:
+    # Rows of 64 are loaded by vectors.
+    for experts, (function, pre) in itertools.product((64, 24), SCORES):
+        logits = torch.randn(45, experts, generator=torch.Generator().manual_seed(2)).to(device)
+        bias, valid = torch.linspace(-0.1, 0.1, experts, device=device), torch.arange(45, device=device) % 3 != 1
         settings = _triton_router.ChoiceSettings(topk=4, score_function=function, pre_softmax=pre, scaling_factor=1.5)
-        together = _triton_router.Choose.apply(logits, None, None, None, None, settings, True)
+        together = _triton_router.Choose.apply(logits, None, bias, None, valid, settings, True)
         for one in (0, 17, 44):
-            alone = _triton_router.Choose.apply(logits[one : one + 1], None, None, None, None, settings, False)
+            alone = _triton_router.Choose.apply(logits[one : one + 1], None, bias, None, None, settings, False)
             assert torch.equal(alone[0], together[0][one : one + 1]) and torch.equal(alone[1], together[1][one : one + 1])
             assert alone[2:] == (None, None, None)
     learnt = logits.clone().requires_grad_()
