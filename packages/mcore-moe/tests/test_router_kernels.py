@@ -143,6 +143,10 @@ def check_arguments(device: str) -> None:
     probs = _route_by_kernel(logits[:2].to(device), 3, experts_TK=given, **options, **alone).probs_TK
     assert not probs[0, 0] and not probs[1, [0, 2]].any()
     torch.testing.assert_close(probs.sum(-1), torch.ones(2, device=device))
+    # The order of sums follows from how wide loads are, which follows from where memory begins.
+    view = torch.zeros(81, device=device)[1:].view(5, 16).requires_grad_()
+    probs = _route_by_kernel(view, 3, experts_TK=None, **{**options, "batch_invariant": True}, **alone).probs_TK
+    assert probs.grad_fn is not None and view.data_ptr() % 16 and not probs.grad_fn.saved_tensors[0].data_ptr() % 16
 
 
 def close(ours: Tensor | None, wide: Tensor | None) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mcore_moe._limits import check_above_zero, check_groups, check_score_function, check_shape, check_topk
 from mcore_moe._stability import experimental_api
+from mcore_parallel.tensor_parallel import aligned_rows
 
 # T tokens, E experts, G groups of them, K experts a token.
 
@@ -190,9 +191,11 @@ def _route_by_kernel(
     valid_T: Tensor | None,
     with_sums: bool,
 ) -> Routing:
-    """Rows know nothing of each other there, so that every choice is batch-invariant once the sums of its groups are."""
+    """Rows know nothing of each other there, so that every choice is batch-invariant once the sums of its groups are, and the memory of
+    all logits begins alike, by which kernels are compiled."""
     from mcore_moe import _triton_router
 
+    logits_TE = aligned_rows(logits_TE) if batch_invariant else logits_TE
     keys_TE = None
     expert_bias = None if expert_bias is None else expert_bias.detach().float().contiguous()
     if num_groups is not None and group_topk is not None:
