@@ -178,6 +178,22 @@ def test_requests_that_arrive_together_wait_for_the_one_that_keeps_the_states() 
     assert computed(build(make_model(), max_tokens=9, max_requests=5), *[prompts[0]] * 5) == 17 + 4
 
 
+def test_nobody_waits_for_prompts_that_are_computed_again_and_keep_no_states() -> None:
+    engine, prompt = build(make_model(), max_tokens=20), list(range(20))
+    # Its blocks are known, and the only snapshot is behind all of them.
+    engine.generate([prompt], ONCE)
+    scored = SamplingParams(num_tokens_to_generate=0, return_log_probs=True, skip_prompt_log_probs=False)
+    engine.add_request([50 + number % 3 for number in range(15)], scored)
+    # Of each of these five tokens are computed in one step and the others in the next, so that one of them is always at the beginning.
+    engine.add_request(prompt, scored)
+    engine.step()
+    waiting, records = engine.add_request([*prompt[:8], *[60] * 5], ONCE), list[DynamicInferenceRequestRecord]()
+    for _ in range(8):
+        engine.add_request(prompt, scored)
+        records += engine.step()
+    assert waiting in [record.request_id for record in records]
+
+
 def test_the_snapshot_used_longest_ago_gives_way_and_one_goes_with_its_block() -> None:
     engine = build(make_model(), snapshots=2, num_blocks=20)
     first, second, third = ([number] * 9 for number in range(3))

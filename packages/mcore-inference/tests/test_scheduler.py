@@ -186,6 +186,9 @@ def test_a_request_waits_for_states_that_another_computes_behind_blocks_that_it_
     waiting = RequestView(request_id=1, num_tokens=14, keys=("a", "b", "x"), num_matched=2, chunk_ends=(8, 12))
     assert plan_step([running], [waiting], LIMITS).admitted == ()
     assert plan_step([replace(running, num_cached=8, num_blocks=2, keys=("c",))], [waiting], LIMITS).admitted == (1,)
+    # One that computes them again and keeps nothing behind them is none to wait for.
+    for ends in ((), (12,)):
+        assert plan_step([replace(running, chunk_ends=ends, num_blocks=4)], [waiting], replace(LIMITS, max_tokens=40)).admitted == (1,)
     # What it computes it keeps for the next.
     assert plan_step([], [waiting, replace(waiting, request_id=2)], replace(LIMITS, max_tokens=40)).admitted == (1,)
 

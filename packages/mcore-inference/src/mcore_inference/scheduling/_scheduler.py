@@ -108,8 +108,9 @@ def plan_step(
     When blocks run out the last running request is preempted, so the first one always advances. Then waiting
     requests are admitted strictly in order; the first that does not fit ends the admission, and a step that
     preempts admits nobody. A waiting request whose next block is being computed for another one is passed over until it can share
-    that block, and where blocks are known without the states behind them, until another one that computes them has kept these. Every
-    request is finite and the queue is overtaken in no other way, so none starves but by higher priorities. Chunks end at ``chunk_ends``.
+    that block, and where blocks are known without the states behind them, while another one is to keep some of these. So each wait leaves
+    more of it in the cache; every request is finite and the queue is overtaken in no other way, so none starves but by higher priorities.
+    Chunks end at ``chunk_ends``.
 
     Args:
         running: by priority, the oldest first among equals.
@@ -132,10 +133,13 @@ def plan_step(
     num_running = len(running)
     if not preempted and num_running < limits.max_requests and len(work) < most:
         in_work = {key for view in running for key in view.keys}
+        to_keep = {key for view in running for key in _kept_keys(view, limits.block_size)}
         for view in waiting:
+            # What is known may be computed again by others that keep no states, for whom nobody waits.
+            known, unknown = view.keys[: view.num_matched], view.keys[view.num_matched : view.num_matched + 1]
+            is_coming = not to_keep.isdisjoint(known) or not in_work.isdisjoint(unknown)
             # A block with the last token would be computed in any case.
-            awaited = view.keys[: view.num_matched + 1]
-            if view.num_missing > limits.block_size and any(key in in_work for key in awaited):
+            if view.num_missing > limits.block_size and is_coming:
                 continue
             num_tokens = min(view.max_chunk, budget)
             in_parts = num_tokens < view.max_chunk
@@ -147,6 +151,7 @@ def plan_step(
             work[view.request_id] = Work(request_id=view.request_id, num_tokens=num_tokens, is_last=num_tokens == view.num_missing)
             admitted.append(view.request_id)
             in_work.update(view.keys)
+            to_keep.update(_kept_keys(view, limits.block_size))
             budget -= num_tokens
             free -= needed
             num_running += 1
@@ -155,6 +160,12 @@ def plan_step(
     # Python's sort is stable: age decides inside each kind.
     ordered = sorted(work.values(), key=lambda item: item.num_tokens > 1)
     return StepPlan(work=tuple(ordered), admitted=tuple(admitted), preempted=tuple(preempted))
+
+
+def _kept_keys(view: RequestView, block_size: int) -> list[Hashable]:
+    """What the blocks hold behind which the states of a request will be kept."""
+    places = [end // block_size - view.num_cached // block_size - 1 for end in view.chunk_ends if end > view.num_cached]
+    return [view.keys[place] for place in places if 0 <= place < len(view.keys)]
 
 
 def _give_blocks(
