@@ -122,6 +122,33 @@ def test_ranks_of_one_model_warm_up_together(world: Callable[..., Any], plan: di
         assert [tokens for tokens, _ in own] == [tokens for tokens, _ in wanted]
 
 
+def check_failed_draws() -> None:
+    groups = ProcessGroups.build(ParallelPlan(pp=2))
+    model = GPTModel(CONFIG, groups, attention_core=PagedAttention(), dtype=torch.float64).eval()
+    sizes = InferenceConfig(max_sequence_length=64, num_blocks=40, block_size_tokens=4, max_requests=8, max_tokens=32)
+    engine = DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes))
+    draws, wanted = engine._executor.draws.sampler, "could not draw in its warm-up"
+    if model.is_last:
+        draw, wanted = draws.draw, "no room for a draw"
+
+        def fail(*_: Any) -> None:
+            raise torch.OutOfMemoryError(wanted)
+
+        draws.draw = fail  # type: ignore[method-assign]
+    with pytest.raises((RuntimeError, torch.OutOfMemoryError), match=wanted):
+        engine.warm_up()
+    assert not engine.is_warm
+    if model.is_last:
+        draws.draw = draw  # type: ignore[method-assign]
+    engine.warm_up()
+    assert engine.is_warm
+
+
+@pytest.mark.world(2, shared=True)
+def test_a_warm_up_that_cannot_draw_fails_on_all_stages(world: Callable[..., Any]) -> None:
+    world(check_failed_draws)
+
+
 def check_recorded() -> None:
     serve_as_on_a_gpu()
     engine = make_engine()

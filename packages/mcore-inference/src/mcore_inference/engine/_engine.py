@@ -257,7 +257,7 @@ class DynamicInferenceEngine:
         Nothing of it is counted, and cached beginnings stay. Ranks that share a model call it together, before there is a runner.
 
         Raises:
-            RuntimeError: as ``create_cuda_graphs``.
+            RuntimeError: as ``create_cuda_graphs``, or the last stage of the pipeline could not draw.
             torch.OutOfMemoryError: a step of ``max_tokens`` does not fit beside weights and cache.
         """
         self._check_idle("warm_up")

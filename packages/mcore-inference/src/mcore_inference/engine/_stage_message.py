@@ -105,3 +105,18 @@ def check_drawn(draws: Sequence[tuple[int, float, dict[int, float]]], prompt_sco
     failed = draws[0][0] == _FAILED_TOKEN if draws else any(scores.values_N[0].item() == _FAILED_LOG_PROB for scores in prompt_scores[:1])
     if failed:
         raise RuntimeError("the last stage of the pipeline could not draw the tokens of a step; its log says why")
+
+
+def warm_up_message(device: torch.device, *, failed: bool) -> Tensor:
+    """[1] by which the last stage says whether its draws are warm (``check_warm``)."""
+    return torch.full((1,), _FAILED_TOKEN if failed else 0, dtype=torch.float64, device=device)
+
+
+def check_warm(message: Tensor) -> None:
+    """Look at a message of a warm-up that has come.
+
+    Raises:
+        RuntimeError: the last stage could not draw.
+    """
+    if message.item() == _FAILED_TOKEN:
+        raise RuntimeError("the last stage of the pipeline could not draw in its warm-up; its error says why")

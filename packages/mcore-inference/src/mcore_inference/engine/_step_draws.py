@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from mcore_inference.context import DynamicInferenceContext
@@ -16,7 +15,7 @@ from mcore_inference.engine._adjusted_requests import AdjustedRequests
 from mcore_inference.engine._decode_batch import DecodeBatch
 from mcore_inference.engine._pipeline import Pipeline
 from mcore_inference.engine._prompt_scores import PromptScores
-from mcore_inference.engine._stage_message import StageMessage, StepResults
+from mcore_inference.engine._stage_message import StageMessage, StepResults, check_warm, warm_up_message
 from mcore_inference.engine._warm_up import warm_up_draws
 from mcore_inference.sampling import AdjustRows, DrawRows, Draws, Sampler, SamplingParams, keep_allowed
 from mcore_parallel.comm import Arrival
@@ -121,12 +120,24 @@ class StepDraws:
         return results
 
     def warm_up(self, logits_RV: Tensor | None) -> None:
-        """Draw from these logits, which are overwritten, for nobody; and send the others something."""
-        if logits_RV is not None:
-            warm_up_draws(self.sampler, self.adjusted.adjuster, logits_RV, self._vocab_size)
-            self.adjusted.clear()
-        if self._pipeline is not None:
-            self._pipeline.broadcast(torch.zeros(1, dtype=torch.float64, device=self._context.device)).wait()
+        """Draw from these logits, which are overwritten, for nobody; and tell the others.
+
+        Raises:
+            RuntimeError: the last stage could not draw, where this is another one.
+            Exception: what a draw raised here.
+        """
+        message, failed = None, logits_RV is not None
+        try:
+            if logits_RV is not None:
+                warm_up_draws(self.sampler, self.adjusted.adjuster, logits_RV, self._vocab_size)
+                self.adjusted.clear()
+            failed = False
+        finally:
+            if self._pipeline is not None:
+                # The others wait for it, and nobody watches ranks that warm up.
+                message = self._pipeline.broadcast(warm_up_message(self._context.device, failed=failed)).wait()
+        if message is not None:
+            check_warm(message)
 
     def _begun(
         self,
