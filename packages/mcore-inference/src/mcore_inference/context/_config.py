@@ -9,13 +9,13 @@ import torch
 
 from mcore_inference._fields import as_flag, as_integer, as_number
 from mcore_inference._stability import experimental_api
-from mcore_inference.cache import num_blocks_for_bytes
+from mcore_inference.cache import MambaInferenceStateConfig, num_blocks_for_bytes
 from mcore_parallel import ProcessGroups
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.groups import Group
-from mcore_parallel.models import TransformerConfig
+from mcore_parallel.models import LayerPattern, TransformerConfig
 
-__all__ = ["InferenceConfig", "MemorySizes", "with_free_buffer"]
+__all__ = ["InferenceConfig", "MemorySizes", "check_scaled", "check_snapshots", "with_free_buffer"]
 
 _DEFAULT_BUFFER_GB = 20.0
 _DEFAULT_MAX_TOKENS = 16384
@@ -230,3 +230,50 @@ def with_free_buffer(
             "max_requests, split the model, or give a number"
         )
     return replace(config, buffer_size_gb=buffer / 2**30)
+
+
+def check_scaled(
+    name: str, is_latent: bool, expands_latents: bool, states: MambaInferenceStateConfig | None, model: TransformerConfig
+) -> None:
+    """Whether a cache keeps keys and values with scales.
+
+    Args:
+        name: ``kv_cache_dtype``.
+        is_latent: whether attention keeps latents, or where it ``expands_latents`` keys and values made of them.
+        states: of this stage.
+        model: whose other stages may have attention.
+
+    Raises:
+        ValueError: it keeps none, or latents.
+    """
+    if is_latent:
+        held = "keys and values of every head for a batch-invariant model" if expands_latents else "latents"
+        raise ValueError(
+            f"kv_cache_dtype={name!r}: the cache of latent attention holds {held}, which keep the model's dtype; leave it at None"
+        )
+    # Of a stage without attention another one may have some.
+    symbols = LayerPattern.parse(model.hybrid_layer_pattern).layers if model.hybrid_layer_pattern is not None else ""
+    if states is not None and not states.attention_layers and "*" not in symbols:
+        raise ValueError(f"kv_cache_dtype={name!r}: every layer keeps a state, which stays in its own dtype; leave it at None")
+
+
+def check_snapshots(config: InferenceConfig, states: MambaInferenceStateConfig | None) -> None:
+    """Whether the layers of this stage can have the snapshots that are asked for.
+
+    Raises:
+        ValueError: ``prefix_caching_mamba_gb`` without recurrent layers or ``enable_prefix_caching=True``, or that without chunked prefill
+            where layers are recurrent.
+    """
+    memory = config.prefix_caching_mamba_gb
+    if states is None and memory is not None:
+        raise ValueError(f"prefix_caching_mamba_gb={memory} is for states of recurrent layers, and no layer keeps one; leave it at None")
+    if memory is not None and not config.enable_prefix_caching:
+        raise ValueError(
+            f"prefix_caching_mamba_gb={memory} is memory of prefix caching, and enable_prefix_caching={config.enable_prefix_caching} means "
+            "none where layers keep states; set enable_prefix_caching=True, or leave prefix_caching_mamba_gb at None"
+        )
+    if states is not None and config.enable_prefix_caching and not config.enable_chunked_prefill:
+        raise ValueError(
+            "enable_chunked_prefill=False and enable_prefix_caching=True exclude each other where layers keep states: a prompt is computed "
+            "up to a block boundary, where its states are kept, and then the rest; leave one of them out"
+        )

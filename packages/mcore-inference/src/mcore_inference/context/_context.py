@@ -30,7 +30,7 @@ from mcore_inference.cache import (
     block_bytes,
     get_mamba_inference_state_config_from_model,
 )
-from mcore_inference.context._config import InferenceConfig, MemorySizes, with_free_buffer
+from mcore_inference.context._config import InferenceConfig, MemorySizes, check_scaled, check_snapshots, with_free_buffer
 from mcore_inference.context._step_builder import HostStep, StepBuilder, StepInputs
 from mcore_inference.memory import cache_memory
 from mcore_inference.requests import (
@@ -43,7 +43,7 @@ from mcore_inference.requests import (
 )
 from mcore_inference.scheduling import Limits
 from mcore_parallel import ProcessGroups
-from mcore_parallel.models import GPTModel, LayerPattern, TransformerConfig
+from mcore_parallel.models import GPTModel, TransformerConfig
 
 __all__ = ["PENDING", "DynamicInferenceContext"]
 
@@ -113,9 +113,9 @@ class DynamicInferenceContext:
         if latent is not None and expands_latents:
             num_kv_heads, head_dim = model_config.num_attention_heads, latent.qk_head_dim
         entries = None if expands_latents else latent
-        _check_snapshots(config, states)
+        check_snapshots(config, states)
         if config.kv_cache_dtype is not None:
-            _check_scaled(config.kv_cache_dtype, latent is not None, expands_latents, states, model_config)
+            check_scaled(config.kv_cache_dtype, latent is not None, expands_latents, states, model_config)
         sizes = {
             # Without attention one layer of pages stays: blocks count tokens.
             "num_layers": max(1, num_held) if states is None else max(1, len(states.attention_layers)),
@@ -508,33 +508,3 @@ class DynamicInferenceContext:
             "max_requests": self.max_requests,
             "max_tokens": self.max_tokens,
         }
-
-
-def _check_scaled(
-    name: str, is_latent: bool, expands_latents: bool, states: MambaInferenceStateConfig | None, model: TransformerConfig
-) -> None:
-    if is_latent:
-        held = "keys and values of every head for a batch-invariant model" if expands_latents else "latents"
-        raise ValueError(
-            f"kv_cache_dtype={name!r}: the cache of latent attention holds {held}, which keep the model's dtype; leave it at None"
-        )
-    # Of a stage without attention another one may have some.
-    symbols = LayerPattern.parse(model.hybrid_layer_pattern).layers if model.hybrid_layer_pattern is not None else ""
-    if states is not None and not states.attention_layers and "*" not in symbols:
-        raise ValueError(f"kv_cache_dtype={name!r}: every layer keeps a state, which stays in its own dtype; leave it at None")
-
-
-def _check_snapshots(config: InferenceConfig, states: MambaInferenceStateConfig | None) -> None:
-    memory = config.prefix_caching_mamba_gb
-    if states is None and memory is not None:
-        raise ValueError(f"prefix_caching_mamba_gb={memory} is for states of recurrent layers, and no layer keeps one; leave it at None")
-    if memory is not None and not config.enable_prefix_caching:
-        raise ValueError(
-            f"prefix_caching_mamba_gb={memory} is memory of prefix caching, and enable_prefix_caching={config.enable_prefix_caching} means "
-            "none where layers keep states; set enable_prefix_caching=True, or leave prefix_caching_mamba_gb at None"
-        )
-    if states is not None and config.enable_prefix_caching and not config.enable_chunked_prefill:
-        raise ValueError(
-            "enable_chunked_prefill=False and enable_prefix_caching=True exclude each other where layers keep states: a prompt is computed "
-            "up to a block boundary, where its states are kept, and then the rest; leave one of them out"
-        )
