@@ -22,11 +22,12 @@ from mcore_inference import (
     DynamicInferenceEngine,
     FinishReason,
     SamplingParams,
+    StepFailedError,
     StructuredOutput,
     StructuredOutputError,
     TransformersTokenizer,
 )
-from mcore_inference.sampling import keep_allowed
+from mcore_inference.sampling import Draws, keep_allowed
 from mcore_inference.structured import GrammarCompiler, _llguidance
 from mcore_inference.structured._bounds import on_deep_stack
 from mcore_parallel.data import ByteTokenizer
@@ -387,6 +388,32 @@ def test_tokens_of_many_bytes_keep_a_form(tmp_path: Any, make_model: Make, make_
         assert any(record.num_generated < len(record.generated_text) for record in records)
         runs.append([record.generated_tokens for record in records])
     assert runs[0] == runs[1]
+
+
+def test_results_that_fail_when_a_form_reads_them_take_no_other_requests_with_them(
+    make_model: Make, make_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(make_model(vocab_size=272), ByteTokenizer(), run_ahead=True, max_sequence_length=128)
+    plain = SamplingParams(temperature=0.0, num_tokens_to_generate=4, ignore_eos=True)
+    wanted = engine.generate([[7, 8]], plain)[0].generated_tokens
+    engine.add_request([1, 2], params(regex="[a-c]{3}"), request_id=10)
+    engine.add_request([3, 4], plain, request_id=11)
+    assert engine.step() == []
+    # It waits while the results of the others are read.
+    engine.add_request([7, 8], plain, request_id=12)
+
+    def fail(_: Draws) -> Any:
+        raise RuntimeError("no results")
+
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="no results"):
+        patched.setattr(Draws, "wait", fail)
+        engine.step()
+    failed = {record.request_id: record.error for record in engine.take_finished()}
+    assert failed.keys() == {10, 11} and all(isinstance(error, StepFailedError) for error in failed.values())
+    records = []
+    while engine.has_unfinished_requests():
+        records += engine.step()
+    assert [(record.request_id, record.generated_tokens) for record in records] == [(12, wanted)]
 
 
 def test_one_form_is_compiled_once(make_model: Make, make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:

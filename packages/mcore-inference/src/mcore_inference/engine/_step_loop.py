@@ -16,6 +16,14 @@ from mcore_inference.requests import FinishReason
 from mcore_inference.scheduling import StepPlan
 
 
+class _ResultsFailedError(Exception):
+    """A step before the one that is planned has failed, as ``error`` says, and its requests have ended."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class StepLoop:
     """Plans steps, launches them, and gives requests what they drew.
 
@@ -108,6 +116,8 @@ class StepLoop:
             if work:
                 self._in_flight.append(executor.run(work) if self._num_batches == 1 else executor.launch(work))
             return bool(work)
+        except _ResultsFailedError as failure:
+            raise failure.error from None
         except Exception as error:
             requests.fail(blamed, error)
             raise
@@ -138,11 +148,11 @@ class StepLoop:
     def _plan(self, drafts: Mapping[int, int], admits: bool) -> StepPlan:
         if self._num_batches == 1 and any(entry.grammar is not None for entry in self._admission.running):
             # What a form allows next, the host says.
-            self.read_results()
+            self._read_to_plan()
         plan = self._admission.plan(admits=admits)
         if plan.preempted and self._in_flight:
             # What is preempted is computed again from tokens that the host knows.
-            self.read_results()
+            self._read_to_plan()
             plan = self._admission.plan(admits=admits)
         if drafts:
             assert self._verification is not None, "nobody else proposes"
@@ -150,6 +160,12 @@ class StepLoop:
         held = self._admission.holds_queue or not admits
         assert plan.work or self._in_flight or not self._requests.entries or held, "what was accepted can always advance"
         return plan
+
+    def _read_to_plan(self) -> None:
+        try:
+            self.read_results()
+        except Exception as error:
+            raise _ResultsFailedError(error) from error
 
     def _take_oldest(self) -> None:
         step = self._in_flight.popleft()
