@@ -55,7 +55,8 @@ class InferenceConfig:
     """Whether a long prompt is computed over several steps, beside other requests' tokens."""
     enable_prefix_caching: bool | None = None
     """Whether requests share the blocks of equal beginnings, and blocks stay known after their request; None for where every layer is
-    attention. With True, models with recurrent layers keep snapshots of their states at block boundaries; it needs chunked prefill."""
+    attention. With True, models with recurrent layers keep snapshots of their states at block boundaries, which need chunked prefill and
+    pp=1."""
     prefix_caching_mamba_gb: float | None = None
     """Memory of these snapshots in 2**30 bytes, a part of ``buffer_size_gb`` where that counts; None for as many as ``max_requests``, in a
     quarter of ``buffer_size_gb`` at most."""
