@@ -17,8 +17,10 @@ from mcore_inference import (
     InferenceConfig,
     PagedAttention,
     SamplingParams,
+    StepFailedError,
 )
-from mcore_parallel import ProcessGroups
+from mcore_inference.sampling import Draws
+from mcore_parallel import ProcessGroups, named_shards
 from mcore_parallel.models import GPTModel, hybrid_config
 from mcore_parallel.nn import GatedDeltaNetConfig, MambaConfig
 from tests.support.engine_checks import check_idle
@@ -94,3 +96,34 @@ def test_suspends_at_any_steps_change_no_token(make_model: Make, kind: str, run_
         records, engine, _ = served(model, chosen.__contains__, run_ahead=run_ahead)
         check_same(records, wanted)
         assert engine.num_preemptions > 4
+
+
+@pytest.mark.parametrize("call", ["suspend", "load_weights", "reset_prefix_cache"])
+def test_a_step_in_flight_that_fails_ends_its_requests_and_not_the_call(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    model = make_model()
+    context = DynamicInferenceContext.for_model(model, InferenceConfig(**SIZES))
+    engine = DynamicInferenceEngine(model, context, execution=ExecutionConfig(run_ahead=True))
+    (wanted,) = engine.generate([[7, 8]], settings()[0])
+    engine.add_request([1, 2], settings()[0], request_id=10)
+    engine.step()
+    engine.add_request([7, 8], settings()[0], request_id=11)
+
+    def fail(_: Draws) -> Any:
+        raise RuntimeError("no results")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Draws, "wait", fail)
+        weights = [(shard.name, shard.parameter.detach().clone()) for shard in named_shards(model)]
+        getattr(engine, call)(*([weights] if call == "load_weights" else []))
+    assert "a step in flight failed" in caplog.text
+    assert engine.is_suspended == (call == "suspend") and engine.weight_version == (call == "load_weights")
+    (failed,) = engine.take_finished()
+    assert failed.request_id == 10 and isinstance(failed.error, StepFailedError)
+    engine.resume()
+    records = []
+    while engine.has_unfinished_requests():
+        records += engine.step()
+    assert [(record.request_id, record.generated_tokens) for record in records] == [(11, wanted.generated_tokens)]
+    check_idle(engine)

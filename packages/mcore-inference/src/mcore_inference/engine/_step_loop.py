@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """The steps of an engine, each launched before the results of the one before are read."""
 
+import logging
 from collections import deque
 from collections.abc import Mapping
 
@@ -14,6 +15,8 @@ from mcore_inference.engine._step_log import StepLog
 from mcore_inference.engine._verification import Verification
 from mcore_inference.requests import FinishReason
 from mcore_inference.scheduling import StepPlan
+
+_LOG = logging.getLogger("mcore_inference.engine")
 
 
 class _ResultsFailedError(Exception):
@@ -123,9 +126,11 @@ class StepLoop:
             raise
 
     def read_results(self) -> None:
-        """Wait for the steps in flight, if there are any, and take their results."""
-        while self._in_flight:
-            self._take_oldest()
+        """Wait for the steps in flight, if there are any, and take their results, before a call that is not to fail with one of them: the
+        requests of a step that failed have ended then."""
+        failure = self._read_all()
+        if failure is not None:
+            _LOG.error("a step in flight failed and ended its requests", exc_info=failure)
 
     def forget_batch(self) -> None:
         """Plan the next step afresh: requests or what the cache holds of them are no longer what they were."""
@@ -162,10 +167,19 @@ class StepLoop:
         return plan
 
     def _read_to_plan(self) -> None:
-        try:
-            self.read_results()
-        except Exception as error:
-            raise _ResultsFailedError(error) from error
+        failure = self._read_all()
+        if failure is not None:
+            raise _ResultsFailedError(failure)
+
+    def _read_all(self) -> Exception | None:
+        """Take the results of all steps in flight; the error of the first that failed."""
+        failure: Exception | None = None
+        while self._in_flight:
+            try:
+                self._take_oldest()
+            except Exception as error:
+                failure = failure or error
+        return failure
 
     def _take_oldest(self) -> None:
         step = self._in_flight.popleft()
