@@ -157,6 +157,36 @@ def test_an_environment_that_falls_over_loses_its_attempt_alone() -> None:
     assert [(result.response, result.reward) for result in report.results] == [("3\n7", 0.5)]
 
 
+@pytest.mark.parametrize("part", ["begin", "start", "reply"])
+def test_what_cannot_begin_or_be_written_loses_its_attempt_alone(part: str, caplog: pytest.LogCaptureFixture) -> None:
+    def strict(messages: Sequence[Mapping[str, Any]], is_open: bool) -> list[int]:
+        if any(message["role"] == "oracle" for message in messages):
+            raise ValueError("unknown role")
+        return template(messages, is_open)
+
+    class Odd(HigherOrLower):
+        async def start(self) -> list[dict[str, str]]:
+            return [{"role": "oracle", "content": "?"}] if part == "start" else await super().start()
+
+        async def reply(self, answer: str) -> list[dict[str, str]]:
+            return [{"role": "oracle", "content": "?"}]
+
+    class Oddly(Guessing):
+        num_begun = 0
+
+        def begin(self, problem: Problem) -> Episode:
+            self.num_begun += 1
+            if self.num_begun == 2 and part == "begin":
+                raise LookupError("no such board")
+            return (Odd if self.num_begun == 2 else HigherOrLower)(7)
+
+    answers = ["7", "7"] if part != "reply" else ["7", "3", "7"]
+    rollouts = asyncio.run(Oddly().group_rollout(ChatInferenceInterface(Guesser(answers), strict), size=3, args=ARGS))
+    assert [rollout.reward for rollout in rollouts] == [1.0, 1.0]
+    [dropped] = [record.getMessage() for record in caplog.records]
+    assert ("LookupError('no such board')" if part == "begin" else "template does not take what the environment says: Value") in dropped
+
+
 def test_what_takes_no_conversations_is_refused() -> None:
     with pytest.raises(TypeError, match="ChatInferenceInterface"):
         asyncio.run(Guessing().rollout(Guesser(["7"]), args=ARGS))

@@ -41,7 +41,7 @@ class HeldElsewhere(NumberedProblems):
         limits = self.turn_limits.get(problem.env_id or self.env_id)
         if limits is None:
             return await super()._play(interface, problem, args, draw)
-        return await hold(self, interface, _Episode(self, problem), problem, args, limits, draw)
+        return await hold(self, interface, lambda: _Episode(self, problem), problem, args, limits, draw)
 
 
 def is_conversation(environment: NumberedAgent, problem: Problem) -> bool:

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Agents whose environment replies: conversations, games, tools."""
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_rl._lost import LostError
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import GenericGenerationArgs, InferenceResponse, TokenRollout
 from mcore_rl.agent._conversation import Conversation, TurnLimits
@@ -73,13 +75,13 @@ class MultiTurnAgent(JudgedAgent):
 
     async def _play(self, interface: InferenceInterface, problem: Problem, args: GenericGenerationArgs, draw: str | None = None) -> Attempt:
         limits = TurnLimits(max_turns=self.max_turns, max_tokens=self.max_tokens)
-        return await hold(self, interface, self.begin(problem), problem, args, limits, draw)
+        return await hold(self, interface, lambda: self.begin(problem), problem, args, limits, draw)
 
 
 async def hold(
     agent: JudgedAgent,
     interface: InferenceInterface,
-    episode: Episode,
+    begin: Callable[[], Episode],
     problem: Problem,
     args: GenericGenerationArgs,
     limits: TurnLimits,
@@ -90,7 +92,7 @@ async def hold(
     Args:
         agent: whose limits of time hold.
         interface: answers; a `ChatInferenceInterface`.
-        episode: replies and judges.
+        begin: the episode, which replies and judges.
         problem: of the agent.
         args: how answers are drawn.
         limits: of the conversation's length.
@@ -104,7 +106,8 @@ async def hold(
         name = type(interface).__name__
         raise TypeError(f"interface is a {name}; environment {agent.env_id!r} needs a ChatInferenceInterface, as MegatronChatLocal")
     most = min((limit for limit in (limits.max_tokens, interface.max_tokens) if limit is not None), default=None)
-    tokens, mask, responses = interface.encode_messages(await agent._asked(episode.start(), "start")), [], []
+    episode, opening = await agent._asked(_begun(begin), "start")
+    tokens, mask, responses = _encoded(functools.partial(interface.encode_messages, opening)), [], []
     experts: Tensor | None = None
     logprobs: list[float] | None = []
     versions: list[int] | None = []
@@ -125,7 +128,7 @@ async def hold(
         replies = await agent._asked(episode.reply(answer.response), "reply")
         if not replies or reason == "length" or len(responses) == limits.max_turns:
             break
-        following = interface.encode_replies(answer, replies)
+        following = _encoded(functools.partial(interface.encode_replies, answer, replies))
         if most is not None and len(tokens) + len(following) >= most:
             reason = "length"
             break
@@ -144,6 +147,24 @@ async def hold(
         weight_versions=None if versions is None else tuple(versions),
     )
     return Attempt(rollout=rollout, response="\n".join(responses))
+
+
+async def _begun(begin: Callable[[], Episode]) -> tuple[Episode, Sequence[Mapping[str, Any]]]:
+    """An episode and its first messages."""
+    episode = begin()
+    return episode, await episode.start()
+
+
+def _encoded(encode: Callable[[], list[int]]) -> list[int]:
+    """Ids of messages of the environment.
+
+    Raises:
+        LostError: the chat template does not take them.
+    """
+    try:
+        return encode()
+    except Exception as error:
+        raise LostError(f"the chat template does not take what the environment says: {error!r}"[:500]) from error
 
 
 def _allowed(args: GenericGenerationArgs, num_tokens: int, most: int | None) -> GenericGenerationArgs | None:
