@@ -256,6 +256,26 @@ def post(server: EnvironmentServer, path: str, body: Any, key: str = KEY) -> tup
             return error.code, json.loads(error.read())["error"]
 
 
+class Hanging(HostileTool):
+    """Has less time than its slow tool takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.judge_timeout_s = 0.05
+
+
+def of_two_limits() -> WeightedMultiTask:
+    """Its own limit is that of the longer one."""
+    return WeightedMultiTask([Hanging(), Calculator(SUMS)], [1, 1])
+
+
+@pytest.mark.parametrize("how", ["processes", "http"])
+def test_the_environment_of_a_mixture_that_takes_long_is_named(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    with elsewhere(how, of_two_limits, JudgeLimits(num_workers=1)) as environment:
+        assert played(environment, ["slow"]) == []
+        assert "environment 'hostile_tool' took longer than judge_timeout_s=0.05" in caplog.text.replace("\\", "")
+
+
 TURN = {"answer": "good", "replies": [{"role": "tool", "content": "1: 1"}]}
 SAID = {"problem": dataclasses.asdict(PROBLEM), "opening": OPENING, "turns": [TURN]}
 

@@ -139,9 +139,11 @@ class EnvironmentServer:
             return 200, call.result(limit + 1.0)
         except MessageError as error:
             return 400, {"error": str(error)}
-        except TimeoutError:
+        except TimeoutError as error:
             call.cancel()
-            return 504, {"error": f"environment {self.environment.env_id!r} took longer than its limit of {limit:g} s"}
+            # One of the environment's own, as of a mixture, says what took long.
+            reason = f"failed: {error!r}"[:500] if str(error) else f"took longer than its limit of {limit:g} s"
+            return 504, {"error": f"environment {self.environment.env_id!r} {reason}"}
         except Exception as error:
             _log.warning("environment %r: %s failed: %r", self.environment.env_id, path, error)
             return 500, {"error": f"environment {self.environment.env_id!r} failed: {error!r}"[:500]}

@@ -6,8 +6,8 @@ import asyncio
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import EvaluationResponse, GenericGenerationArgs
@@ -19,6 +19,7 @@ from mcore_rl.agent._stream_position import StreamPosition
 from mcore_rl.inference import InferenceInterface
 
 _LONGEST_CYCLE = 100_000
+T = TypeVar("T")
 
 
 @experimental_api
@@ -114,17 +115,17 @@ class WeightedMultiTask(NumberedProblems):
 
     async def _opening(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
         environment, own = self._own(problem)
-        return await asyncio.wait_for(environment._opening(own), environment.judge_timeout_s)
+        return await _within(environment, environment._opening(own))
 
     async def _reply(self, conversation: Conversation, answer: str, on_turn: Callable[[], None] = unheard) -> Sequence[Mapping[str, Any]]:
         environment, own = self._own(conversation.problem)
         call = environment._reply(dataclasses.replace(conversation, problem=own), answer, on_turn)
-        return await asyncio.wait_for(call, environment.judge_timeout_s)
+        return await _within(environment, call)
 
     async def _outcome(self, conversation: Conversation, on_turn: Callable[[], None] = unheard) -> float:
         environment, own = self._own(conversation.problem)
         call = environment._outcome(dataclasses.replace(conversation, problem=own), on_turn)
-        return await asyncio.wait_for(call, environment.judge_timeout_s)
+        return await _within(environment, call)
 
     async def get_reward(self, response: str, problem: Problem) -> float:
         """By the environment that posed it.
@@ -135,7 +136,7 @@ class WeightedMultiTask(NumberedProblems):
         environment, own = self._own(problem)
         if not isinstance(environment, NumberedProblems):
             raise TypeError(f"environment {environment.env_id!r} holds conversations and judges no single answer; ask for rollouts")
-        return await asyncio.wait_for(environment.get_reward(response, own), environment.judge_timeout_s)
+        return await _within(environment, environment.get_reward(response, own))
 
     async def _play(self, interface: InferenceInterface, problem: Problem, args: GenericGenerationArgs, draw: str | None = None) -> Attempt:
         environment, own = self._own(problem)
@@ -185,6 +186,22 @@ class WeightedMultiTask(NumberedProblems):
         name, _, own_id = problem.problem_id.partition("/")
         own_env = "" if problem.env_id == name else problem.env_id
         return self._by_name[name], dataclasses.replace(problem, problem_id=own_id, env_id=own_env)
+
+
+async def _within(environment: NumberedAgent, call: Awaitable[T]) -> T:
+    """What an environment gives, within its own limit of time.
+
+    Raises:
+        TimeoutError: it takes longer; names environment and limit.
+    """
+    try:
+        async with asyncio.timeout(environment.judge_timeout_s) as limit:
+            return await call
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        name, limit_s = environment.env_id, environment.judge_timeout_s
+        raise TimeoutError(f"environment {name!r} took longer than judge_timeout_s={limit_s:g}") from error
 
 
 def _joined(env_id: str, problem_id: str) -> str:
