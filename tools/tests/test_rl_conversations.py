@@ -126,6 +126,15 @@ def test_a_mixture_of_conversations_alone_may_be_imitated() -> None:
     assert build_environment(RLConfig(mixture=("calculator",), imitation_steps=2)).holds_conversations
 
 
+def test_a_mixture_behind_http_is_known_by_its_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    with EnvironmentServer(build_environment(RLConfig(mixture=("calculator",))), api_key="key") as server:
+        module = types.ModuleType("elsewhere")
+        module.mine = lambda: RemoteEnvironment(server.url, api_key="key")  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "elsewhere", module)
+        made = build_environment(RLConfig(environment="elsewhere:mine", imitation_steps=2))
+    assert made.env_ids == ("calculator",) and made.holds_conversations
+
+
 def test_processes_imitate_and_hold_the_same_conversations(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = ("rl.environment=calculator", "rl.arithmetic.worked=1", "rl.imitation_steps=4", "train.steps=1")
     judges = ("rl.judges.num_workers=1", "rl.judges.time_s=30")

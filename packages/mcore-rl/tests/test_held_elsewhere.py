@@ -119,7 +119,8 @@ def test_conversations_and_rewards_are_those_of_an_environment_here(how: str) ->
     own = mixture()
     with elsewhere(how, mixture, JudgeLimits(num_workers=2)) as environment:
         assert environment.holds_conversations and list(environment.tools) == list(own.tools)
-        assert environment.turn_limits["calculator"] == TurnLimits(max_turns=4, max_tokens=None)
+        assert environment.turn_limits == {"calculator": TurnLimits(max_turns=4, max_tokens=None), "arithmetic": None}
+        assert environment.env_ids == own.env_ids
         for number in range(2):
             problem = own.problem(number)
             posed, value = problem.golden.split("=")
@@ -353,15 +354,17 @@ def test_replies_of_other_types_are_refused(remote: RemoteEnvironment, reply: An
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"conversations": []}, "conversations of a message must be dict"),
-        ({"conversations": {"e": {"max_turns": 0, "max_tokens": None}}}, "max_turns=0 and max_tokens=None must be at least 1"),
-        ({"conversations": {"e": {"max_turns": 2}}}, "a limit of turns has no max_tokens"),
+        ({"turn_limits": []}, "turn_limits of a message must be dict"),
+        ({"turn_limits": {"e": {"max_turns": 0, "max_tokens": None}}}, "max_turns=0 and max_tokens=None must be at least 1"),
+        ({"turn_limits": {"e": {"max_turns": 2}}}, "a limit of turns has no max_tokens"),
+        ({"turn_limits": {"e": 3}}, "a limit of turns must be an object, found 3"),
+        ({"turn_limits": {}}, "turn_limits of a message names no environment"),
         ({"tools": [{"type": "function"}]}, "a tool has no function"),
         ({"tools": [{"type": "function", "function": {}}]}, "the function of a tool has no name"),
     ],
 )
 def test_cards_of_other_types_are_refused(change: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    card = {"version": 2, "env_id": "e", "num_problems": 3, "num_evaluation": 2, "conversations": {}, "tools": []}
+    card = {"version": 2, "env_id": "e", "num_problems": 3, "num_evaluation": 2, "turn_limits": {"e": None}, "tools": []}
     card |= {f"{name}_timeout_s": 1.0 for name in ("prompt", "answer", "judge")}
 
     async def post(self: Any, path: str, body: bytes) -> bytes:

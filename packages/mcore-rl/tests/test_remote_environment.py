@@ -32,7 +32,7 @@ from mcore_rl.agent import _environment_http
 from mcore_rl.envs import CharacterShare, CountdownConfig
 from mcore_rl.inference import PeerError, PeerReplyError, PeerTimeoutError
 
-CARD: dict[str, Any] = {"version": 2, "env_id": "e", "num_problems": 3, "num_evaluation": 2, "conversations": {}, "tools": []} | {
+CARD: dict[str, Any] = {"version": 2, "env_id": "e", "num_problems": 3, "num_evaluation": 2, "turn_limits": {"e": None}, "tools": []} | {
     f"{name}_timeout_s": 1.0 for name in ("prompt", "answer", "judge")
 }
 PROBLEM = Problem(problem_id="7", prompt="?")

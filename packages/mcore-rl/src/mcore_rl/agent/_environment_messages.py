@@ -123,8 +123,8 @@ class EnvironmentCard:
     env_id: str
     num_problems: int
     num_evaluation: int
-    conversations: Mapping[str, TurnLimits]
-    """By name, of the environments that hold some."""
+    turn_limits: Mapping[str, TurnLimits | None]
+    """Of each environment, by the name that its rollouts have; None for one of single answers."""
     tools: Sequence[Mapping[str, Any]]
     """In OpenAI's form."""
     prompt_timeout_s: float
@@ -142,19 +142,24 @@ class EnvironmentCard:
         version = value.get("version") if isinstance(value, dict) else None
         if type(version) is int and version != VERSION:
             raise MessageError(f"version={version} must be {VERSION}; use the same release on both sides")
-        types: dict[str, Any] = {"version": int, "env_id": str, "num_problems": int, "num_evaluation": int, "conversations": dict}
+        types: dict[str, Any] = {"version": int, "env_id": str, "num_problems": int, "num_evaluation": int, "turn_limits": dict}
         types |= {"tools": list, **dict.fromkeys(("prompt_timeout_s", "answer_timeout_s", "judge_timeout_s"), (int, float))}
         card: dict[str, Any] = checked(value, types, "a message")
         for tool in card["tools"]:
             _check_tool(tool)
         try:
-            held = {name: TurnLimits(**checked(one, _LIMITS, "a limit of turns")) for name, one in card["conversations"].items()}
+            card["turn_limits"] = {name: _read_limits(one) for name, one in card["turn_limits"].items()}
         except MessageError:
             raise
         except ValueError as error:
             raise MessageError(str(error)) from None
-        card["conversations"] = held
+        if not card["turn_limits"]:
+            raise MessageError("turn_limits of a message names no environment")
         return cls(**card)
+
+
+def _read_limits(value: Any) -> TurnLimits | None:
+    return None if value is None else TurnLimits(**checked(value, _LIMITS, "a limit of turns"))
 
 
 def _check_tool(value: Any) -> None:

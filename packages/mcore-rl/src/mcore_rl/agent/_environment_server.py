@@ -159,7 +159,7 @@ class EnvironmentServer:
             env_id=own.env_id,
             num_problems=own.num_problems(),
             num_evaluation=own.num_problems(validation=True),
-            conversations={name: limits for name, limits in own.turn_limits.items() if limits is not None},
+            turn_limits={**dict.fromkeys(own.env_ids), **own.turn_limits},
             tools=list(own.tools),
             prompt_timeout_s=own.prompt_timeout_s,
             answer_timeout_s=own.answer_timeout_s,

@@ -70,9 +70,12 @@ class RemoteEnvironment(HeldElsewhere):
         )
 
     @property
+    def env_ids(self) -> tuple[str, ...]:
+        return tuple(self._card.turn_limits)
+
+    @property
     def turn_limits(self) -> Mapping[str, TurnLimits | None]:
-        """Of the environments there that hold conversations, and of this one."""
-        return {self.env_id: None, **self._card.conversations}
+        return self._card.turn_limits
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
