@@ -302,6 +302,10 @@ def said(**changes: Any) -> dict[str, Any]:
         ("reply", said(opening=[OPENING[0] | {"image": "x"}]), "what is said has an unknown field 'image'"),
         ("reply", said(opening=[OPENING[0] | {"name": 3}]), "name of what is said must be str, found 3"),
         ("reply", said(turns=[TURN] * 4), "a conversation of 5 turns is longer than max_turns=4"),
+        # Refused before it is read.
+        ("reply", said(turns=[3] * 5), "a conversation of 6 turns is longer than max_turns=4"),
+        ("reply", said(turns=[TURN | {"replies": []}, TURN]), "turn 1 of a conversation has no replies, which ends it, and another one"),
+        ("reply", said(turns=[TURN | {"replies": []}]), "the last turn of a conversation has no replies, which ends it; ask"),
         ("reward", {"conversation": SAID | {"turns": [TURN] * 5}}, "a conversation of 5 turns is longer than max_turns=4"),
         ("reward", said(), "a message has an unknown field 'answer'"),
         (
@@ -327,7 +331,7 @@ def test_single_answers_and_conversations_are_not_taken_for_each_other(server: E
     assert status == 400 and "problem '7' is one of a conversation; ask /conversation/reward" in text
     with pytest.raises(TypeError, match="'hostile_tool' holds conversations and judges no single answer"):
         asyncio.run(remote.get_reward("good", PROBLEM))
-    status, text = post(server, "/conversation/reply", said(turns=[TURN | {"replies": []}]))
+    status, text = post(server, "/conversation/reply", said(turns=[TURN | {"replies": [OPENING[0]]}]))
     assert status == 500 and "says something else than before to the same answers, in turn 1 of problem '7'" in text.replace("\\", "")
     with pytest.raises(TypeError, match="'arithmetic' judges single answers and holds no conversation"):
         asyncio.run(Arithmetic(SUMS)._opening(PROBLEM))

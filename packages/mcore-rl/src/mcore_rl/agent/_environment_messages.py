@@ -4,7 +4,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from types import NoneType
 from typing import Any
@@ -74,16 +74,26 @@ def read_problem(value: Any) -> Problem:
     return Problem(**checked(value, _PROBLEM, "a problem"))
 
 
-def read_conversation(value: Any) -> Conversation:
+def read_conversation(value: Any, check_turns: Callable[[Problem, int], None] | None = None) -> Conversation:
     """A conversation of a message.
 
+    Args:
+        value: as it was read.
+        check_turns: called with problem and number of turns before these are read.
+
     Raises:
-        MessageError: it is none.
+        MessageError: it is none, or goes on behind its end.
     """
     parts = checked(value, _CONVERSATION, "a conversation")
+    problem = read_problem(parts["problem"])
+    if check_turns is not None:
+        check_turns(problem, len(parts["turns"]))
     turns = [checked(turn, _TURN, "a turn") for turn in parts["turns"]]
+    for number, turn in enumerate(turns[:-1], 1):
+        if not turn["replies"]:
+            raise MessageError(f"turn {number} of a conversation has no replies, which ends it, and another one follows")
     return Conversation(
-        problem=read_problem(parts["problem"]),
+        problem=problem,
         opening=read_said(parts["opening"]),
         turns=[Turn(answer=turn["answer"], replies=read_said(turn["replies"])) for turn in turns],
     )

@@ -196,13 +196,13 @@ class EnvironmentServer:
 
     async def _conversation_reply(self, body: bytes) -> dict[str, Any]:
         message = read_message(body, {"conversation": dict, "answer": str})
-        conversation = read_conversation(message["conversation"])
-        self._check_turns(conversation.problem, len(conversation.turns) + 1)
+        conversation = read_conversation(message["conversation"], lambda problem, before: self._check_turns(problem, before + 1))
+        if conversation.turns and not conversation.turns[-1].replies:
+            raise MessageError("the last turn of a conversation has no replies, which ends it; ask /conversation/reward")
         return {"messages": await self.environment._reply(conversation, message["answer"])}
 
     async def _conversation_reward(self, body: bytes) -> dict[str, Any]:
-        conversation = read_conversation(read_message(body, {"conversation": dict})["conversation"])
-        self._check_turns(conversation.problem, len(conversation.turns))
+        conversation = read_conversation(read_message(body, {"conversation": dict})["conversation"], self._check_turns)
         return self._judged(await self.environment._outcome(conversation), conversation.problem)
 
     def _check_turns(self, problem: Problem, num_turns: int) -> None:
