@@ -337,6 +337,12 @@ def test_single_answers_and_conversations_are_not_taken_for_each_other(server: E
         asyncio.run(Arithmetic(SUMS)._opening(PROBLEM))
 
 
+def test_a_conversation_that_is_too_large_is_not_sent(remote: RemoteEnvironment) -> None:
+    long = Conversation(problem=PROBLEM, opening=OPENING, turns=[Turn(answer="x" * (9 << 20), replies=OPENING)] * 2)
+    with pytest.raises(PeerError, match=r"environment 'hostile_tool': what http:.*/conversation/reward is asked has 18874\d+ bytes"):
+        asyncio.run(remote._outcome(long))
+
+
 @pytest.mark.parametrize(
     ("reply", "words"),
     [

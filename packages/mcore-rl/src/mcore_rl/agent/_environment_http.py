@@ -11,8 +11,9 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol
 
+from mcore_rl.agent._environment_messages import MOST_BYTES
+
 _log = logging.getLogger(__name__)
-_MOST_BODY_BYTES = 16 << 20
 POLL_S = 0.05
 _REQUEST_S = 60.0
 """From the connection to the last byte of a request; and of a reply, between two of its parts."""
@@ -97,8 +98,8 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdigit()):
             self._reply(411, {"error": "a Content-Length is needed"})
-        elif len(length) > len(str(_MOST_BODY_BYTES)) or int(length) > _MOST_BODY_BYTES:
-            self._reply(413, {"error": f"a body of {length[:20]} bytes is larger than {_MOST_BODY_BYTES}"})
+        elif len(length) > len(str(MOST_BYTES)) or int(length) > MOST_BYTES:
+            self._reply(413, {"error": f"a body of {length[:20]} bytes is larger than {MOST_BYTES}"})
         else:
             self._reply(*self.server.owner.answer(self.path, self.rfile.read(int(length))))
 

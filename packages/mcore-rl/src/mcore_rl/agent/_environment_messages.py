@@ -13,6 +13,8 @@ from mcore_rl.agent._conversation import Conversation, Turn, TurnLimits
 from mcore_rl.agent._judged import Problem
 
 VERSION = 2
+MOST_BYTES = 16 << 20
+"""Of a request."""
 Types = Mapping[str, type | tuple[type, ...]]
 _PROBLEM = {field.name: str for field in fields(Problem)}
 _CONVERSATION: Types = {"problem": dict, "opening": list, "turns": list}

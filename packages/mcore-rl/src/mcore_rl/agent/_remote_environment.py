@@ -13,6 +13,7 @@ from mcore_rl._http import HttpPeer, PeerError, PeerReplyError, PeerTimeoutError
 from mcore_rl._stability import experimental_api
 from mcore_rl.agent._conversation import Conversation, TurnLimits
 from mcore_rl.agent._environment_messages import (
+    MOST_BYTES,
     EnvironmentCard,
     MessageError,
     Types,
@@ -145,6 +146,9 @@ class RemoteEnvironment(HeldElsewhere):
     async def _call(self, path: str, body: Mapping[str, Any], limit_s: float) -> bytes:
         peer = HttpPeer(self._url, api_key=self._api_key, timeout_s=limit_s + self._timeout_s)
         content = json.dumps(body).encode()
+        if len(content) > MOST_BYTES:
+            # A server that refuses it closes while it comes, which looks as if it were lost.
+            raise PeerError(f"{self._name}: what {self._url}{path} is asked has {len(content)} bytes, more than {MOST_BYTES}")
         for tries_left in range(self._num_tries - 1, -1, -1):
             try:
                 return await peer.post(path, content)
