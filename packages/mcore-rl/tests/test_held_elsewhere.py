@@ -174,7 +174,7 @@ def num_ended(judge: ProcessJudge) -> int:
         ("remote", "memory", "the environment 'hostile_tool' failed: MemoryError()"),
         ("processes", "network", "the environment 'hostile_tool' failed: OSError(101, 'Network is unreachable')"),
         ("processes", "raise", "the environment 'hostile_tool' failed: ValueError('of the judge')"),
-        ("processes", "other", "the environment says what is no message: what is said has an unknown field 'text'; it has role, content"),
+        ("processes", "other", "the environment says what is no message: a chat message has an unknown field 'text'; it has role, content"),
         ("processes", "flood", "the environment 'hostile_tool' failed: ValueError('a reply of 2097"),
     ],
 )
@@ -214,7 +214,7 @@ def test_processes_that_die_between_two_turns_lose_nothing(processes: ProcessJud
 
 
 def test_each_turn_has_the_limit_of_time_for_itself(processes: ProcessJudge) -> None:
-    # Held again, the four together take longer than time_s.
+    # Replayed, the four together take longer than time_s.
     turns = [Turn(answer="slow", replies=[{"role": "tool", "content": f"{number}: 0"}]) for number in range(1, 5)]
     assert asyncio.run(processes._outcome(Conversation(problem=PROBLEM, opening=OPENING, turns=turns))) == 4.0
 
@@ -297,10 +297,10 @@ def said(**changes: Any) -> dict[str, Any]:
         ("reply", said(turns=[3]), "a turn must be an object, found 3"),
         ("reply", said(turns=[TURN | {"reward": 1}]), "a turn has an unknown field 'reward'"),
         ("reply", said(turns=[{"answer": "good"}]), "a turn has no replies"),
-        ("reply", said(opening=["say 7"]), 'what is said must be an object, found "say 7"'),
-        ("reply", said(opening=[{"role": "user"}]), "what is said has no content"),
-        ("reply", said(opening=[OPENING[0] | {"image": "x"}]), "what is said has an unknown field 'image'"),
-        ("reply", said(opening=[OPENING[0] | {"name": 3}]), "name of what is said must be str, found 3"),
+        ("reply", said(opening=["say 7"]), 'a chat message must be an object, found "say 7"'),
+        ("reply", said(opening=[{"role": "user"}]), "a chat message has no content"),
+        ("reply", said(opening=[OPENING[0] | {"image": "x"}]), "a chat message has an unknown field 'image'"),
+        ("reply", said(opening=[OPENING[0] | {"name": 3}]), "name of a chat message must be str, found 3"),
         ("reply", said(turns=[TURN] * 4), "a conversation of 5 turns is longer than max_turns=4"),
         # Refused before it is read.
         ("reply", said(turns=[3] * 5), "a conversation of 6 turns is longer than max_turns=4"),
@@ -347,8 +347,8 @@ def test_a_conversation_that_is_too_large_is_not_sent(remote: RemoteEnvironment)
     ("reply", "words"),
     [
         ({"messages": "end"}, 'messages of a message must be list, found "end"'),
-        ({"messages": [3]}, "what is said must be an object, found 3"),
-        ({"messages": [{"role": "tool", "content": None}]}, "content of what is said must be str, found null"),
+        ({"messages": [3]}, "a chat message must be an object, found 3"),
+        ({"messages": [{"role": "tool", "content": None}]}, "content of a chat message must be str, found null"),
         ({"messages": [], "reward": 1}, "a message has an unknown field 'reward'"),
     ],
 )

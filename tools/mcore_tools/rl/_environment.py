@@ -19,7 +19,7 @@ def build_environment(config: RLConfig) -> NumberedAgent:
     environments = [_build(config, name) for name in config.environments]
     weights = config.mixture_weights or [1.0] * len(environments)
     environment = WeightedMultiTask(environments, weights) if config.mixture else environments[0]
-    # A mixture has no one form to imitate.
+    # A row to imitate is a text or a conversation, and a run makes rows of one kind.
     if config.imitation_steps > 0 and environment.holds_conversations and not all(environment.turn_limits.values()):
         raise ValueError(
             f"rl.imitation_steps is for single answers or for conversations, and environment {environment.env_id!r} has both; leave it out"

@@ -19,8 +19,8 @@ Types = Mapping[str, type | tuple[type, ...]]
 _PROBLEM = {field.name: str for field in fields(Problem)}
 _CONVERSATION: Types = {"problem": dict, "opening": list, "turns": list}
 _TURN: Types = {"answer": str, "replies": list}
-_SAID: dict[str, type] = {"role": str, "content": str}
-_MAY_BE_SAID: dict[str, type] = {"name": str, "tool_call_id": str, "tool_calls": list}
+_CHAT: dict[str, type] = {"role": str, "content": str}
+_CHAT_OPTIONAL: dict[str, type] = {"name": str, "tool_call_id": str, "tool_calls": list}
 """What chat templates know beside."""
 _TOOL: Types = {"type": str, "function": dict}
 _LIMITS: Types = {"max_turns": int, "max_tokens": (int, NoneType)}
@@ -96,33 +96,33 @@ def read_conversation(value: Any, check_turns: Callable[[Problem, int], None] | 
             raise MessageError(f"turn {number} of a conversation has no replies, which ends it, and another one follows")
     return Conversation(
         problem=problem,
-        opening=read_said(parts["opening"]),
-        turns=[Turn(answer=turn["answer"], replies=read_said(turn["replies"])) for turn in turns],
+        opening=read_chat(parts["opening"]),
+        turns=[Turn(answer=turn["answer"], replies=read_chat(turn["replies"])) for turn in turns],
     )
 
 
-def read_said(value: Sequence[Any]) -> list[dict[str, Any]]:
+def read_chat(value: Sequence[Any]) -> list[dict[str, Any]]:
     """Messages of a chat: ``role`` and ``content`` are texts, and so are ``name`` and ``tool_call_id``, where they are; ``tool_calls`` is
     a list.
 
     Raises:
         MessageError: they are none.
     """
-    return [checked(message, _SAID | _also_said(message), "what is said") for message in value]
+    return [checked(message, _CHAT | _optional_fields(message), "a chat message") for message in value]
 
 
-def _also_said(message: Any) -> dict[str, type]:
-    return {name: kind for name, kind in _MAY_BE_SAID.items() if isinstance(message, dict) and name in message}
+def _optional_fields(message: Any) -> dict[str, type]:
+    return {name: kind for name, kind in _CHAT_OPTIONAL.items() if isinstance(message, dict) and name in message}
 
 
-def said(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def as_chat(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What an environment says, as it comes out of a message.
 
     Raises:
         RuntimeError: no messages of a chat.
     """
     try:
-        return read_said(json.loads(json.dumps(list(messages), allow_nan=False)))
+        return read_chat(json.loads(json.dumps(list(messages), allow_nan=False)))
     except (TypeError, ValueError, RecursionError) as error:
         raise RuntimeError(f"the environment says what is no message: {error}") from None
 

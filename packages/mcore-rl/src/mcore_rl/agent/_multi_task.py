@@ -14,7 +14,7 @@ from mcore_rl._types import EvaluationResponse, GenericGenerationArgs
 from mcore_rl.agent._base import all_at_once
 from mcore_rl.agent._conversation import Conversation, TurnLimits
 from mcore_rl.agent._judged import Attempt, Problem
-from mcore_rl.agent._numbered import NumberedAgent, NumberedProblems, unheard
+from mcore_rl.agent._numbered import NumberedAgent, NumberedProblems, ignore_turn
 from mcore_rl.agent._stream_position import StreamPosition
 from mcore_rl.inference import InferenceInterface
 
@@ -117,12 +117,14 @@ class WeightedMultiTask(NumberedProblems):
         environment, own = self._own(problem)
         return await _within(environment, environment._opening(own))
 
-    async def _reply(self, conversation: Conversation, answer: str, on_turn: Callable[[], None] = unheard) -> Sequence[Mapping[str, Any]]:
+    async def _reply(
+        self, conversation: Conversation, answer: str, on_turn: Callable[[], None] = ignore_turn
+    ) -> Sequence[Mapping[str, Any]]:
         environment, own = self._own(conversation.problem)
         call = environment._reply(dataclasses.replace(conversation, problem=own), answer, on_turn)
         return await _within(environment, call)
 
-    async def _outcome(self, conversation: Conversation, on_turn: Callable[[], None] = unheard) -> float:
+    async def _outcome(self, conversation: Conversation, on_turn: Callable[[], None] = ignore_turn) -> float:
         environment, own = self._own(conversation.problem)
         call = environment._outcome(dataclasses.replace(conversation, problem=own), on_turn)
         return await _within(environment, call)
@@ -194,8 +196,9 @@ async def _within(environment: NumberedAgent, call: Awaitable[T]) -> T:
     Raises:
         TimeoutError: it takes longer; names environment and limit.
     """
+    limit = asyncio.timeout(environment.judge_timeout_s)
     try:
-        async with asyncio.timeout(environment.judge_timeout_s) as limit:
+        async with limit:
             return await call
     except TimeoutError as error:
         if not limit.expired():

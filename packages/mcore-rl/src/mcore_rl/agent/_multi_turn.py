@@ -14,14 +14,18 @@ from mcore_rl._lost import LostError
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import GenericGenerationArgs, InferenceResponse, TokenRollout
 from mcore_rl.agent._conversation import Conversation, TurnLimits
-from mcore_rl.agent._environment_messages import said
+from mcore_rl.agent._environment_messages import as_chat
 from mcore_rl.agent._judged import Attempt, JudgedAgent, Problem
 from mcore_rl.inference import ChatInferenceInterface, InferenceInterface
 
 
 @experimental_api
 class Episode(ABC):
-    """The environment's side of one conversation."""
+    """The environment's side of one conversation.
+
+    In processes that judge and behind servers each turn is asked of a new one, which hears the answers before it again: what it says has to
+    follow from the problem and the answers alone, where ``MultiTurnAgent.resume`` makes none of what was said.
+    """
 
     @abstractmethod
     async def start(self) -> Sequence[Mapping[str, Any]]:
@@ -67,7 +71,7 @@ class MultiTurnAgent(JudgedAgent):
     def resume(self, conversation: Conversation) -> Episode | None:
         """A conversation as it stands, where nobody has held it so far: in a process that judges, or behind a server.
 
-        None, as here, has it held again: a new `Episode` hears the same answers, and has to say the same to them. A subclass whose
+        None, as here, has it replayed: a new `Episode` hears the same answers, and has to say the same to them. A subclass whose
         replies are no function of the problem and the answers, or whose tools take long or change what is outside, makes the episode
         from what was said.
         """
@@ -194,7 +198,7 @@ async def resumed(agent: MultiTurnAgent, conversation: Conversation, on_turn: Ca
     Args:
         agent: of the conversation.
         conversation: so far.
-        on_turn: called after each turn, the opening included, that is held again.
+        on_turn: called after each turn, the opening included, that is replayed.
 
     Raises:
         RuntimeError: the environment says something else than before; names problem and turn.
@@ -202,18 +206,18 @@ async def resumed(agent: MultiTurnAgent, conversation: Conversation, on_turn: Ca
     if (episode := agent.resume(conversation)) is not None:
         return episode
     episode = agent.begin(conversation.problem)
-    _check_said(agent, conversation, 0, await episode.start(), conversation.opening)
+    _check_same(agent, conversation, 0, await episode.start(), conversation.opening)
     on_turn()
     for number, turn in enumerate(conversation.turns, 1):
-        _check_said(agent, conversation, number, await episode.reply(turn.answer), turn.replies)
+        _check_same(agent, conversation, number, await episode.reply(turn.answer), turn.replies)
         on_turn()
     return episode
 
 
-def _check_said(
+def _check_same(
     agent: MultiTurnAgent, conversation: Conversation, number: int, now: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]]
 ) -> None:
-    if said(now) != said(before):
+    if as_chat(now) != as_chat(before):
         raise RuntimeError(
             f"environment {agent.env_id!r} says something else than before to the same answers, in turn {number} of problem "
             f"{conversation.problem.problem_id!r}; give it a resume() that makes an episode of what was said"

@@ -11,15 +11,15 @@ from typing import Any, ClassVar, overload
 from mcore_rl._stability import experimental_api
 from mcore_rl.agent._base import all_at_once
 from mcore_rl.agent._conversation import Conversation, TurnLimits
-from mcore_rl.agent._environment_messages import said
+from mcore_rl.agent._environment_messages import as_chat
 from mcore_rl.agent._judged import JudgedAgent, Problem
 from mcore_rl.agent._multi_turn import MultiTurnAgent, resumed
 from mcore_rl.agent._reward_only import RewardOnlyAgent
 from mcore_rl.agent._stream_position import StreamPosition
 
 
-def unheard() -> None:
-    """Nobody waits for each turn."""
+def ignore_turn() -> None:
+    """Nobody times the turns that are replayed."""
 
 
 @experimental_api
@@ -93,11 +93,13 @@ class NumberedAgent(JudgedAgent):
         """
         raise TypeError(f"environment {self.env_id!r} judges single answers and holds no conversation")
 
-    async def _reply(self, conversation: Conversation, answer: str, on_turn: Callable[[], None] = unheard) -> Sequence[Mapping[str, Any]]:
+    async def _reply(
+        self, conversation: Conversation, answer: str, on_turn: Callable[[], None] = ignore_turn
+    ) -> Sequence[Mapping[str, Any]]:
         """What is said to an answer; none ends the conversation. ``on_turn`` and errors as of ``resumed`` and ``_opening``."""
         raise TypeError(f"environment {self.env_id!r} judges single answers and holds no conversation")
 
-    async def _outcome(self, conversation: Conversation, on_turn: Callable[[], None] = unheard) -> float:
+    async def _outcome(self, conversation: Conversation, on_turn: Callable[[], None] = ignore_turn) -> float:
         """How good a conversation was; arguments and errors as of ``_reply``."""
         raise TypeError(f"environment {self.env_id!r} judges single answers and holds no conversation")
 
@@ -166,13 +168,15 @@ class NumberedConversations(NumberedAgent, MultiTurnAgent):
         return {self.env_id: TurnLimits(max_turns=self.max_turns, max_tokens=self.max_tokens)}
 
     async def _opening(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
-        return said(await self.begin(problem).start())
+        return as_chat(await self.begin(problem).start())
 
-    async def _reply(self, conversation: Conversation, answer: str, on_turn: Callable[[], None] = unheard) -> Sequence[Mapping[str, Any]]:
+    async def _reply(
+        self, conversation: Conversation, answer: str, on_turn: Callable[[], None] = ignore_turn
+    ) -> Sequence[Mapping[str, Any]]:
         episode = await resumed(self, conversation, on_turn)
-        return said(await episode.reply(answer))
+        return as_chat(await episode.reply(answer))
 
-    async def _outcome(self, conversation: Conversation, on_turn: Callable[[], None] = unheard) -> float:
+    async def _outcome(self, conversation: Conversation, on_turn: Callable[[], None] = ignore_turn) -> float:
         episode = await resumed(self, conversation, on_turn)
         return await episode.reward()
 

@@ -26,19 +26,19 @@ from mcore_rl.agent._environment_messages import (
     MessageError,
     conversation_fields,
     problem_fields,
+    read_chat,
     read_conversation,
     read_problem,
-    read_said,
 )
 from mcore_rl.agent._held_elsewhere import HeldElsewhere
 from mcore_rl.agent._judged import Problem
 from mcore_rl.agent._judged_elsewhere import PosedHere
-from mcore_rl.agent._numbered import NumberedAgent, NumberedProblems, unheard
+from mcore_rl.agent._numbered import NumberedAgent, NumberedProblems, ignore_turn
 
 _MOST_REPLY_BYTES = 1 << 20
 _MOST_UNREAD_BYTES = 1 << 15
-_HELD_AGAIN = {"held_again": True}
-"""What a process says of each turn that it holds again: its time begins anew."""
+_REPLAYED = {"replayed": True}
+"""What a process says of each turn that it replays: its time begins anew."""
 _spawn = multiprocessing.get_context("spawn")
 
 
@@ -83,9 +83,9 @@ class ProcessJudge(HeldElsewhere, PosedHere):
 
     Whatever an answer does to its judge, or to a tool, be it an endless loop, all memory or the end of the process, it loses itself alone,
     or its conversation: the process is ended, and another one takes its place within milliseconds. A process keeps nothing of a
-    conversation: each turn bears what was said before it, which is held again (``MultiTurnAgent.resume``), so that any process goes on with
-    it. A judgement or a turn waits for a free process; ``judge_timeout_s`` of the environment covers that wait and the turns that are held
-    again, too. Only numbers and text go between the processes, all of which end with this one. Linux only.
+    conversation: each turn bears what was said before it, which is replayed (``MultiTurnAgent.resume``), so that any process goes on with
+    it. A judgement or a turn waits for a free process; ``judge_timeout_s`` of the environment covers that wait and the turns that are
+    replayed, too. Only numbers and text go between the processes, all of which end with this one. Linux only.
 
     Args:
         make: makes the environment, here and once in a process from which those that judge are forked; it must be importable there, and
@@ -119,20 +119,22 @@ class ProcessJudge(HeldElsewhere, PosedHere):
         return await self._rewarded({"response": response, "problem": problem_fields(problem)}, problem)
 
     async def _opening(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
-        return await self._said({"problem": problem_fields(problem)}, problem)
+        return await self._messages({"problem": problem_fields(problem)}, problem)
 
-    async def _reply(self, conversation: Conversation, answer: str, on_turn: Callable[[], None] = unheard) -> Sequence[Mapping[str, Any]]:
+    async def _reply(
+        self, conversation: Conversation, answer: str, on_turn: Callable[[], None] = ignore_turn
+    ) -> Sequence[Mapping[str, Any]]:
         question = {"conversation": conversation_fields(conversation), "answer": answer}
-        return await self._said(question, conversation.problem, len(conversation.turns))
+        return await self._messages(question, conversation.problem, len(conversation.turns))
 
-    async def _outcome(self, conversation: Conversation, on_turn: Callable[[], None] = unheard) -> float:
+    async def _outcome(self, conversation: Conversation, on_turn: Callable[[], None] = ignore_turn) -> float:
         question = {"conversation": conversation_fields(conversation)}
         return await self._rewarded(question, conversation.problem, len(conversation.turns))
 
     async def _rewarded(self, question: Mapping[str, Any], problem: Problem, num_turns: int = 0) -> float:
         return await self._asked_there(question, problem, num_turns, "reward")
 
-    async def _said(self, question: Mapping[str, Any], problem: Problem, num_turns: int = 0) -> Sequence[Mapping[str, Any]]:
+    async def _messages(self, question: Mapping[str, Any], problem: Problem, num_turns: int = 0) -> Sequence[Mapping[str, Any]]:
         return await self._asked_there(question, problem, num_turns, "messages")
 
     async def _asked_there(self, *question: Any) -> Any:
@@ -239,7 +241,7 @@ class _Worker:
         Args:
             question: of ``_answer``.
             problem: that it is about.
-            num_turns: of its conversation so far; the opening and each of them are held again, and have the limit of time for themselves.
+            num_turns: of its conversation so far; the opening and each of them are replayed, and have the limit of time for themselves.
             name: of what it has to give, reward or messages.
 
         Raises:
@@ -256,7 +258,7 @@ class _Worker:
             raise JudgeProcessError(late if time.monotonic() - begin >= self._limits.time_s else f"{where} died") from None
         reply = _reply(self._pipe, self._limits.time_s)
         for _ in range(num_turns + 1):
-            if reply != _HELD_AGAIN:
+            if reply != _REPLAYED:
                 break
             reply = _reply(self._pipe, self._limits.time_s)
         if not isinstance(reply, dict):
@@ -320,7 +322,7 @@ def _read_reply(reply: dict[str, Any], name: str) -> Any:
     # A reward that is no finite number is the agent's to name.
     if len(reply) != 1 or type(value) not in ((list,) if name == "messages" else (int, float)):
         raise MessageError(str(reply))
-    return read_said(value) if name == "messages" else float(value)
+    return read_chat(value) if name == "messages" else float(value)
 
 
 def _serve(make: Callable[[], NumberedAgent], pipe: Connection, limits: JudgeLimits) -> None:
@@ -360,8 +362,8 @@ def _judge_all(environment: NumberedAgent, pipe: Connection, limits: JudgeLimits
     _confine.limit_memory(int(limits.memory_gb * 2**30))
     pipe.send_bytes(json.dumps({"pid": os.getpid()}).encode())
 
-    def say_held_again() -> None:
-        pipe.send_bytes(json.dumps(_HELD_AGAIN).encode())
+    def say_replayed() -> None:
+        pipe.send_bytes(json.dumps(_REPLAYED).encode())
 
     while True:
         try:
@@ -369,7 +371,7 @@ def _judge_all(environment: NumberedAgent, pipe: Connection, limits: JudgeLimits
         except (EOFError, OSError):
             return
         try:
-            data = json.dumps(asyncio.run(_answer(environment, question, say_held_again))).encode()
+            data = json.dumps(asyncio.run(_answer(environment, question, say_replayed))).encode()
             if len(data) > _MOST_REPLY_BYTES:
                 raise ValueError(f"a reply of {len(data)} bytes is larger than {_MOST_REPLY_BYTES}")
         except Exception as error:

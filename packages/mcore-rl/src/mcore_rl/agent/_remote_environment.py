@@ -19,13 +19,13 @@ from mcore_rl.agent._environment_messages import (
     Types,
     conversation_fields,
     problem_fields,
+    read_chat,
     read_message,
     read_problem,
-    read_said,
 )
 from mcore_rl.agent._held_elsewhere import HeldElsewhere
 from mcore_rl.agent._judged import Problem
-from mcore_rl.agent._numbered import unheard
+from mcore_rl.agent._numbered import ignore_turn
 
 _FIRST_WAIT_S = 0.1
 T = TypeVar("T")
@@ -104,21 +104,23 @@ class RemoteEnvironment(HeldElsewhere):
         return await self._rewarded("/reward", {"problem": problem_fields(problem), "response": response})
 
     async def _opening(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
-        return await self._said("/conversation/start", {"problem": problem_fields(problem)})
+        return await self._messages("/conversation/start", {"problem": problem_fields(problem)})
 
-    async def _reply(self, conversation: Conversation, answer: str, on_turn: Callable[[], None] = unheard) -> Sequence[Mapping[str, Any]]:
-        return await self._said("/conversation/reply", {"conversation": conversation_fields(conversation), "answer": answer})
+    async def _reply(
+        self, conversation: Conversation, answer: str, on_turn: Callable[[], None] = ignore_turn
+    ) -> Sequence[Mapping[str, Any]]:
+        return await self._messages("/conversation/reply", {"conversation": conversation_fields(conversation), "answer": answer})
 
-    async def _outcome(self, conversation: Conversation, on_turn: Callable[[], None] = unheard) -> float:
+    async def _outcome(self, conversation: Conversation, on_turn: Callable[[], None] = ignore_turn) -> float:
         return await self._rewarded("/conversation/reward", {"conversation": conversation_fields(conversation)})
 
     async def _rewarded(self, path: str, body: Mapping[str, Any]) -> float:
         return float((await self._ask(path, body, self._card.judge_timeout_s, {"reward": (int, float)}))["reward"])
 
-    async def _said(self, path: str, body: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    async def _messages(self, path: str, body: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         reply = await self._ask(path, body, self._card.judge_timeout_s, {"messages": list})
         try:
-            return read_said(reply["messages"])
+            return read_chat(reply["messages"])
         except MessageError as error:
             raise PeerReplyError(f"{self._name}: {self._url} gave no reply to {path}: {error}") from None
 
