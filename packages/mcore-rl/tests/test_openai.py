@@ -20,7 +20,16 @@ from mcore_parallel import ProcessGroups
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_rl import GenericGenerationArgs, InferenceRequest, MegatronLocal
-from mcore_rl.inference import LostError, OpenAIInference, PeerError, PeerReplyError, PeerTimeoutError, RequestSeeds, SGLangInference
+from mcore_rl.inference import (
+    BalancedInference,
+    LostError,
+    OpenAIInference,
+    PeerError,
+    PeerReplyError,
+    PeerTimeoutError,
+    RequestSeeds,
+    SGLangInference,
+)
 from mcore_rl.inference._peer import PeerRefusalError
 from tests.support.tcp_server import tcp_server
 
@@ -103,6 +112,31 @@ def test_draws_follow_the_seeds_of_their_own_interface_whatever_the_server_is_as
             assert tokens(beside[number % 2], prompt) not in expected
             drawn.append(tokens(training[number % 2], prompt))
     assert drawn == expected
+
+
+def test_a_request_with_a_name_is_drawn_alike_by_engines_and_servers() -> None:
+    prompt, args = list(TOKENIZER.tokenize("hello")), GenericGenerationArgs(max_tokens=12)
+
+    def tokens(interface: Any, draw: str | None) -> Any:
+        [[answer]] = asyncio.run(interface.agenerate(InferenceRequest(prompts=[prompt], generation_args=args, draw=draw)))
+        return answer.token_ids
+
+    names = ["e 1 0 turn 0", "e 1 0 turn 1", "e 1 1 turn 0", "e 2 0 turn 0", "e evaluation 1 0 turn 0"]
+    local = MegatronLocal(engine(), seed=5)
+    expected, unnamed = [tokens(local, name) for name in names], tokens(MegatronLocal(engine(), seed=5), None)
+    assert len({tuple(one) for one in expected}) == len(names) and tokens(local, names[2]) == expected[2]
+    # Those with a name take no number from those without.
+    assert tokens(local, None) == unnamed
+    with serve(engine()) as first, serve(engine()) as second:
+        seeds = RequestSeeds(5)
+        balanced = BalancedInference([client(server.url, seeds=seeds) for server in (first, second)])
+        assert [tokens(balanced, name) for name in reversed(names)] == expected[::-1]
+        assert tokens(balanced, None) == unnamed
+
+
+def test_seeds_of_names_are_positive_and_of_63_bits() -> None:
+    seeds = [RequestSeeds(-7).of(f"e {number} 0 turn 0") for number in range(1000)]
+    assert len(set(seeds)) == 1000 and all(0 <= seed < 1 << 63 for seed in seeds) and max(seeds) >= 1 << 62
 
 
 def test_a_server_that_hangs_is_named_when_the_time_is_over() -> None:
