@@ -57,7 +57,8 @@ def test_it_judges_and_poses_what_the_environment_does_and_its_processes_end_wit
         judged = [asyncio.run(judge.get_reward(answer, problem)) for answer, problem in zip(answers, problems, strict=True)]
         assert judged == [own.judge(answer, problem) for answer, problem in zip(answers, problems, strict=True)]
         assert judge.num_restarts == 0
-        template, pids = judge._template._process, [worker.pid for worker in judge._idle]
+        workers = list(judge._idle)
+        template, pids = judge._template._process, [worker.pid for worker in workers]
         assert template.is_alive() and pids
     finally:
         judge.close()
@@ -68,6 +69,9 @@ def test_it_judges_and_poses_what_the_environment_does_and_its_processes_end_wit
     while any(os.path.exists(f"/proc/{pid}") for pid in pids):
         assert time.monotonic() < end
         time.sleep(0.01)
+    # A judgement that found its process gone meanwhile starts no others.
+    with pytest.raises(JudgeProcessError, match="the processes of 'countdown' have ended"):
+        judge._replaced(workers[0])
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ class ProcessJudge(HeldElsewhere, PosedHere):
     def __init__(self, make: Callable[[], NumberedAgent], limits: JudgeLimits | None = None) -> None:
         super().__init__(make)
         self.limits = limits or JudgeLimits()
-        self._make, self._lock = make, threading.Lock()
+        self._make, self._lock, self._is_closed = make, threading.Lock(), False
         self._threads = ThreadPoolExecutor(self.limits.num_workers, "mcore-judge")
         self._template = _Template(make, self.env_id, self.limits)
         self._idle: list[_Worker] = []
@@ -155,6 +155,8 @@ class ProcessJudge(HeldElsewhere, PosedHere):
     def _replaced(self, worker: "_Worker") -> "_Worker":
         worker.end()
         with self._lock:
+            if self._is_closed:
+                raise JudgeProcessError(f"the processes of {self.env_id!r} have ended")
             if not self._template.is_alive:
                 self._template.end()
                 self._template = _Template(self._make, self.env_id, self.limits)
@@ -167,6 +169,7 @@ class ProcessJudge(HeldElsewhere, PosedHere):
         """End the processes; may be called again."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
+            self._is_closed = True
             workers, self._idle = self._idle, []
             for worker in workers:
                 worker.end()
