@@ -126,13 +126,17 @@ def test_a_mixture_of_conversations_alone_may_be_imitated() -> None:
     assert build_environment(RLConfig(mixture=("calculator",), imitation_steps=2)).holds_conversations
 
 
-def test_a_mixture_behind_http_is_known_by_its_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixture_behind_http_is_known_by_its_environments(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("elsewhere")
+    module.mine = lambda: RemoteEnvironment(server.url, api_key="key")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "elsewhere", module)
     with EnvironmentServer(build_environment(RLConfig(mixture=("calculator",))), api_key="key") as server:
-        module = types.ModuleType("elsewhere")
-        module.mine = lambda: RemoteEnvironment(server.url, api_key="key")  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "elsewhere", module)
-        made = build_environment(RLConfig(environment="elsewhere:mine", imitation_steps=2))
-    assert made.env_ids == ("calculator",) and made.holds_conversations
+        assert build_environment(RLConfig(environment="elsewhere:mine", imitation_steps=2)).holds_conversations
+    with EnvironmentServer(build_environment(RLConfig(mixture=(NODDING, "arithmetic"))), api_key="key") as server:
+        changes = ("train.steps=1", "rl.environment=elsewhere:mine", f"output={tmp_path}")
+        assert reinforce.main([str(published), *words(*changes)]) == 0
+    [row, *_] = rows(tmp_path)
+    assert row["env/nodding/num_rollouts"] and row["env/arithmetic/num_rollouts"] and row["num_dropped"] == 0
 
 
 def test_processes_imitate_and_hold_the_same_conversations(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
