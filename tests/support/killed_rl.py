@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import signal
+import traceback
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -88,6 +89,8 @@ def _forked(start: Start, environment: dict[str, str]) -> int:
             _draw_alike()
         code = reinforce.main(list(start.words))
         os._exit(code)
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(99)
 
@@ -117,11 +120,11 @@ def _draw_alike() -> None:
     num_requests: Counter[tuple[int, ...]] = Counter()
     inner = MegatronLocal._answer
 
-    async def answer(interface: Any, runner: Any, prompt: Any, params: Any) -> Any:
+    async def answer(interface: Any, runner: Any, prompt: Any, params: Any, draw: Any) -> Any:
         # Those of an evaluation are not drawn.
         if params.temperature:
             num_requests[tuple(prompt)] += 1
             params = dataclasses.replace(params, seed=zlib.crc32(repr((list(prompt), num_requests[tuple(prompt)])).encode()))
-        return await inner(interface, runner, prompt, params)
+        return await inner(interface, runner, prompt, params, draw)
 
     MegatronLocal._answer = answer  # type: ignore[method-assign]
