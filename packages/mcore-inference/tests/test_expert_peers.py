@@ -16,6 +16,7 @@ import torch.distributed as dist
 from mcore_inference import LockstepConfig
 from mcore_inference.engine._expert_peers import ExpertPeers
 from mcore_inference.engine._expert_votes import Decision, Vote, decide
+from mcore_inference.requests import RankFailedError
 from mcore_parallel import ParallelPlan, ProcessGroups
 
 MISMATCH = "ep rank 1 has weight_version=2 and ep rank 0 3; load the same weights on all"
@@ -131,3 +132,56 @@ def test_ranks_that_pause_work_and_load_at_random_step_equally_often(world: Call
     assert one == two == three
     num_steps, steps_before, _, failures = one
     assert num_steps > 20 and len(steps_before) == 3 and not failures
+
+
+class Wire:
+    """A link that keeps what goes over it, up to the last message."""
+
+    def __init__(self, is_closed: threading.Event) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self._is_closed = is_closed
+
+    def send(self, message: dict[str, Any]) -> None:
+        if "failed" in message:
+            # Whoever may close the ranks meanwhile does.
+            self._is_closed.wait(0.3)
+        if not any("end" in before for before in self.sent):
+            self.sent.append(message)
+
+    def end(self) -> None:
+        self.send({"end": None})
+
+    def join(self, _: float) -> None:
+        pass
+
+
+@pytest.mark.parametrize("closes", ["waiter", "on_failure"])
+def test_a_rank_that_closes_for_a_lost_one_names_that_to_the_others_first(closes: str) -> None:
+    group = SimpleNamespace(rank=0, ranks=(0, 1, 2))
+    peers = ExpertPeers(SimpleNamespace(groups=SimpleNamespace(tp_ep_pp=group)))  # type: ignore[arg-type]
+    has_voted, is_closed = threading.Event(), threading.Event()
+    wires = {rank: Wire(is_closed) for rank in (1, 2)}
+    peers._links = wires  # type: ignore[assignment]
+    peers._on_call = has_voted.set
+
+    def close(*_: object) -> None:
+        peers.close()
+        is_closed.set()
+
+    def step() -> None:
+        with pytest.raises(RankFailedError, match="ep rank 1 is gone"):
+            peers.decide(Vote(True, None, 0))
+        close()
+
+    if closes == "on_failure":
+        peers._on_failure = close
+        peers._lose(1, "is gone")
+    else:
+        stepping = threading.Thread(target=step, daemon=True)
+        stepping.start()
+        assert has_voted.wait(60)
+        peers._lose(1, "is gone")
+        stepping.join(60)
+    assert is_closed.is_set()
+    messages = [message for message in wires[2].sent if "call" not in message]
+    assert messages == [{"failed": 1, "what": "is gone", "tells": True}, {"end": None}]

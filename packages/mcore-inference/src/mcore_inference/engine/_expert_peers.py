@@ -208,8 +208,9 @@ class ExpertPeers:
 
     def close(self) -> None:
         """Leave; the others cannot step any more. When all have left they may connect again, unless one failed."""
-        for link in self._links.values():
-            link.end()
+        with self._changed:
+            for link in self._links.values():
+                link.end()
         if not self._is_broken:
             for link in self._links.values():
                 link.join(self._config.silence_timeout_s)
@@ -308,13 +309,14 @@ class ExpertPeers:
                 return
             # Nobody makes the steps that were decided.
             self._failure, self._is_broken, self.num_left = failure, tells, 0
+            # Before anybody here sees it and closes, of which the others would hear first.
+            what = str(failure).removeprefix(f"ep rank {failure.rank} ")
+            self._broadcast({"failed": failure.rank, "what": what, "tells": tells})
+            for link in self._links.values():
+                link.end()
             self._changed.notify_all()
         if tells:
             self._on_failure(failure)
-        what = str(failure).removeprefix(f"ep rank {failure.rank} ")
-        self._broadcast({"failed": failure.rank, "what": what, "tells": tells})
-        for link in self._links.values():
-            link.end()
         self._on_call()
 
     def _broadcast(self, message: dict[str, Any]) -> None:
