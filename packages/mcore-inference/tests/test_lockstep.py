@@ -340,6 +340,38 @@ def test_a_silent_rank_is_named_while_the_step_hangs(world: World) -> None:
     assert seconds < 18
 
 
+def check_interrupted() -> int:
+    """Ctrl-C on the rank that follows, whose process lives on."""
+    engine = split_engine()
+    if engine.model.groups.tp.rank == 0:
+
+        async def main() -> None:
+            with EngineRunner(engine, lockstep=PATIENT) as runner:
+                stream = await runner.submit("a", LONG)
+                with expects_rank_failure(1, "tp rank 1 ended: KeyboardInterrupt in its process"):
+                    await stream.record()
+
+        asyncio.run(main())
+        return engine.step_count
+    step = engine.step
+
+    def interrupted() -> Any:
+        if engine.step_count == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step()
+
+    engine.step = interrupted  # type: ignore[method-assign]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt):
+        follow_runner(engine, PATIENT)
+    return engine.step_count
+
+
+@pytest.mark.world(2)
+def test_a_rank_that_is_interrupted_is_named_at_once_and_steps_no_more(world: World) -> None:
+    assert max(world(check_interrupted)) < LONG.num_tokens_to_generate
+
+
 def check_one_sided_failures() -> None:
     engine = split_engine()
     rank = engine.model.groups.tp.rank

@@ -62,7 +62,14 @@ class _Follower:
 
     def run(self) -> None:
         threading.Thread(target=self._obey_all, name="mcore-engine", daemon=True).start()
-        self._is_over.wait()
+        try:
+            self._is_over.wait()
+        except BaseException as error:
+            # The caller goes, as with Ctrl-C: the first rank hears it, and no further step begins here.
+            self._failure = self._failure or error
+            self._messages.put(None)
+            self._link.end(f"{type(error).__name__} in its process")
+            raise
         self._link.join(self._config.silence_timeout_s)
         dist.destroy_process_group(self._pg)
         if self._engine.peers is not None:
