@@ -11,9 +11,10 @@ import pytest
 
 from mcore_ckpt import CheckpointManager
 from mcore_ckpt.manifest import read_manifest
-from mcore_inference import DynamicInferenceEngine
+from mcore_inference import DynamicInferenceEngine, EngineDeadError
 from mcore_parallel.training import STOPPED_EXIT_CODE
 from mcore_tools import reinforce
+from mcore_tools.rl._engines import step_may_hang
 from tests.support.commands import run_ranks
 from tests.support.countdown import PACE, QUIET, SIZES, countdown_words, num_taken, rows
 
@@ -138,3 +139,9 @@ def test_what_engines_cannot_span_is_one_line(change: str, reason: str, tmp_path
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1 and reason in message
     assert not (tmp_path / "run").exists()
+
+
+def test_an_engine_in_a_step_that_may_hang_is_left_alone() -> None:
+    # One that follows another rank is in a step when Ctrl-C comes.
+    assert all(map(step_may_hang, (KeyboardInterrupt(), SystemExit(1), EngineDeadError("lost"), TimeoutError())))
+    assert not any(map(step_may_hang, (None, ValueError("wrong"))))

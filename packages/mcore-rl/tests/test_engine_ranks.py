@@ -198,6 +198,7 @@ def whole() -> list[Any]:
 CASES = {
     "dp": (ParallelPlan(dp=2), SPLIT, CONFIG),
     "tp": (ParallelPlan(tp=2), SPLIT, CONFIG),
+    "pp": (ParallelPlan(pp=2), SPLIT, CONFIG),
     "pp-into-pp": (ParallelPlan(pp=2), ParallelPlan(pp=2, sequence_parallel=False), CONFIG),
     "suspended": (ParallelPlan(dp=2), SPLIT, dataclasses.replace(CONFIG, memory=MemorySwitch(suspend_engine=True, release_gradients=True))),
 }

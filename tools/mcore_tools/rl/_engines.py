@@ -34,5 +34,6 @@ def sharing_engines(groups: ProcessGroups | None, world: Group) -> Group:
 
 
 def step_may_hang(error: BaseException | None) -> bool:
-    """Whether ranks may wait on their devices for one that is lost, now that a run ends so."""
-    return isinstance(error, EngineDeadError | TimeoutError | dist.DistError)
+    """Whether ranks may wait on their devices for one that is lost, or are in a step that nobody waits for, now that a run ends so."""
+    is_interrupt = error is not None and not isinstance(error, Exception)
+    return is_interrupt or isinstance(error, EngineDeadError | TimeoutError | dist.DistError)
