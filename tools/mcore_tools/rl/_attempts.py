@@ -9,7 +9,9 @@ from mcore_tools.whole_file import write_whole
 
 _NAME = "attempts.json"
 _STRIDE = 1_000_003
-"""Between the seeds of two attempts: more than ranks times steps of most runs."""
+"""Steps between two attempts: more than most runs have."""
+_MOST_ENGINES = 2**20
+"""Seeds of a step, whatever the number of engines, which may be another one when the run goes on."""
 
 
 def begin_attempt(output: Path, step: int) -> int:
@@ -24,11 +26,11 @@ def begin_attempt(output: Path, step: int) -> int:
     return before
 
 
-def attempt_seed(seed: int, *, rank: int, num_ranks: int, step: int, attempt: int) -> int:
-    """Of an engine: another one for each rank, step and attempt, and that of the run for the first of each."""
-    return seed + rank + num_ranks * (step + _STRIDE * attempt)
+def attempt_seed(seed: int, *, rank: int, step: int, attempt: int) -> int:
+    """Of an engine: another one for each engine, step and attempt, and that of the run for the first of each."""
+    return seed + rank + _MOST_ENGINES * (step + _STRIDE * attempt)
 
 
 def evaluation_seed(seed: int) -> int:
-    """Of the evaluations beside draws with ``attempt_seed``: no rank, step or attempt has it."""
+    """Of the evaluations beside draws with ``attempt_seed``: no engine, step or attempt has it."""
     return -1 - seed

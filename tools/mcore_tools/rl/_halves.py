@@ -105,7 +105,7 @@ def serve_half(
     first, position, attempt = halves.begin()
     environment.start_at(position, rank=rank, num_ranks=num_ranks)
     # What was drawn before the run was interrupted is not drawn again.
-    seed = attempt_seed(train.seed, rank=rank, num_ranks=num_ranks, step=first, attempt=attempt)
+    seed = attempt_seed(train.seed, rank=rank, step=first, attempt=attempt)
     engine = build_run_engine(config, tokenizer, device, seed)
     interface, evaluator = local_interfaces(engine, environment, seed)
     agent = environment if rl.dpo is None else BestAndWorst(environment, group_size=rl.group_size)

@@ -257,11 +257,10 @@ class _Run:
             return
         divided = engine_groups(config)
         self.engines = sharing_engines(divided, world)
-        place = {"rank": self.engines.rank, "num_ranks": self.engines.size}
-        self.environment.start_at(self.position, **place)
+        self.environment.start_at(self.position, rank=self.engines.rank, num_ranks=self.engines.size)
         # What was drawn before the run was interrupted is not drawn again.
         attempt = int(all_reduce(torch.tensor([attempt], dtype=torch.int64, device=self.device), world, op="max"))
-        seed = attempt_seed(config.train.seed, **place, step=self.state.step, attempt=attempt)
+        seed = attempt_seed(config.train.seed, rank=self.engines.rank, step=self.state.step, attempt=attempt)
         if self.rl.served is not None:
             *interfaces, self.engine = served_engines(config, self.rl.served, self.tokenizer, self.described, world, seed)
             self.interface, self.evaluator = (
