@@ -16,6 +16,7 @@ import torch
 from mcore_inference import (
     DynamicInferenceContext,
     DynamicInferenceEngine,
+    EngineRunner,
     ExecutionConfig,
     InferenceConfig,
     LockstepConfig,
@@ -287,6 +288,8 @@ def lose_a_rank_of_an_engine() -> str:
         return step()
 
     if parts.groups.world.rank == 3:
+        with pytest.raises(ValueError, match=r"this is tp rank 1 of engine 1 \(rank 3 of the world\) of 2, and rank 0 runs the engine"):
+            EngineRunner(parts.engine)
         parts.engine.step = dying  # type: ignore[method-assign]
     with pytest.raises((RankFailedError, RankTimeoutError)) as caught:
         iterate(parts, dataclasses.replace(CONFIG, micro_batch_size=2))
@@ -296,7 +299,7 @@ def lose_a_rank_of_an_engine() -> str:
 @pytest.mark.world(4)
 def test_all_ranks_say_which_rank_of_the_run_was_lost(world) -> None:
     first, second, third, _ = world(lose_a_rank_of_an_engine, doomed=(3,))
-    assert third == "tp rank 1 of engine 1, rank 3 of the world, is gone: its connection broke"
+    assert third == "tp rank 1 of engine 1 (rank 3 of the world) is gone: its connection broke"
     assert all(message.startswith("rank 3 died, no process is left (rollouts)") for message in (first, second))
 
 

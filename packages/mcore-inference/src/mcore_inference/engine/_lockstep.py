@@ -37,7 +37,7 @@ def rank_name(engine: DynamicInferenceEngine, rank: int) -> str:
     groups = engine.model.groups
     stage, place = divmod(rank, groups.tp.size)
     name = f"tp rank {rank}" if groups.pp.size == 1 else f"rank {rank} (tp {place} of stage {stage})"
-    return name if groups.dp.size == 1 else f"{name} of engine {groups.dp.rank}, rank {groups.tp_pp.ranks[rank]} of the world,"
+    return name if groups.dp.size == 1 else f"{name} of engine {groups.dp.rank} (rank {groups.tp_pp.ranks[rank]} of the world)"
 
 
 def open_group(engine: DynamicInferenceEngine, config: LockstepConfig) -> dist.ProcessGroup:
