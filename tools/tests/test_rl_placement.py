@@ -3,6 +3,7 @@
 """``mcore rl`` whose trainer and engines have ranks of their own: the same numbers by turns, a bound on their lag, and runs that go on."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from mcore_tools import reinforce
 from mcore_tools.launch import launch
 from mcore_tools.recipes import override, recipe
 from mcore_tools.rl import reinforce_rank
+from mcore_tools.rl._engines import watched
 from tests.support.commands import run_ranks
 from tests.support.countdown import PACE, QUIET, SIZES, countdown_words, num_taken, rows
 
@@ -44,6 +46,16 @@ def test_by_turns_halves_under_torchrun_learn_what_one_rank_learns(tmp_path: Pat
     evaluated = {name: value for name, value in beside[-1].items() if name.startswith("eval/")}
     assert evaluated and [apart[-1][name] for name in evaluated] == pytest.approx([*evaluated.values()], rel=1e-4)
     assert sum(num_taken(tmp_path / "apart", 3)) == sum(num_taken(tmp_path / "beside", 3)) == 6
+
+
+def test_guard_waits_for_answers_as_long_as_they_may_take() -> None:
+    beside = recipe("countdown_tiny")
+    apart = override(beside, ["plan.dp=1", "rl.placement.num_engines=1", "rl.placement.timeout_s=700"])
+    for config, wait_s in ((beside, 900.0), (apart, 1000.0)):
+        told: dict[str, Any] = {}
+        watchdog: Any = SimpleNamespace(watch=lambda numbers, told=told, **options: told.update(options, numbers=numbers) or numbers)
+        assert watched(config, range(4, 7), watchdog) == watched(config, range(4, 7), None) == range(4, 7)
+        assert told == {"numbers": range(4, 7), "start": 4, "wait_s": wait_s}
 
 
 @pytest.mark.gpu

@@ -20,8 +20,7 @@ from mcore_inference import (
     WeightSlice,
 )
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
-from mcore_parallel.models import GPTModel, TransformerConfig, hybrid_config
-from mcore_parallel.nn import GatedDeltaNetConfig
+from mcore_parallel.models import GPTModel, TransformerConfig
 
 CONFIG = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=64, init_method_std=0.3)
 PROMPTS = [[1, 2, 3], [7], list(range(20)), [9, 9]]
@@ -132,10 +131,6 @@ def check_refused_layouts() -> None:
     for plan, word in cases:
         with pytest.raises(ValueError, match=word):
             make_engine(ProcessGroups.build(plan))
-    sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 64}
-    net = GatedDeltaNetConfig(num_key_heads=2, num_value_heads=4, key_head_dim=6, value_head_dim=5, chunk_size=4)
-    with pytest.raises(ValueError, match="pp=2 and hybrid_layer_pattern='G"):
-        make_engine(ProcessGroups.build(ParallelPlan(pp=2)), config=hybrid_config("G-*-", delta_net=net, **sizes))
 
 
 @pytest.mark.world(2, shared=True)

@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_parallel.guard import STALLED_EXIT_CODE, StallReport, Watchdog, WatchdogConfig
+from mcore_parallel.guard import STALLED_EXIT_CODE, StallReport, Watchdog, WatchdogConfig, _activity, _watchdog
 from tests.support.world import _server
 
 # Long enough for a loaded machine to come to each next collective, short enough to wait for.
@@ -182,6 +183,32 @@ def test_times_that_are_no_positive_numbers_are_refused(value: Any) -> None:
 def test_times_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match="dead_after_s=5 must be at least three heartbeats of heartbeat_s=2"):
         WatchdogConfig(dead_after_s=5, heartbeat_s=2)
+
+
+@pytest.mark.parametrize(("moves", "late"), [(True, "no step and no collective for 30 s"), (False, "stalled for 10 s")])
+def test_a_step_may_wait_longer_for_something_else_than_ranks(moves: bool, late: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, place, waits = [0.0], [0], [False]
+    monkeypatch.setattr(_activity, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(_activity, "position", lambda: place[0])
+    monkeypatch.setattr(_watchdog, "waits", lambda: waits[0])
+    watchdog = Watchdog(dist.HashStore(), rank=0, world_size=1, config=WatchdogConfig(stall_timeout_s=10, slow_allowance_s=20))
+
+    def complaints(**limits: Any) -> set[str]:
+        """Of 60 s in the second of two steps."""
+        told = set[str]()
+        for number in watchdog.watch(range(2), **limits):
+            for _ in range(60 if number else 1):
+                clock[0] += 1
+                place[0] += moves
+                told.add(watchdog._complaint())
+        return told - {""}
+
+    assert complaints() == {late}
+    assert not complaints(wait_s=100)
+    assert complaints(wait_s=50) == {f"{late[: late.index('for')]}for 50 s"}
+    assert complaints() == {late}
+    waits[0] = True
+    assert complaints(wait_s=100) == (set() if moves else {late})
 
 
 def test_a_minute_is_the_patience_after_the_first_step() -> None:

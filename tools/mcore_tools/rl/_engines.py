@@ -2,10 +2,13 @@
 # Copyright (c) 2026 the mcore authors
 """Engines on the ranks that train, each whole on one of them or divided over several."""
 
+from collections.abc import Iterable
+
 import torch.distributed as dist
 
 from mcore_inference import EngineDeadError, LockstepConfig
 from mcore_parallel import Group, ProcessGroups
+from mcore_parallel.guard import Watchdog
 from mcore_tools.assembly import build_groups
 from mcore_tools.recipes import RunConfig
 
@@ -26,6 +29,17 @@ def engine_patience(config: RunConfig) -> LockstepConfig:
     """With the ranks of an engine: as long as with those of a step of training. One that dies is named at once."""
     limit_s = config.guard.limit_s
     return LockstepConfig(join_timeout_s=limit_s, silence_timeout_s=limit_s, step_timeout_s=limit_s)
+
+
+def watched(config: RunConfig, numbers: range, watchdog: Watchdog | None) -> Iterable[int]:
+    """The numbers of iterations, watched by ``guard``: a rank may wait for answers, or follow its engine's first one, for as long as the
+    limits of answers say, with neither step nor collective of training."""
+    assert config.rl is not None
+    if watchdog is None:
+        return numbers
+    placement = config.rl.placement
+    wait_s = config.guard.limit_s + (config.rl.rollout_timeout_s if placement is None else placement.timeout_s)
+    return watchdog.watch(numbers, start=numbers.start, wait_s=wait_s)
 
 
 def sharing_engines(groups: ProcessGroups | None, world: Group) -> Group:

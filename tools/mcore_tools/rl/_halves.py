@@ -18,6 +18,7 @@ from mcore_rl import BestAndWorst, DisjointLoop, GRPOConfig, Learner, Placement,
 from mcore_tools.recipes import RunConfig
 from mcore_tools.rl._attempts import attempt_seed
 from mcore_tools.rl._conversations import local_interfaces, open_policy_tokenizer
+from mcore_tools.rl._engines import watched
 from mcore_tools.rl._environment import close_environment, open_environment
 from mcore_tools.rl._evaluation import evaluation_means, evaluation_sums, num_problems
 from mcore_tools.serving import build_engine
@@ -120,7 +121,7 @@ def serve_half(
         stack.callback(close_environment, environment)
         if rl.eval_on_start and not first:
             evaluated()
-        for step in numbers if watchdog is None else watchdog.watch(numbers, start=first + 1):
+        for step in watched(config, numbers, watchdog):
             # The learning rate is the other half's matter.
             reward = loop.iterate(0.0, train_policy=rl.trains_policy(step)).mean_reward
             if train.eval_interval and step % train.eval_interval == 0:

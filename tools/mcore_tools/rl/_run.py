@@ -40,7 +40,7 @@ from mcore_tools.reports import EXAMPLES, History
 from mcore_tools.rl._attempts import attempt_seed, begin_attempt
 from mcore_tools.rl._conversations import local_interfaces, open_policy_tokenizer, prompt_length, served_interface
 from mcore_tools.rl._critic import RunCritic
-from mcore_tools.rl._engines import asks_engine, engine_groups, engine_patience, sharing_engines, step_may_hang
+from mcore_tools.rl._engines import asks_engine, engine_groups, engine_patience, sharing_engines, step_may_hang, watched
 from mcore_tools.rl._environment import build_environment, close_environment, open_environment
 from mcore_tools.rl._evaluation import evaluation_means, evaluation_share, num_problems
 from mcore_tools.rl._examples import write_examples
@@ -296,7 +296,7 @@ class _Run:
             self.first |= self.evaluate()
             for writer in writers:
                 writer.write(0, self.first)
-        for step in numbers if watchdog is None else watchdog.watch(numbers, start=self.state.step + 1):
+        for step in watched(self.config, numbers, watchdog):
             begin = time.perf_counter()
             # What draws from torch's state, an environment for instance, draws in a run that goes on what it would have drawn.
             torch.manual_seed(train.seed + step)

@@ -154,6 +154,8 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="mcore-watchdog", daemon=True)
         # Written by the main thread, read by the other: the step, None while no step is owed, its phase, and how often they changed.
         self._told: tuple[int | None, str, int] = (None, "", 0)
+        # How long a step may wait for something else than ranks.
+        self._wait_s = 0.0
         # The other thread's own: what the main thread does, when a death was seen, the incident, since when it is under way.
         self._activity = Activity()
         self._entered = False
@@ -170,14 +172,18 @@ class Watchdog:
     def rest(self) -> None:
         """No step is owed any more; waiting for other ranks stays watched."""
         self._told = (None, "", self._told[2] + 1)
+        self._wait_s = 0.0
 
-    def watch(self, steps: Iterable[T], start: int = 1) -> Iterator[T]:
+    def watch(self, steps: Iterable[T], start: int = 1, *, wait_s: float = 0.0) -> Iterator[T]:
         """The items, with a beat before each is fetched, and a rest at the end.
 
         Args:
             steps: one item a step.
             start: number of the first step.
+            wait_s: a step may go without a collective for as long, where that is longer than the patience of ``config``, while it waits
+                for something with a limit of its own, as for answers of an engine. Waiting for other ranks stays watched as it was.
         """
+        self._wait_s = wait_s
         source = iter(steps)
         step = start
         try:
@@ -288,12 +294,14 @@ class Watchdog:
         if num_told < 2:
             # The first step is under way, or what comes before it.
             patience_s = config.limit_s
-        owes = step is not None
+        owes, waits_for_ranks = step is not None, waits()
         # Without steps to go by, a main thread that runs Python is at work, whatever it has still to wait for.
-        if activity.still_s >= patience_s and (owes or waits()):
+        patience_s = patience_s if waits_for_ranks else max(patience_s, self._wait_s)
+        if activity.still_s >= patience_s and (owes or waits_for_ranks):
             return f"stalled for {patience_s:g} s"
-        if owes and activity.idle_s >= config.limit_s:
-            return f"no step and no collective for {config.limit_s:g} s"
+        limit_s = max(config.limit_s, self._wait_s)
+        if owes and activity.idle_s >= limit_s:
+            return f"no step and no collective for {limit_s:g} s"
         return ""
 
     def _death(self) -> str:
