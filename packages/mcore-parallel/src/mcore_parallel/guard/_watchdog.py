@@ -294,11 +294,13 @@ class Watchdog:
         if num_told < 2:
             # The first step is under way, or what comes before it.
             patience_s = config.limit_s
-        owes, waits_for_ranks = step is not None, waits()
+        owes = step is not None
         # Without steps to go by, a main thread that runs Python is at work, whatever it has still to wait for.
-        patience_s = patience_s if waits_for_ranks else max(patience_s, self._wait_s)
-        if activity.still_s >= patience_s and (owes or waits_for_ranks):
-            return f"stalled for {patience_s:g} s"
+        if activity.still_s >= patience_s:
+            for_ranks = waits()
+            patience_s = patience_s if for_ranks else max(patience_s, self._wait_s)
+            if activity.still_s >= patience_s and (owes or for_ranks):
+                return f"stalled for {patience_s:g} s"
         limit_s = max(config.limit_s, self._wait_s)
         if owes and activity.idle_s >= limit_s:
             return f"no step and no collective for {limit_s:g} s"
