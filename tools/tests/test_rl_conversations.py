@@ -140,7 +140,7 @@ def test_a_mixture_behind_http_is_known_by_its_environments(published: Path, tmp
 
 
 def test_processes_imitate_and_hold_the_same_conversations(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changes = ("rl.environment=calculator", "rl.arithmetic.worked=1", "rl.imitation_steps=4", "train.steps=1")
+    changes = ("batch_invariant=true", "rl.environment=calculator", "rl.arithmetic.worked=1", "rl.imitation_steps=4", "train.steps=1")
     judges = ("rl.judges.num_workers=1", "rl.judges.time_s=30")
     assert reinforce.main([str(published), *words(*changes, f"output={tmp_path / 'here'}")]) == 0
     assert reinforce.main([str(published), *words(*changes, *judges, f"output={tmp_path / 'there'}")]) == 0
@@ -150,20 +150,19 @@ def test_processes_imitate_and_hold_the_same_conversations(published: Path, tmp_
 
 
 def test_an_environment_behind_http_holds_the_same_conversations(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert reinforce.main([str(published), *words("train.steps=1", f"rl.environment={NODDING}", f"output={tmp_path / 'here'}")]) == 0
+    changes = ("batch_invariant=true", "train.steps=1")
+    assert reinforce.main([str(published), *words(*changes, f"rl.environment={NODDING}", f"output={tmp_path / 'here'}")]) == 0
     with EnvironmentServer(Nodding(), api_key="key") as server:
         module = types.ModuleType("elsewhere")
         module.mine = lambda: RemoteEnvironment(server.url, api_key="key")  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "elsewhere", module)
-        assert (
-            reinforce.main([str(published), *words("train.steps=1", "rl.environment=elsewhere:mine", f"output={tmp_path / 'there'}")]) == 0
-        )
+        assert reinforce.main([str(published), *words(*changes, "rl.environment=elsewhere:mine", f"output={tmp_path / 'there'}")]) == 0
     check_same(tmp_path)
     assert rows(tmp_path / "there")[0]["num_turns"] > 1
 
 
 def check_same(folder: Path) -> None:
-    """Whether two runs drew the same conversations in the first iteration, and lost none; batches round them otherwise."""
+    """Whether two runs drew the same conversations in the first iteration, and lost none."""
     [here, *_], [there, *_] = (rows(folder / name) for name in ("here", "there"))
     assert there["num_dropped"] == 0 and there["loss"] == pytest.approx(here["loss"], abs=1e-3)
     assert [there[name] for name in ("reward", "num_turns", "answer_length")] == [
