@@ -194,7 +194,8 @@ def test_what_a_tool_does_costs_its_conversation(
 def test_an_evaluation_counts_the_conversations_that_are_lost(processes: ProcessJudge) -> None:
     conversations = [["good", "end"], ["kill"], ["raise"], ["end"]]
     report = asyncio.run(processes.run_evaluation(chat(*conversations), num_prompts=4, args=ARGS))
-    assert report.num_dropped == 2 and [result.reward for result in report.results] == [2.0, 1.0]
+    # Which problem has which conversation is a matter of which process comes first.
+    assert report.num_dropped == 2 and sorted(result.reward for result in report.results) == [1.0, 2.0]
 
 
 def test_processes_that_die_between_two_turns_lose_nothing(processes: ProcessJudge) -> None:
