@@ -44,14 +44,14 @@ def check_choice(tokens: int, experts: int, topk: int, device: str) -> None:
     drawn = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     logits = 2 * drawn(tokens, experts)
     # One keeps its fresh choice.
-    given = torch.stack([torch.randperm(experts, generator=generator)[:topk] for _ in range(tokens)])
-    given[0, -1] = -1
+    recorded = torch.stack([torch.randperm(experts, generator=generator)[:topk] for _ in range(tokens)])
+    recorded[0, -1] = -1
     valid = torch.rand(tokens, generator=generator) < 0.7
     groups = next((number for number in (3, 4) if experts % number == 0 and topk % 2 == 0 and topk // 2 <= experts // number), None)
     for (function, pre), biased, replayed, padded in itertools.product(SCORES, (False, True), (False, True), (False, True)):
         bias = 0.3 * drawn(experts) if biased else None
         settings: dict[str, Any] = {"pre_softmax": pre, "score_function": function, "scaling_factor": 2.5 if biased else None}
-        own, mask = given if replayed else None, valid if padded else None
+        own, mask = recorded if replayed else None, valid if padded else None
         grouped = {"num_groups": groups, "group_topk": 2} if groups and biased else {"num_groups": None, "group_topk": None}
         wide = logits.double().requires_grad_()
         scores = balance_scores(wide, function)
@@ -81,13 +81,13 @@ def check_choice(tokens: int, experts: int, topk: int, device: str) -> None:
 
 
 def check_picks(
-    picks: Tensor, wide: Tensor, keys: Tensor | None, bias: Tensor | None, given: Tensor | None, settings: dict[str, Any]
+    picks: Tensor, wide: Tensor, keys: Tensor | None, bias: Tensor | None, recorded: Tensor | None, settings: dict[str, Any]
 ) -> None:
     """They are the best by keys that are given, and those of float64 but for scores that are equal in float32."""
     topk, fresh = picks.shape[1], torch.ones_like(picks[:, 0], dtype=torch.bool)
-    if given is not None:
-        fresh = given.min(-1).values < 0
-        assert torch.equal(picks[~fresh], given[~fresh])
+    if recorded is not None:
+        fresh = recorded.min(-1).values < 0
+        assert torch.equal(picks[~fresh], recorded[~fresh])
     if keys is not None:
         assert torch.equal(picks[fresh], top(keys, topk)[fresh])
         return
@@ -124,6 +124,23 @@ def check_low_scores(device: str) -> None:
         assert nothing.grad is not None and not probs.any() and not nothing.grad.any()
 
 
+def check_low_scores_of_serving(device: str) -> None:
+    """A router without gradients weighs low scores as one that learns does."""
+    from mcore_moe._triton_router import SCORES as NUMBERS
+    from mcore_moe.serving._triton_route import Gate, route_many
+
+    logits = torch.tensor([-10.0, -10.5, -12.0, -14.0, -16.0, -18.0, -25.0, -40.0])
+    weight, x_TD = torch.zeros(8, 16), torch.zeros(3, 16)
+    weight[:, 0], x_TD[:, 0] = logits, 1.0
+    options: dict[str, Any] = {"pre_softmax": False, "expert_bias": None}
+    gate = Gate(weight=weight.to(device), bias=None, topk=4, score=NUMBERS["sqrtsoftplus"], scaling=1.0, **options)
+    picks = route_many(x_TD.to(device), gate, torch.zeros(64, dtype=torch.int32, device=device))
+    bare = {"num_groups": None, "group_topk": None, "scaling_factor": None, "experts_TK": None, "batch_invariant": False}
+    wanted = route(logits.double().expand(3, 8), 4, score_function="sqrtsoftplus", **options, **bare)
+    assert torch.equal(picks.experts_TK.cpu().long(), wanted.experts_TK)
+    torch.testing.assert_close(picks.weights_TK.cpu(), wanted.probs_TK.float(), rtol=1e-4, atol=0)
+
+
 def check_arguments(device: str) -> None:
     """A bias of any dtype and stride is taken; what is given as an expert and is none, or stands twice, weighs nothing."""
     logits = torch.randn(5, 8, generator=torch.Generator().manual_seed(6))
@@ -135,12 +152,12 @@ def check_arguments(device: str) -> None:
         found = _route_by_kernel(logits.to(device), 4, **place, **options, **groups)
         assert torch.equal(found.experts_TK.cpu(), wanted.experts_TK)
         close(found.probs_TK, wanted.probs_TK)
-    given = torch.tensor([[1, 1, 2], [8, 3, 9]], device=device)
+    recorded = torch.tensor([[1, 1, 2], [8, 3, 9]], device=device)
     alone = {"num_groups": None, "group_topk": None, "expert_bias": None, "valid_T": None, "with_sums": False}
     # What was freed shows in memory that nobody wrote to.
     held = [torch.full((2, 3), float("nan"), device=device) for _ in range(50)]
     del held
-    probs = _route_by_kernel(logits[:2].to(device), 3, experts_TK=given, **options, **alone).probs_TK
+    probs = _route_by_kernel(logits[:2].to(device), 3, experts_TK=recorded, **options, **alone).probs_TK
     assert not probs[0, 0] and not probs[1, [0, 2]].any()
     torch.testing.assert_close(probs.sum(-1), torch.ones(2, device=device))
     # The order of sums follows from how wide loads are, which follows from where memory begins.
@@ -190,6 +207,7 @@ def test_kernels_equal_functions_of_torch_on_a_gpu(sizes: tuple[int, int, int]) 
     check_choice(*sizes, "cuda")
     check_alone("cuda")
     check_low_scores("cuda")
+    check_low_scores_of_serving("cuda")
     check_arguments("cuda")
 
 
@@ -234,11 +252,11 @@ def test_kernels_compile_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     for experts in (64, 500):
         _triton_router.top(torch.zeros(20, experts), 8)
         bias = torch.zeros(experts)
-        given, valid = (None, None) if experts == 64 else (torch.zeros(20, 8, dtype=torch.int64), torch.ones(20, dtype=torch.bool))
+        recorded, valid = (None, None) if experts == 64 else (torch.zeros(20, 8, dtype=torch.int64), torch.ones(20, dtype=torch.bool))
         for function, pre in SCORES:
             logits = torch.zeros(20, experts, requires_grad=True)
             settings = _triton_router.ChoiceSettings(topk=8, score_function=function, pre_softmax=pre, scaling_factor=None)
-            _, probs, scores, squares, _ = _triton_router.Choose.apply(logits, None, bias, given, valid, settings, True)
+            _, probs, scores, squares, _ = _triton_router.Choose.apply(logits, None, bias, recorded, valid, settings, True)
             (probs.sum() + scores.sum() + squares).backward()
     assert [len(launch.ptx) for launch in launches.values()] == [2, 8, 8]
 
@@ -250,5 +268,6 @@ if __name__ == "__main__":
             check_choice(*each, "cpu")
     check_alone("cpu")
     check_low_scores("cpu")
+    check_low_scores_of_serving("cpu")
     check_arguments("cpu")
     print("same")

@@ -162,10 +162,7 @@ def _choose(
     """By functions of torch; sums over the picks of a token one after the other, or as torch takes them."""
     scores_TE = selection_scores(logits_TE, score_function, pre_softmax=pre_softmax)
     with torch.no_grad():
-        keys_TE = scores_TE.detach() if expert_bias is None else scores_TE.detach() + expert_bias
-        if num_groups is not None and group_topk is not None:
-            keys_TE = limit_to_groups(keys_TE, topk, num_groups, group_topk, in_order=in_order)
-        chosen_TK = top(keys_TE, topk)
+        chosen_TK = top(_keys(scores_TE.detach(), topk, expert_bias, num_groups, group_topk, in_order=in_order), topk)
         if experts_TK is not None:
             chosen_TK = torch.where(experts_TK.min(-1, keepdim=True).values < 0, chosen_TK, experts_TK.to(chosen_TK.dtype))
     probs_TK = scores_TE.gather(-1, chosen_TK)
@@ -200,9 +197,8 @@ def _route_by_kernel(
     expert_bias = None if expert_bias is None else expert_bias.detach().float().contiguous()
     if num_groups is not None and group_topk is not None:
         with torch.no_grad():
-            keys_TE = selection_scores(logits_TE, score_function, pre_softmax=pre_softmax)
-            keys_TE = keys_TE if expert_bias is None else keys_TE + expert_bias
-            keys_TE = limit_to_groups(keys_TE, topk, num_groups, group_topk, in_order=batch_invariant)
+            scores_TE = selection_scores(logits_TE, score_function, pre_softmax=pre_softmax)
+            keys_TE = _keys(scores_TE, topk, expert_bias, num_groups, group_topk, in_order=batch_invariant)
     settings = _triton_router.ChoiceSettings(
         topk=topk, score_function=score_function, pre_softmax=pre_softmax, scaling_factor=scaling_factor
     )
@@ -211,6 +207,16 @@ def _route_by_kernel(
     )
     sums = RoutedSums(scores_E=scores_E, squares=squares, counts_E=counts_E) if with_sums else None
     return Routing(chosen_TK, probs_TK, sums=sums)
+
+
+def _keys(
+    scores_TE: Tensor, topk: int, expert_bias: Tensor | None, num_groups: int | None, group_topk: int | None, *, in_order: bool
+) -> Tensor:
+    """[T, E], by whose order experts are chosen."""
+    keys_TE = scores_TE if expert_bias is None else scores_TE + expert_bias
+    if num_groups is None or group_topk is None:
+        return keys_TE
+    return limit_to_groups(keys_TE, topk, num_groups, group_topk, in_order=in_order)
 
 
 def _total(values: Tensor, *, in_order: bool) -> Tensor:
@@ -233,7 +239,7 @@ def check_topk_of(logits_TE: Tensor, topk: int) -> None:
 
 
 def selection_scores(logits_TE: Tensor, score_function: str, *, pre_softmax: bool) -> Tensor:
-    """[T, E], by whose order experts are chosen; float32 or wider."""
+    """[T, E] that bias and groups turn into the keys of the choice; float32 or wider."""
     logits_TE = logits_TE if logits_TE.dtype == torch.float64 else logits_TE.float()
     return logits_TE.softmax(-1) if pre_softmax and score_function == "softmax" else score(logits_TE, score_function)
 

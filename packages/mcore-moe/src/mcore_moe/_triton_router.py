@@ -17,7 +17,7 @@ from torch import Tensor
 MOST_EXPERTS = 1024
 _TILE = 2048
 """Keys of a program."""
-_SCORES = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
+SCORES = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class ChoiceSettings:
 
     @property
     def constants(self) -> dict[str, Any]:
-        return {"TOPK": self.topk, "SCORE": _SCORES[self.score_function], "PRE": self.pre_softmax}
+        return {"TOPK": self.topk, "SCORE": SCORES[self.score_function], "PRE": self.pre_softmax}
 
 
 def top(keys_TE: Tensor, topk: int) -> Tensor:
@@ -152,7 +152,7 @@ def _softmax(logits, inside):
 
 
 @triton.jit
-def _own_scores(logits, inside, SCORE: tl.constexpr):
+def own_scores(logits, inside, SCORE: tl.constexpr):
     """Of each expert by itself, 0 outside."""
     if SCORE == 1:
         scores = 1.0 / (1.0 + tl.exp(-logits))
@@ -196,7 +196,7 @@ def _choose_kernel(
     if SCORE == 0 and PRE:
         scores, _ = _softmax(logits, inside)
     else:
-        scores = _own_scores(logits, inside, SCORE)
+        scores = own_scores(logits, inside, SCORE)
     if keys_ptr is not None:
         keys = tl.load(keys_ptr + at, mask=inside, other=0.0)
     elif bias_ptr is not None:
@@ -248,7 +248,7 @@ def _choose_backward_kernel(
     at = token[:, None] * experts + lane[None, :]
     logits = tl.load(logits_ptr + at, mask=inside, other=0.0)
     softmax, log_sums = _softmax(logits, inside)
-    scores = _own_scores(logits, inside, SCORE)
+    scores = own_scores(logits, inside, SCORE)
     # Of the scores of the experts by themselves (of softmax the logits), and of the logits.
     grad_scores = tl.zeros((CHUNK, WIDTH), tl.float32)
     grad = tl.zeros((CHUNK, WIDTH), tl.float32)

@@ -102,7 +102,8 @@ class StreamedExperts:
         return grouped_matmul(rows_PI, weight, ends_E) if stack is None else stack.matmul(rows_PI, weight, ends_E)
 
     def _gate(self) -> "Gate":
-        from mcore_moe.serving._triton_route import SCORES, Gate
+        from mcore_moe._triton_router import SCORES
+        from mcore_moe.serving._triton_route import Gate
 
         router, config = self._router, self._router.config
         return Gate(

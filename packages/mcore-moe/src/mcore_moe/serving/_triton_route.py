@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mcore_moe._triton_router import own_scores
 from mcore_parallel.nn import NormedStream
 
 # T tokens, D model, E experts, K experts a token, P = T * K picks, R lines of a block of tokens, S experts that were picked.
 
 FEW = 16
 """Tokens up to which a layer is bound by reading the experts that they pick: one side of a matrix instruction."""
-SCORES = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Gate:
     """[E] float32, of the selection."""
     topk: int
     score: int
-    """As in ``SCORES``."""
+    """As in ``SCORES`` of the router that learns."""
     pre_softmax: bool
     scaling: float
 
@@ -210,17 +210,12 @@ def _choose(
     """Rank of each expert among those of its token (TOPK where it is not chosen) and its weight, [LINES, WIDTH] both."""
     expert = tl.arange(0, WIDTH)
     exists = expert[None, :] < experts
-    if SCORE == 1:
-        scores = 1.0 / (1.0 + tl.exp(-logits))
-    elif SCORE == 2:
-        # log(1 + e^x) without overflow.
-        scores = tl.sqrt(tl.maximum(logits, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(logits))))
-    elif PRE:
+    if SCORE == 0 and PRE:
         shifted = tl.where(exists, logits, -float("inf"))
         powers = tl.exp(shifted - tl.max(shifted, 1)[:, None])
         scores = powers / tl.sum(powers, 1)[:, None]
     else:
-        scores = logits
+        scores = own_scores(logits, exists, SCORE)
     keys = scores
     if expert_bias_ptr is not None:
         keys += tl.load(expert_bias_ptr + expert, mask=expert < experts, other=0.0)[None, :]
