@@ -168,13 +168,13 @@ def test_a_step_that_draws_nothing_sends_nothing(world: World) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_message_keeps_every_number(dtype: torch.dtype) -> None:
     engine = make_engine(ProcessGroups.single(), vocab_size=None)
-    asked = [SamplingParams(return_log_probs=True, top_n_logprobs=2), SamplingParams(), SamplingParams(return_log_probs=True)]
-    for params in asked:
+    settings = [SamplingParams(return_log_probs=True, top_n_logprobs=2), SamplingParams(), SamplingParams(return_log_probs=True)]
+    for params in settings:
         engine.add_request([1, 2, 3], params)
     first, _, third = engine._requests.entries.values()
     values = torch.tensor([-1 / 3, math.nan, -1e-30], dtype=dtype)
     ids, best = torch.tensor([[7, 2**30], [0, 1], [3, 4]]), torch.tensor([[-0.1, -math.inf], [-1.5, -2.5], [-1e-9, -3.1]], dtype=dtype)
-    message = StageMessage(params=asked, prompts=[(first, 2), (third, 1)], vocab_size=272)
+    message = StageMessage(params=settings, prompts=[(first, 2), (third, 1)], vocab_size=272)
     scores = [
         PromptScores(entry=first, values_N=values[1:], best=(ids[:2], best[:2])),
         PromptScores(entry=third, values_N=values[:1], best=None),

@@ -157,10 +157,10 @@ class MemorySizes:
             # As many requests as fit with a snapshot each.
             paired = min(max_tokens, (buffer - bytes_per_block) // (full + bytes_per_request))
             snapshots = max(1, min(most, requests or paired))
-        kept = snapshots * bytes_per_request
+        snapshot_bytes = snapshots * bytes_per_request
         if bytes_per_request and requests is None:
-            requests = max(1, min(max_tokens, (buffer - kept - bytes_per_block) // full))
-        states = (requests or 0) * bytes_per_request + kept
+            requests = max(1, min(max_tokens, (buffer - snapshot_bytes - bytes_per_block) // full))
+        states = (requests or 0) * bytes_per_request + snapshot_bytes
         if states and buffer - states < 2 * bytes_per_block:
             beside = f" and of {snapshots} snapshots (prefix_caching_mamba_gb)" if snapshots else ""
             raise ValueError(
