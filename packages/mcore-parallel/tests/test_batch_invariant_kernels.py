@@ -164,6 +164,26 @@ def in_pieces(core: BatchInvariantAttention, q: Tensor, k: Tensor, v: Tensor, si
     return torch.cat((in_pieces(core, q, k, v, sink, length, block_size)[: length - len(whole)], whole))
 
 
+def check_gradients(device: str, dtype: torch.dtype, tolerance: float, lengths: tuple[int, ...], **fields: Any) -> None:
+    """By kernels, against the definition in float64, and twice the same bits."""
+    torch.manual_seed(1)
+    core, heads, kv_heads, width = core_of(device, dtype, **fields), fields["num_heads"], fields["num_kv_heads"], fields["head_dim"]
+    bounds = tuple(sum(lengths[:n]) for n in range(len(lengths) + 1))
+    shapes = (heads, width), (kv_heads, width), (kv_heads, fields.get("value_dim", width)), (heads, fields.get("value_dim", width))
+    *inputs, grad = (torch.randn(bounds[-1], *shape, device=device).to(dtype) for shape in shapes)
+    sink = torch.randn(heads, device=device).to(dtype) if fields.get("softmax_type") == "learnable" else None
+    wide = [x.double().cpu().requires_grad_() for x in (*inputs, *(() if sink is None else (sink,)))]
+    extra = wide[3] if sink is not None else torch.zeros(heads).double() if fields.get("softmax_type") == "off-by-one" else None
+    out = reference_attention(*wide[:3], causal=False, window=core.spec.bounds, sink=extra, cu_seqlens=bounds)
+    wanted = torch.autograd.grad(out, wide, grad.double().cpu())
+    ours = core._attend_tiles(*inputs, bounds, sink)
+    first, again = (core.gradients([*inputs, sink], ours, bounds, grad, (True, True, True, sink is not None)) for _ in range(2))
+    assert (first[3] is None) == (sink is None)
+    for gradient, same, other in zip(first, again, wanted, strict=False):
+        assert gradient is not None and same is not None and gradient.dtype == dtype and torch.equal(gradient, same)
+        close(gradient, other, tolerance)
+
+
 HEADS: tuple[dict[str, Any], ...] = (
     {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16},
     {"num_heads": 3, "num_kv_heads": 1, "head_dim": 24, "window": (20, 0), "softmax_type": "learnable"},
@@ -245,6 +265,7 @@ def test_few_rows_of_an_expert_and_many_run_the_same_instructions_of_hopper(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_attention_and_statistics_compile_for_hopper(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton")
+    from mcore_parallel.nn.kernels import _triton_attention_gradients as gradients
     from mcore_parallel.nn.kernels import _triton_fixed_attention as attention
     from mcore_parallel.tensor_parallel import _triton_invariant as rows
     from tests.support.hopper import CompiledLaunches
@@ -252,6 +273,9 @@ def test_attention_and_statistics_compile_for_hopper(dtype: torch.dtype, monkeyp
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     attend, statistics = CompiledLaunches(attention._attend_kernel), CompiledLaunches(rows._statistics_kernel)
     monkeypatch.setattr(attention, "_attend_kernel", attend)
+    by_queries, by_keys = CompiledLaunches(gradients._query_kernel), CompiledLaunches(gradients._key_kernel)
+    monkeypatch.setattr(gradients, "_query_kernel", by_queries)
+    monkeypatch.setattr(gradients, "_key_kernel", by_keys)
     monkeypatch.setattr(rows, "_statistics_kernel", statistics)
     for width in (128, 256) if dtype == torch.bfloat16 else (128,):
         core = core_of("cpu", dtype, num_heads=8, num_kv_heads=2, head_dim=width, window=(100, 0), softmax_type="off-by-one")
@@ -261,6 +285,8 @@ def test_attention_and_statistics_compile_for_hopper(dtype: torch.dtype, monkeyp
     core = core_of("cpu", dtype, num_heads=8, num_kv_heads=8, head_dim=192, value_dim=128)
     q, v = (torch.zeros(70, 8, width, dtype=dtype) for width in (192, 128))
     core._attend_tiles(q, q, v, (0, 30, 70), None)
+    core.gradients([q, q, v, None], v, (0, 30, 70), v, (True, True, True, False))
+    assert len(by_queries.ptx) == len(by_keys.ptx) == 1
     logits = torch.zeros(3, 5000, dtype=dtype)
     rows.row_statistics(logits, torch.ones(3), torch.zeros(3, dtype=torch.int64), 4990, -1e30)
     assert len(attend.ptx) == (3 if dtype == torch.bfloat16 else 2) and len(statistics.ptx) == 1
@@ -297,6 +323,20 @@ def test_attention_has_the_same_bits_in_any_pieces_on_a_gpu(fields: dict[str, An
     check_attention("cuda", dtype, tolerance, (1, 200, 67, 300), **fields)
 
 
+WIDE: tuple[dict[str, Any], ...] = (
+    {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128},
+    {"num_heads": 8, "num_kv_heads": 8, "head_dim": 192, "value_dim": 128},
+    {"num_heads": 4, "num_kv_heads": 1, "head_dim": 256, "window": (100, 0), "softmax_type": "learnable"},
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3), (torch.float32, 2e-5)], ids=str)
+@pytest.mark.parametrize("fields", [*HEADS, *WIDE], ids=str)
+def test_gradients_of_attention_on_a_gpu_are_those_of_the_definition(fields: dict[str, Any], dtype: torch.dtype, tolerance: float) -> None:
+    check_gradients("cuda", dtype, tolerance, (1, 0, 200, 67, 300), **fields)
+
+
 if __name__ == "__main__":
     from tests.support.interpreter import round_dots_once
 
@@ -309,4 +349,7 @@ if __name__ == "__main__":
     check_attention("cpu", torch.float32, 2e-5, (50,), **HEADS[1])
     check_attention("cpu", torch.float32, 2e-5, (40,), **HEADS[2])
     check_attention("cpu", torch.float16, 4e-3, (1, 70), **HEADS[0])
+    check_gradients("cpu", torch.float32, 2e-5, (1, 0, 70), **HEADS[0])
+    check_gradients("cpu", torch.float32, 2e-5, (50,), **HEADS[1])
+    check_gradients("cpu", torch.float16, 4e-3, (40, 3), **HEADS[2])
     print("same")

@@ -44,8 +44,8 @@ class BatchInvariantAttention:
 
     On a CPU every token is computed alone, by calls whose shapes follow from its position; the maths is float32, or float64 for float64
     inputs. On a GPU one kernel takes the keys of a sequence in tiles that begin at fixed positions, also where they lie in the blocks of
-    a cache (``attend_blocks``). The backward is that of the definition in float32 or wider, for a block of queries after the other; it
-    adds nothing atomically.
+    a cache (``attend_blocks``). The backward is that of the definition: on a CPU in float32 or wider, for a block of queries after the
+    other, on a GPU by kernels that compute the scores again. It adds nothing atomically.
 
     Args:
         spec: what is asked for; causal.
@@ -70,7 +70,7 @@ class BatchInvariantAttention:
                         "channels in 16 or 32 bits, or leave batch_invariant out"
                     )
         self.spec = spec
-        self._tiles: _Tiles | None = None
+        self._tiles: dict[int, _Tiles] = {}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, step: Step, *, sink: Tensor | None = None) -> Tensor:
         """q [T, A, d], k [T, K, d], v [T, K, w], sink [A] -> [T, A, w]."""
@@ -119,9 +119,16 @@ class BatchInvariantAttention:
         fixed_attention_kernels().attend_fixed(aligned_rows(q), keys, values, out, **options, **where)
 
     def gradients(
-        self, inputs: Sequence[Tensor | None], bounds: tuple[int, ...], grad_TAw: Tensor, wanted: Sequence[bool]
+        self,
+        inputs: Sequence[Tensor | None],
+        out: Tensor | None,
+        bounds: tuple[int, ...],
+        grad_TAw: Tensor,
+        wanted: Sequence[bool],
     ) -> list[Tensor | None]:
-        """Of q, k, v and the sink, in their dtypes, where they are wanted."""
+        """Of q, k, v and the sink, in their dtypes, where they are wanted; ``out`` [T, A, w] of the forward on a GPU."""
+        if out is not None:
+            return self._gradients_of_tiles(inputs, out, bounds, grad_TAw, wanted)
         wide = torch.promote_types(grad_TAw.dtype, torch.float32)
         sums = [None if x is None or not needed else torch.zeros_like(x, dtype=wide) for x, needed in zip(inputs, wanted, strict=True)]
         left, heads = self.spec.bounds[0], grad_TAw.shape[1]
@@ -144,14 +151,43 @@ class BatchInvariantAttention:
                         total[place] += next(gradients)
         return [None if total is None or x is None else total.to(x.dtype) for total, x in zip(sums, inputs, strict=True)]
 
+    def _gradients_of_tiles(
+        self, inputs: Sequence[Tensor | None], out: Tensor, bounds: tuple[int, ...], grad_TAw: Tensor, wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
+        from mcore_parallel.nn.kernels import _triton_attention_gradients as kernels
+
+        q, k, v, sink = inputs
+        assert q is not None and k is not None and v is not None
+        tokens = kernels.gradient_tiles(q.shape[1] // k.shape[1], (q.shape[2], v.shape[2]), q.dtype)
+        of_queries, of_keys = (self._tiles_of(bounds, number, q.device) for number in tokens)
+        *found, of_sink = kernels.attention_gradients(
+            (q.contiguous(), k.contiguous(), v.contiguous()),
+            out,
+            grad_TAw.to(q.dtype).contiguous(),
+            self._sink(q, sink),
+            starts_R=of_queries.starts_R,
+            query_tiles=of_queries.tiles,
+            key_tiles=of_keys.tiles,
+            scale=self.spec.scale,
+            window=self.spec.bounds[0],
+        )
+        of_sink = None if sink is None or of_sink is None else of_sink.to(sink.dtype)
+        return [gradient if needed else None for gradient, needed in zip((*found, of_sink), wanted, strict=True)]
+
+    def _tiles_of(self, bounds: tuple[int, ...], tile_tokens: int, device: torch.device) -> _Tiles:
+        """All layers ask for the same."""
+        if any(plan.bounds != bounds or plan.starts_R.device != device for plan in self._tiles.values()):
+            self._tiles.clear()
+        if tile_tokens not in self._tiles:
+            self._tiles[tile_tokens] = _plan(bounds, tile_tokens, device)
+        return self._tiles[tile_tokens]
+
     def _sink(self, q: Tensor, sink: Tensor | None) -> Tensor | None:
         return q.new_zeros(q.shape[1]) if sink is None and self.spec.softmax_type == "off-by-one" else sink
 
     def _attend_tiles(self, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, ...], sink: Tensor | None) -> Tensor:
-        # All layers ask for the same.
-        if self._tiles is None or self._tiles.bounds != bounds or self._tiles.starts_R.device != q.device:
-            self._tiles = _plan(bounds, fixed_attention_kernels().fixed_tile_tokens(q.shape[1] // k.shape[1], q.dtype), q.device)
-        plan, out = self._tiles, torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+        plan = self._tiles_of(bounds, fixed_attention_kernels().fixed_tile_tokens(q.shape[1] // k.shape[1], q.dtype), q.device)
+        out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
         where = {"tables_RB": plan.tables_RB, "starts_R": plan.starts_R, "contexts_R": plan.contexts_R, "tiles": plan.tiles}
         where |= {"tile_tokens": plan.tile_tokens, "block_size": _BLOCK_SIZE, "in_step": True}
         self.attend_blocks(q, aligned_rows(k), aligned_rows(v), out, sink=sink, **where)
@@ -188,10 +224,12 @@ class _Alone(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, core: BatchInvariantAttention, bounds: tuple[int, ...]
     ) -> Tensor:
-        ctx.save_for_backward(q, k, v, sink)
+        out = core.attend(q, k, v, bounds, sink)
+        ctx.save_for_backward(q, k, v, sink, out if has_row_kernels(q) else None)
         ctx.core, ctx.bounds = core, bounds
-        return core.attend(q, k, v, bounds, sink)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return *ctx.core.gradients(ctx.saved_tensors, ctx.bounds, grads[0], ctx.needs_input_grad[:4]), None, None
+        *inputs, out = ctx.saved_tensors
+        return *ctx.core.gradients(inputs, out, ctx.bounds, grads[0], ctx.needs_input_grad[:4]), None, None
