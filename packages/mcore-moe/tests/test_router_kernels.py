@@ -168,7 +168,7 @@ def check_arguments(device: str) -> None:
 
 def close(ours: Tensor | None, wide: Tensor | None) -> None:
     assert ours is not None and wide is not None
-    torch.testing.assert_close(ours.detach().cpu(), wide.detach().float(), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(ours.detach().cpu(), wide.detach().cpu().float(), rtol=2e-5, atol=2e-5)
 
 
 def check_alone(device: str) -> None:
