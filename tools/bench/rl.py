@@ -6,6 +6,7 @@ python -m tools.bench.rl --model llama-1b --turns qwen3-8b --output docs/benchma
 python -m tools.bench.rl --model llama-1b --shared-prompts --output docs/benchmarks/rl_shared_prompts.json
 python -m tools.bench.rl --model llama-1b --two-processes --output docs/benchmarks/rl_two_processes.json
 python -m tools.bench.rl --model tiny --size tiny --device cpu --cycles 100 --output docs/benchmarks/rl_turns_cpu.json
+python -m tools.bench.rl --model llama-1b --agreement --output docs/benchmarks/rl_agreement.json
 python -m tools.bench.rl --model llama-1b --peer "TRL=python -m tools.bench.rl_trl" --output docs/benchmarks/rl_peer.json
 
 A peer is a command that prints JSON lines, which are kept; beside it the second of two GRPO steps is measured and nothing else.
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention, SamplingParams
 from mcore_parallel import ProcessGroups
+from mcore_parallel.backends import choose_backend
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.models import GPTModel
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
@@ -195,10 +197,12 @@ def build(model: str, work: Work, device: torch.device, *, narrow: bool) -> tupl
     return build_learner(model, device, narrow=narrow), build_engine(model, work, device)
 
 
-def build_learner(model: str, device: torch.device, *, narrow: bool) -> Learner:
-    """A policy of one shape; arguments as of ``build``."""
-    groups = ProcessGroups.single()
-    policy = GPTModel(MODELS[model], groups, device=device, dtype=_dtype(device), seed=None)
+def build_learner(
+    model: str, device: torch.device, *, narrow: bool, dtype: torch.dtype | None = None, batch_invariant: bool = False
+) -> Learner:
+    """A policy of one shape; arguments as of ``build``, and ``dtype`` in place of the device's usual one."""
+    groups, backend = ProcessGroups.single(), choose_backend(batch_invariant=batch_invariant)
+    policy = GPTModel(MODELS[model], groups, backend=backend, device=device, dtype=dtype or _dtype(device), seed=None)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
             parameter.fill_(1.0) if parameter.dim() == 1 or "norm" in name else parameter.normal_(std=0.02)
@@ -210,17 +214,22 @@ def build_learner(model: str, device: torch.device, *, narrow: bool) -> Learner:
     return Learner(model=policy, groups=groups, objective=GRPOObjective(), sync=sync, optimizer=optimizer)
 
 
-def build_engine(model: str, work: Work, device: torch.device) -> DynamicInferenceEngine:
+def build_engine(
+    model: str, work: Work, device: torch.device, *, dtype: torch.dtype | None = None, batch_invariant: bool = False
+) -> DynamicInferenceEngine:
     """An engine of one shape, for weights of a policy.
 
     Args:
         model: the shape.
         work: sizes of the engine.
         device: of the engine.
+        dtype: in place of the device's usual one.
+        batch_invariant: the bits of a token in any company.
     """
-    config = MODELS[model]
+    config, backend = MODELS[model], choose_backend(batch_invariant=batch_invariant)
     served = GPTModel(
-        config, ProcessGroups.single(), attention_core=PagedAttention(), device=device, dtype=_dtype(device), seed=None
+        config, ProcessGroups.single(), attention_core=PagedAttention(), backend=backend, device=device, dtype=dtype or _dtype(device),
+        seed=None,
     )  # fmt: skip
     limits = InferenceConfig(
         max_sequence_length=work.inputs + work.outputs, max_requests=work.groups * work.group_size,
@@ -363,7 +372,26 @@ def step_beside_peers(learner: Learner, engine: DynamicInferenceEngine, work: Wo
         "first_s": round(first_s, 3), "whole_s": round(whole_s, 3), "tokens_per_s": round(generated / whole_s), "generated": generated,
         "timeline_s": {name: round(getattr(report, f"{name}_s"), 4) for name in SPANS}, "peak_gib": round(clock.peak() / 2**30, 2),
         "device_gib": round(clock.used() / 2**30, 2), "reward": round(report.mean_reward, 4), "num_dropped": report.num_dropped,
+        "logprob_mismatch": report.train.metrics["logprob_mismatch"],
     }  # fmt: skip
+
+
+def agreement(model: str, work: Work, device: torch.device, clock: Clock) -> list[dict[str, Any]]:
+    """The second of two GRPO iterations in three arithmetics, over a quarter of the groups, with the mean distance of log-probabilities of
+    engine and trainer; the cost of a batch-invariant step is its time beside the plain one's."""
+    work = dataclasses.replace(work, groups=max(1, work.groups // 4), cache_gb=work.cache_gb / 2)
+    rows: list[dict[str, Any]] = []
+    for arithmetic in ({}, {"batch_invariant": True}, {"dtype": torch.float32}):
+        learner = build_learner(model, device, narrow=False, **arithmetic)
+        engine = build_engine(model, work, device, **arithmetic)
+        row = step_beside_peers(learner, engine, work, clock)
+        name = "plain" if not arithmetic else "batch-invariant" if arithmetic.get("batch_invariant") else "float32"
+        rows.append({"arithmetic": name, **row, "cost": round(row["whole_s"] / rows[0]["whole_s"], 3) if rows else 1.0})
+        learner = engine = None
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return rows
 
 
 def shared_prompts(learner: Learner, work: Work, clock: Clock) -> dict[str, Any]:
@@ -424,6 +452,9 @@ def main() -> None:
     parser.add_argument(
         "--two-processes", action="store_true", help="refit where trainer and engine are processes of one device; nothing else"
     )
+    parser.add_argument(
+        "--agreement", action="store_true", help="a step in bfloat16, batch-invariant and in float32, with the mismatch; nothing else"
+    )
     parser.add_argument("--cycles", type=int, help="turns of trainer and engine of the first shape; nothing else is measured")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND", help="a step beside this command's; nothing else")
     parser.add_argument("--timeout-s", type=float, default=300.0, help="of a peer")
@@ -456,7 +487,10 @@ def main() -> None:
         from tools.bench._two_processes import refits_between
 
         keep("refit between processes", arguments.model, lambda: refits_between(arguments.model, work, device))
-    alone_only = arguments.shared_prompts or arguments.two_processes or arguments.peer
+    if arguments.agreement:
+        for row in agreement(arguments.model, work, device, clock):
+            keep("agreement", arguments.model, lambda row=row: row)
+    alone_only = arguments.shared_prompts or arguments.two_processes or arguments.agreement or arguments.peer
     for number, model in enumerate(() if alone_only else (arguments.model, *arguments.turns)):
         learner, engine = build(model, work, device, narrow=number > 0)
         if arguments.cycles is not None:

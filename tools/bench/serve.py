@@ -52,7 +52,8 @@ from mcore_inference.text import Tokenizer
 from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ProcessGroups
 from mcore_parallel.backends import choose_backend
-from mcore_parallel.models import GPTModel, TransformerConfig, dense_feed_forward
+from mcore_parallel.models import GPTModel, TransformerConfig, dense_feed_forward, hybrid_config
+from mcore_parallel.nn import MambaConfig
 from tools.bench._load import PoissonLoad
 from tools.bench._online import OURS, online_rows, replica_rows, with_online_ratios
 from tools.bench._record import record
@@ -73,6 +74,11 @@ MODELS: Mapping[str, TransformerConfig] = MappingProxyType(
         "qwen3-30b-a3b-l12": TransformerConfig(
             num_layers=12, hidden_size=2048, ffn_hidden_size=6144, num_attention_heads=32, num_query_groups=4, kv_channels=128,
             vocab_size=151936, rotary_base=1000000, qk_layernorm=True, norm_epsilon=1e-6, **_LLAMA,
+        ),
+        "hybrid-1b": hybrid_config(
+            "M-M-M-M*-M-M-M-M*-M-M-M-M*-", hidden_size=2048, ffn_hidden_size=8192, num_attention_heads=32, num_query_groups=8,
+            vocab_size=128256, activation="squared_relu", position_embedding_type="none", share_embeddings_and_output_weights=True,
+            mamba=MambaConfig(state_dim=128, head_dim=64, num_groups=8),
         ),
     }
 )  # fmt: skip

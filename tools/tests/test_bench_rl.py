@@ -11,7 +11,7 @@ import torch
 
 from mcore_rl import refit
 from tools.bench._peers import peers
-from tools.bench.rl import SHARED, SIZES, Clock, build, build_learner, main, shared_prompts, turns
+from tools.bench.rl import SHARED, SIZES, Clock, agreement, build, build_learner, main, shared_prompts, turns
 
 pytestmark = pytest.mark.journey
 
@@ -33,6 +33,14 @@ def test_turns_of_trainer_and_engine_leave_no_tensor_behind() -> None:
     row = turns(learner, engine, Clock(device), cycles=6)
     least, most = row["tensor_bytes"]
     assert least == most > 1e6 and row["cycles"] == 6 and 0 < row["peak_gib"][0] <= row["peak_gib"][1]
+
+
+def test_the_arithmetics_of_trainer_and_engine_are_compared() -> None:
+    device = torch.device("cpu")
+    plain, exact, wide = agreement("tiny", SIZES["tiny"], device, Clock(device))
+    assert [row["arithmetic"] for row in (plain, exact, wide)] == ["plain", "batch-invariant", "float32"]
+    assert exact["logprob_mismatch"] == 0 < wide["logprob_mismatch"] < 1e-6
+    assert plain["cost"] == 1 and exact["cost"] == pytest.approx(exact["whole_s"] / plain["whole_s"], rel=0.01)
 
 
 def test_a_step_stands_beside_its_peer_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
