@@ -111,7 +111,12 @@ def _command_of(pid: int) -> bytes:
 def _serving(folder: Path, words: Sequence[str], log: Path) -> Iterator[_Server]:
     begun = time.perf_counter()
     command = [*_PROGRAM, "serve", str(folder), "--port", "0", "--cache-gb", "0.05", *words]
-    with log.open("w") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+    # Ranks are processes of this one, also on GPUs, where an engine has a process of its own beside the coordinator otherwise.
+    environment = os.environ if "--data-parallel" in words else {**os.environ, "USE_COORDINATOR": "0"}
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
+    ):
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
