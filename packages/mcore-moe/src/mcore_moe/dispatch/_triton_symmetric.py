@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mcore_moe.dispatch._peer_slots import Slot, SlotLayout
 from mcore_moe.dispatch._triton import blocks_of
+from mcore_parallel.backends.kernels import peer_pointer
 
 
 def push_tokens(
@@ -59,12 +60,6 @@ def add_sums(layout: SlotLayout, slot: Slot, experts_TK: Tensor, *, weighted: bo
 
 
 @triton.jit
-def _at(address, offset, element: tl.constexpr):
-    """A pointer into another GPU's memory; that it is aligned lets a thread store 16 bytes at once."""
-    return tl.multiple_of((address + offset).to(tl.pointer_type(element)), 16)
-
-
-@triton.jit
 def _push_tokens_kernel(
     addresses_ptr, x_ptr, experts_ptr, weights_ptr, begin, weights_at, experts_at, tokens, width, room, rank, blocks, local_experts,
     RANKS: tl.constexpr, TOPK: tl.constexpr, PICKS: tl.constexpr, ROUTED: tl.constexpr, BLOCK: tl.constexpr,
@@ -83,13 +78,13 @@ def _push_tokens_kernel(
         address = tl.load(addresses_ptr + peer) + begin
         first = peer * local_experts
         wanted = tl.sum(((experts >= first) & (experts < first + local_experts)).to(tl.int32), 0) > 0
-        row_ptr = _at(address, 0, x_ptr.dtype.element_ty) + place * width
+        row_ptr = peer_pointer(address, 0, x_ptr.dtype.element_ty) + place * width
         tl.store(row_ptr + lanes, x, mask=inside & wanted)
         if ROUTED:
             here = (picks < TOPK) & (block == 0)
-            tl.store(_at(address, experts_at, tl.int32) + place * TOPK + picks, experts, mask=here)
+            tl.store(peer_pointer(address, experts_at, tl.int32) + place * TOPK + picks, experts, mask=here)
             weights = tl.load(weights_ptr + token * TOPK + picks, mask=picked & here, other=0.0)
-            tl.store(_at(address, weights_at, weights_ptr.dtype.element_ty) + place * TOPK + picks, weights, mask=here)
+            tl.store(peer_pointer(address, weights_at, weights_ptr.dtype.element_ty) + place * TOPK + picks, weights, mask=here)
 
 
 @triton.jit
@@ -112,11 +107,11 @@ def _push_sums_kernel(
         address = tl.load(addresses_ptr + received // room) + begin
         home = received % room + rank * room
         element = rows_ptr.dtype.element_ty
-        tl.store(_at(address, 0, element) + home * width + lanes, total.to(element), mask=inside)
+        tl.store(peer_pointer(address, 0, element) + home * width + lanes, total.to(element), mask=inside)
         if WEIGHTED:
             here = (places >= 0) & (block == 0)
             grad = tl.load(grad_ptr + places, mask=here)
-            tl.store(_at(address, weights_at, grad_ptr.dtype.element_ty) + home * TOPK + picks, grad, mask=here)
+            tl.store(peer_pointer(address, weights_at, grad_ptr.dtype.element_ty) + home * TOPK + picks, grad, mask=here)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Triton functions that kernels of several wheels call; imported only where such a kernel is."""
 
-# pyright: reportArgumentType=false, reportReturnType=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
 import torch
 import triton
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcore_parallel._stability import internal_api
 
-__all__ = ["widened", "widens_by_bits"]
+__all__ = ["arrive", "peer_memories", "peer_pointer", "sum_of_peers", "wait_for_all", "widened", "widens_by_bits"]
 
 
 @internal_api
@@ -56,3 +56,65 @@ def widened(weight, kind: tl.constexpr, BY_BITS: tl.constexpr):
         )
     else:
         return weight.to(kind)
+
+
+@internal_api
+@triton.jit
+def peer_pointer(address, offset, element: tl.constexpr):
+    """A pointer into a rank's ``SymmetricBuffer``: address and offset, in bytes, are multiples of 16, so that a thread moves 16 at once."""
+    return tl.multiple_of((address + offset).to(tl.pointer_type(element)), 16)
+
+
+@internal_api
+@triton.jit
+def peer_memories(addresses_ptr, element: tl.constexpr, RANKS: tl.constexpr):
+    """A tuple of pointers to elements, where the memory of each rank begins; their addresses are int64 [RANKS]."""
+    memories = ()
+    for peer in tl.static_range(RANKS):
+        memories = memories + (peer_pointer(tl.load(addresses_ptr + peer), 0, element),)  # noqa: RUF005, Triton has no other way
+    return memories
+
+
+@internal_api
+@triton.jit
+def arrive(addresses, counter_at):
+    """Count this program in at every rank, its own among them; what it and the kernels before it did comes first.
+
+    Args:
+        addresses: int64, where the memory of each rank begins.
+        counter_at: of an int32, in bytes from there, zero before the first arrives.
+    """
+    # One thread counts for all of them.
+    tl.debug_barrier()
+    tl.atomic_add((addresses + counter_at).to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
+
+
+@internal_api
+@triton.jit
+def wait_for_all(counter_ptr, RANKS: tl.constexpr):
+    """Wait until the same program of every rank has arrived at this counter, and leave it zero, so that a graph may replay it.
+
+    A rank arrives at a counter once more only when all have left it. A kernel that meets at two counters, one after the other, keeps to
+    that: who has arrived at one of them has left the other.
+    """
+    while tl.atomic_cas(counter_ptr, RANKS, 0, sem="acquire", scope="sys") != RANKS:
+        pass
+
+
+@internal_api
+@triton.jit
+def sum_of_peers(memories, place, inside, RANKS: tl.constexpr):
+    """Elements at ``place`` of all memories, added in rank order and rounded to their dtype each time, as torch's one-shot all-reduce.
+
+    Args:
+        memories: of ``peer_memories``.
+        place: of elements.
+        inside: which of them there are; others are 0.
+        RANKS: how many memories.
+    """
+    # Past the first-level cache, which may hold what stood there before.
+    total = tl.load(memories[0] + place, mask=inside, other=0.0, cache_modifier=".cg")
+    for peer in tl.static_range(1, RANKS):
+        part = tl.load(memories[peer] + place, mask=inside, other=0.0, cache_modifier=".cg")
+        total = (total.to(tl.float32) + part.to(tl.float32)).to(part.dtype)
+    return total
