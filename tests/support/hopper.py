@@ -35,6 +35,8 @@ class CompiledLaunches:
         """Of each launch."""
         self.ptx: list[str] = []
         """Of each launch."""
+        self.ttgir: list[str] = []
+        """Of each launch: Triton's own form, with layouts."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return self._compile
@@ -81,4 +83,5 @@ class CompiledLaunches:
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         self.shared_bytes.append(compiled.metadata.shared)
         self.ptx.append(compiled.asm["ptx"])
+        self.ttgir.append(compiled.asm["ttgir"])
         assert compiled.metadata.shared <= SHARED_BYTES

@@ -2,6 +2,9 @@
 # Copyright (c) 2026 the mcore authors
 """The kernels of a decode step against torch."""
 
+import functools
+import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from torch import Tensor
 from mcore_inference.attention import PagedAttention
 from mcore_inference.cache import LayerSlots
 from mcore_inference.decoder._decoder import _turns_by_halves, layer_fits
+from mcore_inference.decoder._partial_sums import PeerRows
 from mcore_parallel import ProcessGroups
 from mcore_parallel.backends import Scaled, quantize_rows
 from mcore_parallel.models import GPTModel, TransformerConfig
@@ -176,6 +180,53 @@ def check_fp8(device: str, dtype: torch.dtype, tolerance: float) -> None:
         close(streamed_linear(plain, narrow), plain.double() @ narrow.value(torch.float64).T, tolerance)
 
 
+def check_peers(device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """A kernel that sums the rows of all ranks has the bits of a sum in rank order, rounded each time, and of the kernel behind it.
+
+    All ranks are in this process, one after the other; those that are awaited have arrived before.
+    """
+    from mcore_inference.decoder._linear import enter_stream
+
+    # The interpreter rounds to float16 as a device does, which shows the order.
+    for kind, (ranks, tokens, depth) in itertools.product({dtype, torch.float16}, ((2, 1, 96), (4, 5, 256), (8, 17, 136))):
+        parts = torch.randn(ranks, tokens, depth, device=device).to(kind)
+        memories, peers = peer_memories(parts, room=20)
+        residual = torch.randn(tokens, depth, device=device).to(kind)
+        norm = StreamNorm(weight=torch.randn(depth).to(device, kind), epsilon=1e-3, shift=1.0)
+        total = functools.reduce(torch.add, parts)
+        wanted = enter_stream(total, norm, residual_TD=residual)
+        assert torch.equal(wanted.x, (total.float() + residual.float()).to(kind))
+        for rank, own in enumerate(peers):
+            for counters in peers:
+                counters.counters.fill_(0)
+            own.counters[:, :tokens] = ranks - 1
+            rows = memories[rank][: parts[0].nbytes].view(kind).view(tokens, depth)
+            stream = enter_stream(rows, norm, residual_TD=residual, peers=own)
+            for name in ("x", "scaled", "squares"):
+                assert torch.equal(getattr(stream, name), getattr(wanted, name)), name
+            # Each rank was told of each row, and this one is ready for the next launch.
+            expected = torch.zeros(2, 20, dtype=torch.int32)
+            assert torch.equal(own.counters.cpu(), expected)
+            expected[:, :tokens] = 1
+            assert all(torch.equal(other.counters.cpu(), expected) for other in peers if other is not own)
+            # A row has the same bits in any company.
+            own.counters[:, 0] = ranks - 1
+            alone = enter_stream(rows[:1], norm, residual_TD=residual[:1], peers=own)
+            assert torch.equal(alone.x, wanted.x[:1]) and torch.equal(alone.scaled, wanted.scaled[:1])
+            assert torch.equal(alone.squares[:, 0], wanted.squares[:, 0])
+
+
+def peer_memories(parts: Tensor, room: int) -> tuple[list[Tensor], list[PeerRows]]:
+    """Memory of each rank, its part [T, D] at the beginning, and what a kernel of each rank is given; ``room`` rows have counters."""
+    begin = -(-parts[0].nbytes // 16) * 16
+    memories = [torch.zeros(begin + 8 * room, dtype=torch.uint8, device=parts.device) for _ in parts]
+    for memory, part in zip(memories, parts, strict=True):
+        memory[: part.nbytes].view(part.dtype).copy_(part.flatten())
+    addresses = torch.tensor([memory.data_ptr() for memory in memories], device=parts.device)
+    counters = [memory[begin:].view(torch.int32).view(2, room) for memory in memories]
+    return memories, [PeerRows(addresses=addresses, counters=own, counters_at=begin) for own in counters]
+
+
 def check_rotation(device: str, dtype: torch.dtype, tolerance: float) -> None:
     from mcore_inference.attention._rotate import rotate_and_append
 
@@ -214,7 +265,7 @@ def check_rotation(device: str, dtype: torch.dtype, tolerance: float) -> None:
         assert not scales[[0, 1]][:, [1, 3, 5]].any()
 
 
-CHECKS = (check_linear, check_stream, check_fp8, check_parts, check_narrow, check_rotation)
+CHECKS = (check_linear, check_stream, check_fp8, check_parts, check_narrow, check_peers, check_rotation)
 
 
 def test_kernels_equal_torch_in_the_interpreter() -> None:
@@ -242,6 +293,42 @@ def test_kernels_over_fp8_weights_compile_for_hopper(
     y = _linear.streamed_swiglu(stream, weight(2 * width, depth))
     _linear.streamed_residual(y, weight(depth, width), x, StreamNorm(weight=x[0], epsilon=1e-5, shift=0.0))
     assert len(launches.shared_bytes) == 3
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_sums_of_peers_compile_for_hopper_with_the_norm_of_the_kernel_behind_a_sum(
+    ranks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton")
+    from mcore_inference.decoder import _linear
+    from tests.support.hopper import CompiledLaunches
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches = CompiledLaunches(_linear._enter_kernel)
+    monkeypatch.setattr(_linear, "_enter_kernel", launches)
+    rows = torch.zeros(3, 4096, dtype=torch.bfloat16)
+    norm = StreamNorm(weight=rows[0], epsilon=1e-5, shift=0.0)
+    peers = PeerRows(addresses=torch.zeros(ranks, dtype=torch.int64), counters=torch.zeros(2, 64, dtype=torch.int32), counters_at=1 << 19)
+    for given in (None, peers):
+        _linear.enter_stream(rows, norm, residual_TD=rows, peers=given)
+    behind, fused = launches.ptx
+    # 16 bytes a thread of each rank, past the first-level cache; both meetings, of which the first is in front of all that is read.
+    begin, loads, end = "atom.global.sys.release.add", "ld.global.cg.v4.b32", "atom.global.acquire.sys.cas"
+    places = [(found.start(), found[0]) for found in re.finditer("|".join(map(re.escape, (begin, loads, end))), fused)]
+    assert [name for _, name in places] == [begin, end, *[loads] * (ranks * 4096 // (128 * 8)), begin, end]
+    assert "atom" not in behind
+    # The sum of squares is of the same numbers in the same order.
+    squares = [reduced_layout(ttgir) for ttgir in launches.ttgir]
+    assert squares[0] == squares[1] and "sizePerThread = [8]" in squares[0]
+    operations = [re.findall(r"(?:mul|add|fma\.rn)\.f32|shfl\.\S+", ptx) for ptx in (behind, fused)]
+    assert sorted(operations[0]) == sorted(operations[1])
+
+
+def reduced_layout(ttgir: str) -> str:
+    """Of the one sum over a row."""
+    [name] = re.findall(r"\}\) : \(tensor<\d+xf32, (#\w+)>\) -> f32", ttgir)
+    [layout] = re.findall(rf"^{name} = (.*)$", ttgir, re.MULTILINE)
+    return layout
 
 
 @pytest.mark.gpu

@@ -40,8 +40,9 @@ class FusedDecoder:
     in fp8, norm and gate leave their result so. A feed-forward that is no ``MLP``, such as a mixture, brings kernels of its own
     (``StreamsFeedForward``), or is called as it is.
 
-    Over tensor-parallel ranks the sums of partial results are kernels of their own, and logits are gathered. All ranks make it, and call
-    it, at the same points.
+    Over tensor-parallel ranks the sums of partial results are kernels of their own, or, where ranks of a host read each other's memory,
+    parts of one that adds them to the residual and prepares the norm behind; logits are gathered. All ranks make it, and call it, at the
+    same points.
 
     Args:
         model: one that ``fits``.
@@ -203,7 +204,8 @@ class FusedDecoder:
         if self._sums is None:
             return kernels.streamed_residual(y, _matrix(linear), residual, norm, finished=self._finished)
         partial = kernels.streamed_linear(y, _matrix(linear), out=self._sums.rows(len(y)), finished=self._finished)
-        return kernels.enter_stream(self._sums.sum(partial), norm, residual_TD=residual)
+        peers = self._sums.peers(partial)
+        return kernels.enter_stream(partial if peers is not None else self._sums.sum(partial), norm, residual_TD=residual, peers=peers)
 
     def _add_product(self, x: Tensor, y: Tensor, linear: nn.Module) -> Tensor:
         """x [T, N] plus the product of y [T, D], in place."""

@@ -14,9 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from mcore_inference._triton_parts import best_and_weight, plain_temperature, raw_log_sum
+from mcore_inference.decoder._partial_sums import PeerRows
 from mcore_inference.sampling import PlainSums
 from mcore_parallel.backends import Scaled
-from mcore_parallel.backends.kernels import widened, widens_by_bits
+from mcore_parallel.backends.kernels import arrive, peer_memories, sum_of_peers, wait_for_all, widened, widens_by_bits
 from mcore_parallel.nn import NormedStream, StreamNorm
 
 # T tokens (one a request), D input and N output width of a linear layer, R lines of a tile (T and padding), P parts of a sum.
@@ -83,25 +84,34 @@ def embed(tokens_T: Tensor, table_VD: Tensor, norm: StreamNorm) -> NormedStream:
     return _enter(table_VD, norm, tokens_T=tokens_T)
 
 
-def enter_stream(x_TD: Tensor, norm: StreamNorm, *, residual_TD: Tensor | None = None) -> NormedStream:
+def enter_stream(x_TD: Tensor, norm: StreamNorm, *, residual_TD: Tensor | None = None, peers: PeerRows | None = None) -> NormedStream:
     """``residual + x``, ready for the norm behind it.
 
     Args:
         x_TD: contiguous.
         norm: the next one.
         residual_TD: contiguous; None for zero.
+        peers: of all ranks, whose sum takes the place of x, with the bits of ``PartialSums.sum``; None where x is whole.
     """
-    return _enter(x_TD, norm, residual_TD=residual_TD)
+    return _enter(x_TD, norm, residual_TD=residual_TD, peers=peers)
 
 
-def _enter(rows_VD: Tensor, norm: StreamNorm, *, tokens_T: Tensor | None = None, residual_TD: Tensor | None = None) -> NormedStream:
+def _enter(
+    rows_VD: Tensor,
+    norm: StreamNorm,
+    *,
+    tokens_T: Tensor | None = None,
+    residual_TD: Tensor | None = None,
+    peers: PeerRows | None = None,
+) -> NormedStream:
     tokens, depth = len(rows_VD if tokens_T is None else tokens_T), rows_VD.shape[1]
     x_TD = torch.empty((tokens, depth), dtype=rows_VD.dtype, device=rows_VD.device)
     scaled_TD = torch.empty_like(x_TD)
     squares = torch.empty((1, _lines(tokens)), dtype=torch.float32, device=rows_VD.device)
+    meeting = (None, None, 0, 0) if peers is None else (peers.addresses, peers.counters, peers.counters_at, peers.counters.shape[1])
     _enter_kernel[(squares.shape[1],)](
-        tokens_T, rows_VD, residual_TD, norm.weight, x_TD, scaled_TD, squares, tokens, depth, norm.shift,
-        WIDTH=triton.next_power_of_2(depth), num_warps=4,
+        tokens_T, rows_VD, residual_TD, norm.weight, x_TD, scaled_TD, squares, *meeting, tokens, depth, norm.shift,
+        WIDTH=triton.next_power_of_2(depth), RANKS=1 if peers is None else len(peers.addresses), num_warps=4,
     )  # fmt: skip
     return NormedStream(x=x_TD, scaled=scaled_TD, squares=squares, epsilon=norm.epsilon)
 
@@ -251,7 +261,8 @@ def _linear_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _enter_kernel(
-    tokens_ptr, rows_ptr, residual_ptr, norm_ptr, x_ptr, scaled_ptr, squares_ptr, tokens, depth, shift, WIDTH: tl.constexpr,
+    tokens_ptr, rows_ptr, residual_ptr, norm_ptr, x_ptr, scaled_ptr, squares_ptr, addresses_ptr, counters_ptr, counters_at, num_counters,
+    tokens, depth, shift, WIDTH: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     row, lane = tl.program_id(0), tl.arange(0, WIDTH)
     # Not lane < depth and row < tokens, which is no mask of booleans in every Triton.
@@ -259,11 +270,30 @@ def _enter_kernel(
     source = row.to(tl.int64)
     if tokens_ptr is not None:
         source = tl.load(tokens_ptr + row, mask=row < tokens, other=0).to(tl.int64)
-    x = tl.load(rows_ptr + source * depth + lane, mask=inside, other=0.0)
-    if residual_ptr is not None:
-        x = (x.to(tl.float32) + tl.load(residual_ptr + row * depth + lane, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
-    wide = x.to(tl.float32)
     factor = tl.load(norm_ptr + lane, mask=inside, other=0.0).to(tl.float32) + shift
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + row * depth + lane, mask=inside, other=0.0)
+    if addresses_ptr is not None:
+        addresses = tl.load(addresses_ptr + tl.arange(0, RANKS))
+        memories = peer_memories(addresses_ptr, rows_ptr.dtype.element_ty, RANKS)
+        if row < tokens:
+            arrive(addresses, counters_at + row * 4)
+            wait_for_all(counters_ptr + row, RANKS)
+        x = sum_of_peers(memories, source * depth + lane, inside, RANKS)
+    else:
+        x = tl.load(rows_ptr + source * depth + lane, mask=inside, other=0.0)
+    if residual_ptr is not None:
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    wide = x.to(tl.float32)
+    squares = tl.sum(wide * wide, 0)
+    if addresses_ptr is not None:  # noqa: SIM102, a constant of the kernel and a number of the device
+        if row < tokens:
+            # Behind a sum that needs all that was read, so that no load is under way; before the stores, which it need not wait for.
+            arrive(addresses, counters_at + (num_counters + row) * 4)
     tl.store(x_ptr + row * depth + lane, x, mask=inside)
     tl.store(scaled_ptr + row * depth + lane, (wide * factor).to(scaled_ptr.dtype.element_ty), mask=inside)
-    tl.store(squares_ptr + row, tl.sum(wide * wide, 0))
+    tl.store(squares_ptr + row, squares)
+    if addresses_ptr is not None:  # noqa: SIM102, as above
+        if row < tokens:
+            # Behind this launch the rows of this rank may be written again.
+            wait_for_all(counters_ptr + num_counters + row, RANKS)
