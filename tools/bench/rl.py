@@ -21,7 +21,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -94,6 +94,11 @@ SHARED: Mapping[str, Work] = MappingProxyType(
     }
 )
 """Prompts that are long beside their answers, for ``--shared-prompts``."""
+
+
+ARITHMETICS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {"plain": {}, "batch-invariant": {"batch_invariant": True}, "float32": {"dtype": torch.float32}}
+)
 
 
 class Numbers:
@@ -376,22 +381,21 @@ def step_beside_peers(learner: Learner, engine: DynamicInferenceEngine, work: Wo
     }  # fmt: skip
 
 
-def agreement(model: str, work: Work, device: torch.device, clock: Clock) -> list[dict[str, Any]]:
-    """The second of two GRPO iterations in three arithmetics, over a quarter of the groups, with the mean distance of log-probabilities of
-    engine and trainer; the cost of a batch-invariant step is its time beside the plain one's."""
-    work = dataclasses.replace(work, groups=max(1, work.groups // 4), cache_gb=work.cache_gb / 2)
-    rows: list[dict[str, Any]] = []
-    for arithmetic in ({}, {"batch_invariant": True}, {"dtype": torch.float32}):
+def agreement(model: str, work: Work, device: torch.device, clock: Clock) -> Iterator[dict[str, Any]]:
+    """The second of two GRPO iterations in three arithmetics, over an eighth of the tokens, with the mean distance of log-probabilities of
+    engine and trainer; the cost is a step's time beside that of the first, plain one."""
+    work = dataclasses.replace(work, groups=max(1, work.groups // 4), outputs=work.outputs // 2, cache_gb=work.cache_gb / 2)
+    plain_s = None
+    for name, arithmetic in ARITHMETICS.items():
         learner = build_learner(model, device, narrow=False, **arithmetic)
         engine = build_engine(model, work, device, **arithmetic)
         row = step_beside_peers(learner, engine, work, clock)
-        name = "plain" if not arithmetic else "batch-invariant" if arithmetic.get("batch_invariant") else "float32"
-        rows.append({"arithmetic": name, **row, "cost": round(row["whole_s"] / rows[0]["whole_s"], 3) if rows else 1.0})
+        plain_s = row["whole_s"] if plain_s is None else plain_s
+        yield {"arithmetic": name, **row, "cost": round(row["whole_s"] / plain_s, 3)}
         learner = engine = None
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return rows
 
 
 def shared_prompts(learner: Learner, work: Work, clock: Clock) -> dict[str, Any]:

@@ -147,7 +147,8 @@ def run_case(engine: DynamicInferenceEngine, requests: int, inputs: int, outputs
     records = engine.generate(prompts, params)
     seconds = time.perf_counter() - begun
     made = sum(record.num_generated for record in records)
-    assert made == requests * outputs, (made, requests * outputs)
+    if made != requests * outputs:
+        raise RuntimeError(f"{made} tokens of {requests * outputs} came: {next(record.error for record in records if record.error)}")
     steps, recorded = engine.step_count - steps, engine.stats()["graph_steps"] - recorded
     return {
         "n": requests, "isl": inputs, "osl": outputs, "s": round(seconds, 3), "out_tok_s": round(made / seconds),
