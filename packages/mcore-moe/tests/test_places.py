@@ -65,9 +65,9 @@ def check_rows(tokens: int, topk: int, local: int, device: str, dtype: torch.dty
             torch.testing.assert_close(sums, _places.gather_sum(wanted, shift), rtol=0, atol=0 if dtype == torch.float32 else 0.05)
 
 
-PLACED = ((1, 1, 1), (150, 3, 17), (300, 2, 600))
+PLACED = ((1, 1, 1), (150, 3, 17), (300, 2, 600), (100, 18, 8))
 # Several chunks of tokens, and of many experts several turns over the chunks.
-INTERPRETED = ((1, 1, 1), (140, 3, 17), (70, 2, 600))
+INTERPRETED = ((1, 1, 1), (140, 3, 17), (70, 2, 600), (20, 18, 8))
 
 
 def test_no_token_makes_no_row() -> None:
@@ -97,6 +97,10 @@ def test_kernels_compile_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("count_picks", "scan_picks", "place_picks", "place_tokens", "gather_sum"):
         launches[name] = CompiledLaunches(getattr(_triton, f"_{name}_kernel"))
         monkeypatch.setattr(_triton, f"_{name}_kernel", launches[name])
+    # Many picks take a loop: written out, each kernel would take minutes.
+    _triton.place_rows(torch.zeros(20, 64, dtype=torch.int32), 0, 64)
+    for launch in launches.values():
+        launch.ptx.clear()
     picks = torch.zeros(20, 8, dtype=torch.int32)
     for num_experts in (64, 500):
         _triton.place_rows(picks, 0, num_experts)

@@ -207,6 +207,37 @@ def test_kernels_compile_for_hopper(
         assert ("e4m3x2" in ptx) == fp8
 
 
+@pytest.mark.parametrize("experts", [128, 300, 1024])
+def test_a_router_of_many_tokens_compiles_for_hopper(experts: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from mcore_moe.serving import _triton_route as kernels
+    from tests.support.hopper import SHARED_BYTES, CompiledLaunches
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches = CompiledLaunches(kernels._route_kernel)
+    monkeypatch.setattr(kernels, "_route_kernel", launches)
+    options: dict[str, Any] = {"bias": None, "expert_bias": None, "topk": 8, "score": 0, "pre_softmax": False, "scaling": 1.0}
+    gate = kernels.Gate(weight=torch.zeros(experts, 2048, dtype=torch.bfloat16), **options)
+    kernels.route_many(torch.zeros(2048, 2048, dtype=torch.bfloat16), gate, torch.zeros(64, dtype=torch.int32))
+    assert launches.shared_bytes[0] <= SHARED_BYTES
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("experts", [128, 300, 1024])
+def test_a_router_of_many_tokens_chooses_the_largest_on_a_gpu(experts: int) -> None:
+    from mcore_moe.serving import _triton_route as kernels
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    place: dict[str, Any] = {"device": "cuda", "generator": generator}
+    weight, x = (torch.randn(rows, 2048, **place).to(torch.bfloat16) for rows in (experts, 2048))
+    options: dict[str, Any] = {"bias": None, "expert_bias": None, "topk": 8, "score": 0, "pre_softmax": False, "scaling": 1.0}
+    picks = kernels.route_many(x, kernels.Gate(weight=weight, **options), torch.zeros(64, dtype=torch.int32, device="cuda"))
+    logits = x.double() @ weight.double().T
+    best = logits.topk(8).values.sort(-1).values
+    torch.testing.assert_close(logits.gather(1, picks.experts_TK.long()).sort(-1).values, best, rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(picks.weights_TK.sum(-1), torch.ones(2048, device="cuda"))
+
+
 if __name__ == "__main__":
     every_in_fp8 = sys.argv[1:] == ["fp8"]
     for each in () if every_in_fp8 else CHOICES:

@@ -118,6 +118,12 @@ def _whole(grad: Tensor | None) -> Tensor | None:
     return None if grad is None else grad.float().contiguous()
 
 
+@triton.constexpr_function
+def unrolled(topk):
+    """Picks that a loop over those of a token writes out: a compiler takes minutes for many, and few are faster so."""
+    return topk if topk <= 16 else 1
+
+
 @triton.jit
 def _ranked(keys, inside, lane, WIDTH: tl.constexpr):
     """int64 in the order of the keys, of equal ones the lowest number highest; what is outside is below all."""
@@ -135,10 +141,12 @@ def _top_kernel(keys_ptr, top_ptr, tokens, experts, TOPK: tl.constexpr, WIDTH: t
     inside = (token < tokens)[:, None] & (lane < experts)[None, :]
     keys = tl.load(keys_ptr + token[:, None] * experts + lane[None, :], mask=inside, other=0.0)
     ranked = _ranked(keys, inside, lane, WIDTH)
-    for pick in tl.static_range(TOPK):
-        number = WIDTH - 1 - (tl.max(ranked, 1) & 0xFFFFFFFF)
-        tl.store(top_ptr + token * TOPK + pick, number, mask=token < tokens)
-        ranked = tl.where(number[:, None] == lane[None, :], -0x8000000000000000, ranked)
+    for block in range(0, TOPK, unrolled(TOPK)):
+        for step in tl.static_range(unrolled(TOPK)):
+            pick = block + step
+            number = WIDTH - 1 - (tl.max(ranked, 1) & 0xFFFFFFFF)
+            tl.store(top_ptr + token * TOPK + pick, number, mask=token < tokens)
+            ranked = tl.where(number[:, None] == lane[None, :], -0x8000000000000000, ranked)
 
 
 @triton.jit
@@ -207,18 +215,22 @@ def _choose_kernel(
     fresh = here
     if given_ptr is not None:
         least = tl.full((CHUNK,), 0, tl.int64)
-        for pick in tl.static_range(TOPK):
-            least = tl.minimum(least, tl.load(given_ptr + token * TOPK + pick, mask=here, other=0))
+        for block in range(0, TOPK, unrolled(TOPK)):
+            for step in tl.static_range(unrolled(TOPK)):
+                pick = block + step
+                least = tl.minimum(least, tl.load(given_ptr + token * TOPK + pick, mask=here, other=0))
         fresh = least < 0
     rank = tl.full((CHUNK, WIDTH), TOPK, tl.int32)
-    for pick in tl.static_range(TOPK):
-        number = WIDTH - 1 - (tl.max(ranked, 1) & 0xFFFFFFFF)
-        if given_ptr is not None:
-            number = tl.where(fresh, number, tl.load(given_ptr + token * TOPK + pick, mask=here, other=0))
-        tl.store(chosen_ptr + token * TOPK + pick, number, mask=here)
-        hit = number[:, None] == lane[None, :]
-        rank = tl.where(hit, pick, rank)
-        ranked = tl.where(hit, -0x8000000000000000, ranked)
+    for block in range(0, TOPK, unrolled(TOPK)):
+        for step in tl.static_range(unrolled(TOPK)):
+            pick = block + step
+            number = WIDTH - 1 - (tl.max(ranked, 1) & 0xFFFFFFFF)
+            if given_ptr is not None:
+                number = tl.where(fresh, number, tl.load(given_ptr + token * TOPK + pick, mask=here, other=0))
+            tl.store(chosen_ptr + token * TOPK + pick, number, mask=here)
+            hit = number[:, None] == lane[None, :]
+            rank = tl.where(hit, pick, rank)
+            ranked = tl.where(hit, -0x8000000000000000, ranked)
     chosen = inside & (rank < TOPK)
     weight, _ = _weights(logits, scores, chosen, TOPK, SCORE, PRE)
     tl.store(probs_ptr + token[:, None] * TOPK + rank, weight * scaling, mask=chosen)
@@ -255,12 +267,14 @@ def _choose_backward_kernel(
     if grad_probs_ptr is not None:
         grad_weight = tl.zeros((CHUNK, WIDTH), tl.float32)
         chosen = inside & (lane[None, :] < 0)
-        for pick in tl.static_range(TOPK):
-            number = tl.load(chosen_ptr + token * TOPK + pick, mask=here, other=-1)
-            hit = number[:, None] == lane[None, :]
-            each = tl.load(grad_probs_ptr + token * TOPK + pick, mask=here, other=0.0) * scaling
-            grad_weight = tl.where(hit, each[:, None], grad_weight)
-            chosen = chosen | (inside & hit)
+        for block in range(0, TOPK, unrolled(TOPK)):
+            for step in tl.static_range(unrolled(TOPK)):
+                pick = block + step
+                number = tl.load(chosen_ptr + token * TOPK + pick, mask=here, other=-1)
+                hit = number[:, None] == lane[None, :]
+                each = tl.load(grad_probs_ptr + token * TOPK + pick, mask=here, other=0.0) * scaling
+                grad_weight = tl.where(hit, each[:, None], grad_weight)
+                chosen = chosen | (inside & hit)
         if SCORE == 0 and PRE:
             grad += softmax * (grad_weight - tl.sum(tl.where(inside, softmax * grad_weight, 0.0), 1)[:, None])
         else:

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mcore_moe._triton_router import unrolled
+
 _MOST_LANES, _SUM_LANES = 2048, 1024
 _LEAST_EXPERTS, _MOST_CHUNK = 16, 128
 _TILE, _SCAN_TILE = 4096, 16384
@@ -89,9 +91,11 @@ def _picked(experts_ptr, token, tokens, first, TOPK: tl.constexpr, CHUNK: tl.con
     """int32 [CHUNK, EXPERTS], 1 where a token picked an expert of this rank."""
     lane = tl.arange(0, EXPERTS)
     picked = tl.zeros((CHUNK, EXPERTS), dtype=tl.int32)
-    for pick in tl.static_range(TOPK):
-        expert = tl.load(experts_ptr + token * TOPK + pick, mask=token < tokens, other=-1) - first
-        picked += (expert[:, None] == lane[None, :]).to(tl.int32)
+    for block in range(0, TOPK, unrolled(TOPK)):
+        for step in tl.static_range(unrolled(TOPK)):
+            pick = block + step
+            expert = tl.load(experts_ptr + token * TOPK + pick, mask=token < tokens, other=-1) - first
+            picked += (expert[:, None] == lane[None, :]).to(tl.int32)
     return picked
 
 
@@ -134,11 +138,13 @@ def _place_picks_kernel(
     lane = tl.arange(0, EXPERTS)
     before = tl.load(before_ptr + chunk * experts + lane, mask=lane < experts, other=0)
     rows = before[None, :] + tl.cumsum(_picked(experts_ptr, token, tokens, first, TOPK, CHUNK, EXPERTS), 0) - 1
-    for pick in tl.static_range(TOPK):
-        expert = tl.load(experts_ptr + token * TOPK + pick, mask=token < tokens, other=-1) - first
-        row = tl.sum(tl.where(expert[:, None] == lane[None, :], rows, 0), 1)
-        mine = (expert >= 0) & (expert < experts)
-        tl.store(places_ptr + token * TOPK + pick, tl.where(mine, row, -1), mask=token < tokens)
+    for block in range(0, TOPK, unrolled(TOPK)):
+        for step in tl.static_range(unrolled(TOPK)):
+            pick = block + step
+            expert = tl.load(experts_ptr + token * TOPK + pick, mask=token < tokens, other=-1) - first
+            row = tl.sum(tl.where(expert[:, None] == lane[None, :], rows, 0), 1)
+            mine = (expert >= 0) & (expert < experts)
+            tl.store(places_ptr + token * TOPK + pick, tl.where(mine, row, -1), mask=token < tokens)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mcore_moe._triton_router import own_scores
+from mcore_moe._triton_router import own_scores, unrolled
 from mcore_parallel.nn import NormedStream
 
 # T tokens, D model, E experts, K experts a token, P = T * K picks, R lines of a block of tokens, S experts that were picked.
@@ -80,6 +80,9 @@ FEW_TILES = RouteTiles(lines=FEW, cols=16, depth=256, splits=4)
 MANY_TILES = RouteTiles(lines=16, cols=16, depth=256, splits=2)
 MOST_TILES = RouteTiles(lines=64, cols=1024, depth=64, warps=8)
 """Where the tokens fill the device: all experts in one program."""
+_WIDE_TILES = RouteTiles(lines=16, cols=1024, depth=32, warps=8, stages=2)
+"""The same for more experts, whose keys take the memory of a multiprocessor."""
+_WIDE = 256
 
 
 def route_few(x: NormedStream, gate: Gate, arrived: Tensor, tiles: RouteTiles = FEW_TILES) -> FewPicks:
@@ -103,7 +106,8 @@ def route_few(x: NormedStream, gate: Gate, arrived: Tensor, tiles: RouteTiles = 
 def route_many(x_TD: Tensor, gate: Gate, arrived: Tensor, tiles: RouteTiles | None = None) -> ManyPicks:
     """Route normed tokens; arguments as of ``route_few``."""
     tokens = len(x_TD)
-    chosen = tiles or (MANY_TILES if triton.cdiv(tokens, MANY_TILES.lines) <= len(arrived) else MOST_TILES)
+    most = MOST_TILES if gate.weight.shape[0] <= _WIDE else _WIDE_TILES
+    chosen = tiles or (MANY_TILES if triton.cdiv(tokens, MANY_TILES.lines) <= len(arrived) else most)
     ids = torch.empty((tokens, gate.topk), dtype=torch.int32, device=x_TD.device)
     weights = torch.empty((tokens, gate.topk), dtype=torch.float32, device=x_TD.device)
     _launch(x_TD, (None, 0.0), gate, arrived, chosen, (None, None, None, None, ids, weights))
@@ -226,10 +230,12 @@ def _choose(
     lowest = -0x7FFFFFFFFFFFFFFF
     places = tl.where(exists, places, lowest)
     rank = tl.full((LINES, WIDTH), TOPK, dtype=tl.int32)
-    for number in tl.static_range(TOPK):
-        hit = places == tl.max(places, 1)[:, None]
-        rank = tl.where(hit, number, rank)
-        places = tl.where(hit, lowest, places)
+    for block in range(0, TOPK, unrolled(TOPK)):
+        for step in tl.static_range(unrolled(TOPK)):
+            number = block + step
+            hit = places == tl.max(places, 1)[:, None]
+            rank = tl.where(hit, number, rank)
+            places = tl.where(hit, lowest, places)
     chosen = rank < TOPK
     if SCORE != 0:
         weight = tl.where(chosen, scores, 0.0)
