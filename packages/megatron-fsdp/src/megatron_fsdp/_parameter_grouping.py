@@ -219,6 +219,8 @@ class GroupPlan:
     def dtypes(self, context: ShardContext) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
         """Of main parameters, of what is gathered and of gradients."""
         first, policy = self.sites[0].current, context.policy
+        if self.sites[0].in_float32:
+            policy = policy.in_float32()
         main = policy.main_dtype(first.dtype, trainable=first.requires_grad or self.quantized)
         gathered = torch.uint8 if self.quantized else policy.compute_dtype(first.dtype)
         return main, gathered, policy.gradient_dtype(first.dtype)
@@ -293,6 +295,8 @@ class ParameterGrouping:
                 raise ValueError(
                     f"eight_bit_parameters match {name!r}, which is quantised by its module; leave it out, its bytes are gathered"
                 )
+            if sites[name].in_float32:
+                raise ValueError(f"eight_bit_parameters match {name!r}, which its module keeps in float32; leave it out")
         chosen = {self._strategies.get(name, strategy) for name in sites}
         if dense.outer.size > 1 and chosen != {Strategy.optim_grads_params}:
             raise ValueError(
@@ -327,7 +331,7 @@ class ParameterGrouping:
         return [ranks for topology in self.topologies for ranks in topology.all_ranks]
 
     def groups(self, sites: Sequence[ParameterSite]) -> list[GroupPlan]:
-        """Divide parameters of a unit: one dtype, mesh, strategy and placement, all trainable or all frozen, all scalar or none.
+        """Divide parameters of a unit: one dtype in each form, one mesh, strategy and placement, all trainable or frozen, scalar or not.
 
         Call it once for every unit, in one order on all ranks: whole parameters go to the ranks that have the least so far.
         """
@@ -336,6 +340,7 @@ class ParameterGrouping:
             parameter, name = site.parameter, site.name
             key = (
                 parameter.dtype,
+                site.in_float32,
                 parameter.requires_grad,
                 parameter.ndim == 0,
                 self._strategies.get(name, self._default),
@@ -384,7 +389,14 @@ class ParameterGrouping:
         for topology in self.topologies:
             text = repr(
                 [
-                    (plan.name, site.names, self._parts[site.name].local_shape, str(site.parameter.dtype), site.parameter.requires_grad)
+                    (
+                        plan.name,
+                        site.names,
+                        self._parts[site.name].local_shape,
+                        str(site.parameter.dtype),
+                        site.in_float32,
+                        site.parameter.requires_grad,
+                    )
                     for plan in plans
                     for site in plan.sites
                     if self._of(site.name) is topology

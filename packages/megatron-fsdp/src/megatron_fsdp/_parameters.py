@@ -13,6 +13,7 @@ from torch import nn
 
 from megatron_fsdp._collectives import Ranks
 from megatron_fsdp._layout import FlatLayout, Segment, Shape
+from megatron_fsdp._policy import KeepsFloat32
 from megatron_fsdp._topology import Topology
 
 if TYPE_CHECKING:
@@ -84,6 +85,11 @@ class ParameterSite:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def in_float32(self) -> bool:
+        """Whether a module that uses it keeps it in float32."""
+        return any(isinstance(module, KeepsFloat32) and attribute in module.float32_parameters() for module, attribute in self.slots)
 
     @property
     def current(self) -> nn.Parameter:

@@ -3,7 +3,9 @@
 """What is sharded, in which precision, and where parameters may be cut."""
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -37,12 +39,34 @@ class Strategy(enum.IntEnum):
         raise ValueError(f"{field}={value!r} is unknown; choose one of {known}")
 
 
+@runtime_checkable
+class KeepsFloat32(Protocol):
+    """A module with parameters that compute in float32 where the rest of the model computes in fewer bits.
+
+    Example:
+        >>> class Decay(torch.nn.Module):
+        ...     def __init__(self) -> None:
+        ...         super().__init__()
+        ...         self.rate = torch.nn.Parameter(torch.ones(4))
+        ...
+        ...     def float32_parameters(self) -> Collection[str]:
+        ...         return ("rate",)
+        >>> isinstance(Decay(), KeepsFloat32)
+        True
+    """
+
+    def float32_parameters(self) -> Collection[str]:
+        """Their names, of the module's own parameters and not of its children's."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecisionPolicy:
     """Dtypes of compute parameters, main parameters, gradients and gradient communication.
 
     Only floating-point parameters are affected. The defaults compute in the module's own dtypes and keep
-    main parameters and gradients in float32 (float64 for float64 modules).
+    main parameters and gradients in float32 (float64 for float64 modules). Of the parameters that a module keeps in float32
+    (``float32_parameters()``) a narrower ``param_dtype``, ``main_params_dtype`` or ``main_grads_dtype`` means float32.
 
     Example:
         >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16).main_dtype(torch.float32, trainable=True)
@@ -67,6 +91,12 @@ class MixedPrecisionPolicy:
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"{name}={dtype!r} must be a floating-point torch.dtype or None")
+
+    def in_float32(self) -> "MixedPrecisionPolicy":
+        """The policy of parameters that a module keeps in float32: dtypes that are set are float32 or wider."""
+        names = ("param_dtype", "main_params_dtype", "main_grads_dtype")
+        dtypes = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: dtype and torch.promote_types(dtype, torch.float32) for name, dtype in dtypes.items()})
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype in which a parameter created as ``dtype`` computes."""

@@ -105,6 +105,10 @@ class LinearMixer(nn.Module, abc.ABC):
     def shard_specs(self) -> Mapping[str, ShardSpec]:
         return dict.fromkeys(self._head_parameters(), self._head)
 
+    def float32_parameters(self) -> tuple[str, ...]:
+        """Names of what there is once a head: float32 or wider whatever the dtype of the weights, under sharded training too."""
+        return self._head_parameters()
+
     def initial_value(self, name: str, shape: tuple[int, ...], generator: torch.Generator, config: Any) -> Tensor:
         """Rates of decay evenly from 1 to 16, step sizes from 0.001 to 0.1 evenly in their logarithm, skips of 1."""
         if name == "D":
