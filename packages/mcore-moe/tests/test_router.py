@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mcore_moe import MoEConfig, MoELayer, TopKRouter, _router, choose_experts
 from mcore_moe._balance import balance_scores
+from mcore_moe._capacity import limit_to_capacity
 from mcore_moe._gating import gate
 from mcore_moe._routing import RoutedSums, Routing, route
 from mcore_moe._tokens import LocalTokens
@@ -145,7 +146,14 @@ def route_with_sums(logits: Tensor, topk: int, *, valid_T: Tensor | None, with_s
     real = torch.ones_like(logits[:, :1]) if valid_T is None else valid_T.unsqueeze(-1).to(logits.dtype)
     scores = (balance_scores(logits, options["score_function"]) * real).sum(0)
     squares = (logits.logsumexp(-1, keepdim=True).square() * real).sum()
-    return dataclasses.replace(routing, sums=RoutedSums(scores_E=scores, squares=squares, counts_E=routing_counts(routing, valid_T)))
+    sums = RoutedSums(
+        scores_E=scores,
+        squares=squares,
+        counts_E=routing_counts(routing, valid_T),
+        experts_TK=routing.experts_TK,
+        valid_T=valid_T,
+    )
+    return dataclasses.replace(routing, valid_T=valid_T, sums=sums)
 
 
 def routing_counts(routing: Routing, valid: Tensor | None) -> Tensor:
@@ -198,6 +206,25 @@ def test_losses_of_sums_of_a_kernel_are_those_of_the_tokens(choices: dict[str, A
             results.append([routing.counts(E), *values, *(one for both in grads for one in both)])
         for sums, wanted in zip(*reversed(results), strict=True):
             torch.testing.assert_close(sums, wanted, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_sums_of_a_kernel_are_not_those_of_another_choice(padded: bool) -> None:
+    options: dict[str, Any] = {"pre_softmax": False, "score_function": "softmax", "num_groups": None, "group_topk": None}
+    options |= {"scaling_factor": None, "expert_bias": None, "experts_TK": None, "batch_invariant": False}
+    valid = torch.arange(7) % 3 != 1 if padded else None
+    routing = route_with_sums(torch.randn(7, E, dtype=F64), K, valid_T=valid, with_sums=True, **options)
+    for same in (
+        dataclasses.replace(routing, probs_TK=torch.ones_like(routing.probs_TK)),
+        limit_to_capacity(routing, E, 2, "probs", pad=False),
+    ):
+        assert same.sums is routing.sums and same.counts(E) is routing.sums.counts_E
+    moved = dataclasses.replace(routing, experts_TK=(routing.experts_TK + 1) % E)
+    assert moved.sums is None
+    assert torch.equal(moved.counts(E), routing.counts(E).roll(1))
+    for fewer in (dataclasses.replace(routing, valid_T=torch.arange(7) == 2), routing.share(2, 7)):
+        assert fewer.sums is None
+        assert fewer.counts(E).sum() == K
 
 
 def test_bounds_on_the_device_are_not_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,7 +254,7 @@ class TopKRouter(nn.Module):
                 scores_RE = sums.scores_E.unsqueeze(0)
             chosen = routing
             if by_token and not plain:
-                chosen = replace(routing, experts_TK=top(scores_RE.detach(), config.moe_router_topk), sums=None)
+                chosen = replace(routing, experts_TK=top(scores_RE.detach(), config.moe_router_topk))
             for kind, weight in kinds.items():
                 if kind == "global_aux_loss":
                     value = self._global_loss(scores_RE, routing, total, step)

@@ -27,6 +27,10 @@ class RoutedSums:
     """Of the log-sum-exp of the logits; a differentiable scalar."""
     counts_E: Tensor
     """int64, tokens that chose each expert."""
+    experts_TK: Tensor
+    """The choice itself."""
+    valid_T: Tensor | None
+    """Which tokens are valid; None where every token is."""
 
 
 @experimental_api
@@ -45,7 +49,12 @@ class Routing:
     capacity: int | None = None
     """Rows each expert gets of these tokens, filled up with zeros; None for as many as it keeps."""
     sums: RoutedSums | None = None
-    """Where they were asked for, and a kernel chose."""
+    """Where they were asked for, and a kernel chose; None once ``experts_TK`` or ``valid_T`` are others than those that they are of."""
+
+    def __post_init__(self) -> None:
+        sums = self.sums
+        if sums is not None and (sums.experts_TK is not self.experts_TK or sums.valid_T is not self.valid_T):
+            object.__setattr__(self, "sums", None)
 
     def counts(self, num_experts: int) -> Tensor:
         """[E] int64, tokens that chose each expert, whether it keeps them or not."""
@@ -61,7 +70,7 @@ class Routing:
     def share(self, place: int, num_places: int) -> "Routing":
         """The same choice, of which every ``num_places``-th token from ``place`` on goes to its experts and the others go to none."""
         share_T = torch.arange(len(self.experts_TK), device=self.experts_TK.device) % num_places == place
-        return replace(self, valid_T=share_T if self.valid_T is None else share_T & self.valid_T, sums=None)
+        return replace(self, valid_T=share_T if self.valid_T is None else share_T & self.valid_T)
 
 
 def count_experts(experts_TK: Tensor, num_experts: int, valid_T: Tensor | None = None) -> Tensor:
@@ -205,8 +214,10 @@ def _route_by_kernel(
     chosen_TK, probs_TK, scores_E, squares, counts_E = _triton_router.Choose.apply(
         logits_TE, keys_TE, expert_bias, experts_TK, valid_T, settings, with_sums
     )
-    sums = RoutedSums(scores_E=scores_E, squares=squares, counts_E=counts_E) if with_sums else None
-    return Routing(chosen_TK, probs_TK, sums=sums)
+    if not with_sums:
+        return Routing(chosen_TK, probs_TK)
+    sums = RoutedSums(scores_E=scores_E, squares=squares, counts_E=counts_E, experts_TK=chosen_TK, valid_T=valid_T)
+    return Routing(chosen_TK, probs_TK, valid_T, sums=sums)
 
 
 def _keys(
