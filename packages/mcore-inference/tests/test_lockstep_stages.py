@@ -3,6 +3,7 @@
 """A runner over the stages of a pipeline, with tensor parallelism and without: the first rank decides, the others repeat it."""
 
 import asyncio
+import dataclasses
 import functools
 import itertools
 import os
@@ -45,7 +46,8 @@ PROMPTS = [[1, 2, 3], [7], list(range(20)), [9, 9]]
 
 
 def make_engine(groups: ProcessGroups, seed: int = 0, *, run_ahead: bool | None = None) -> DynamicInferenceEngine:
-    model = GPTModel(CONFIG, groups, attention_core=PagedAttention(), dtype=torch.float64, seed=seed).eval()
+    config = dataclasses.replace(CONFIG, num_layers=max(CONFIG.num_layers, groups.pp.size))
+    model = GPTModel(config, groups, attention_core=PagedAttention(), dtype=torch.float64, seed=seed).eval()
     sizes = InferenceConfig(max_sequence_length=256, num_blocks=60, block_size_tokens=8, max_tokens=64)
     return DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes), execution=ExecutionConfig(run_ahead=run_ahead))
 
@@ -186,6 +188,73 @@ def check_hung(doomed: int, run_ahead: bool | None) -> None:
 @pytest.mark.world(4)
 def test_a_stage_that_hangs_is_named_and_not_those_that_wait_for_it(world: World, doomed: int, run_ahead: bool | None) -> None:
     world(functools.partial(check_hung, doomed, run_ahead))
+
+
+def check_broken_pass(plan: dict[str, int], doomed: int, run_ahead: bool | None) -> float:
+    """Seconds on the first rank from the pass that breaks on another, or on itself, to the error that names it."""
+    engine = make_engine(ProcessGroups.build(ParallelPlan(**plan, sequence_parallel=False)), run_ahead=run_ahead)
+    patience, begin = LockstepConfig(join_timeout_s=50, silence_timeout_s=40), time.monotonic()
+    if dist.get_rank() == doomed:
+        passes = itertools.count()
+
+        def fail(*_: Any) -> None:
+            if next(passes) == 5:
+                raise torch.OutOfMemoryError("no room for a pass")
+
+        engine.model.register_forward_pre_hook(fail)
+    tp = plan.get("tp", 1)
+    what = rf"rank {doomed} \(tp {doomed % tp} of stage {doomed // tp}\) failed in step \d+: OutOfMemoryError: no room for a pass"
+    if dist.get_rank():
+        with pytest.raises(EngineDeadError, match=what):
+            follow_runner(engine, patience)
+        return 0.0
+
+    async def main() -> None:
+        runner = EngineRunner(engine, lockstep=patience)
+        streams = [await runner.submit(prompt, SamplingParams(num_tokens_to_generate=20, ignore_eos=True)) for prompt in PROMPTS]
+        for stream in streams:
+            with pytest.raises(RankFailedError, match=what) as caught:
+                await stream.record()
+            assert caught.value.rank == doomed
+        assert not runner.health().alive
+
+    asyncio.run(main())
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("run_ahead", [None, False])
+@pytest.mark.parametrize("doomed", [0, 1])
+@pytest.mark.world(2)
+def test_a_stage_whose_pass_fails_is_named_with_its_error_and_no_time_out(world: World, doomed: int, run_ahead: bool | None) -> None:
+    seconds, _ = world(functools.partial(check_broken_pass, {"pp": 2}, doomed, run_ahead))
+    assert seconds < 30
+
+
+@pytest.mark.parametrize(("plan", "doomed"), [({"pp": 4}, 2), ({"tp": 2, "pp": 2}, 3)], ids=["between stages", "one of two tp ranks"])
+@pytest.mark.world(4)
+def test_so_is_one_that_stages_on_both_sides_or_its_tp_rank_wait_for(world: World, plan: dict[str, int], doomed: int) -> None:
+    seconds = world(functools.partial(check_broken_pass, plan, doomed, None))
+    assert seconds[0] < 30
+
+
+def check_no_pass_after_a_broken_one() -> None:
+    engine = split_engine(1, 2)
+    if dist.get_rank():
+        # Nothing comes, so that a pass would wait.
+        return
+    hook = engine.model.register_forward_pre_hook(lambda *_: 1 // 0)
+    engine.add_request([1, 2, 3])
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    hook.remove()
+    engine.add_request([1, 2, 3])
+    with pytest.raises(RuntimeError, match=r"a pass through the model failed on stage 0 of 2, where others wait for it; end the processes"):
+        engine.step()
+
+
+@pytest.mark.world(2)
+def test_a_stage_that_left_a_pass_computes_no_other_beside_those_that_wait(world: World) -> None:
+    world(check_no_pass_after_a_broken_one)
 
 
 def check_failed_draws(run_ahead: bool | None) -> tuple[int, dict[str, int]]:

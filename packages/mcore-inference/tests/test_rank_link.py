@@ -78,7 +78,7 @@ class Engine:
         self.model = SimpleNamespace(groups=SimpleNamespace(tp_pp=tp_pp, pp=one, dp=one, tp=tp_pp))
         self.context = SimpleNamespace(device=torch.device("cpu"))
         self.weights = SimpleNamespace(are_complete=True)
-        self.end, self.peers, self.num_forwards = end, None, 0
+        self.end, self.peers, self.num_forwards, self.has_broken_pass = end, None, 0, False
         self.prompts: dict[int, list[int]] = {}
         self.calls: list[tuple[int, int]] = []
         """Each prompt's number, and the steps before it."""

@@ -196,6 +196,12 @@ class DynamicInferenceEngine:
         return self._executor.num_forwards
 
     @property
+    @internal_api
+    def has_broken_pass(self) -> bool:
+        """Whether a pass through the stages of the model ended half-way on this rank, where the others wait for it."""
+        return self._executor.has_broken_pass
+
+    @property
     def num_waiting(self) -> int:
         """Requests in the queue."""
         return len(self._admission.waiting)

@@ -355,6 +355,11 @@ class Executor:
             return None
         return self.graphs.padded(len(host.lengths_R)) if self.agreed_rows is None else self.agreed_rows
 
+    @property
+    def has_broken_pass(self) -> bool:
+        """Whether a pass through the stages ended half-way here, so that this rank computes no other."""
+        return self._pipeline is not None and self._pipeline.is_broken
+
     def _launched_logits(self, host: HostStep, rows: Sequence[int]) -> Tensor | None:
         """As ``_logits``, of a step that is launched kernel by kernel."""
         inputs, rows_N = self._context.builder.build(host), self._context.builder.send(rows)

@@ -110,6 +110,9 @@ class _Follower:
                 # Which GPU is current, each thread says for itself.
                 torch.cuda.set_device(device)
             while "end" not in (message := self._next_message()):
+                if self._engine.has_broken_pass:
+                    # The first rank knows, and what comes meanwhile is of no step that this rank could make.
+                    continue
                 outcome = self._obey(message)
                 self._link.send({"number": message["number"], "outcome": dataclasses.asdict(outcome)})
             self._link.end()

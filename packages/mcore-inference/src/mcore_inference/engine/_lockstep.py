@@ -25,6 +25,8 @@ from mcore_parallel.groups import Group, connect
 
 _MAX_UNACKNOWLEDGED = 4
 """Steps that the first rank may be ahead of another of its stage, and one more for each stage behind."""
+_BLAME_DELAY_S = 1.0
+"""From the error of a pass on one stage to its blame: a rank that is gone breaks the passes of others, and is known by then."""
 
 
 def ranks_of(engine: DynamicInferenceEngine) -> Group:
@@ -71,11 +73,14 @@ class Outcome:
     """Of all tokens of finished requests so far."""
     has_weights: bool = True
     """Whether no load failed half-way."""
+    has_broken_pass: bool = False
+    """Whether the rank left a pass through the stages, in which others wait for it; it makes no further step."""
 
     @classmethod
     def of(cls, error: Exception | None, digest: int, engine: DynamicInferenceEngine) -> "Outcome":
         kind = "" if error is None else type(error).__name__
-        return cls(kind, f"{kind}: {error}"[:1000] if kind else "", digest, engine.weights.are_complete)
+        text = f"{kind}: {error}"[:1000] if kind else ""
+        return cls(kind, text, digest, engine.weights.are_complete, bool(kind) and engine.has_broken_pass)
 
 
 @dataclass
@@ -126,6 +131,8 @@ class LockstepLeader:
         self._pending: dict[int, _Pending] = {}
         self._signs: dict[int, tuple[float, int]] = {}
         """Of ranks that had nothing else to send: when it came, and the passes through their part of the model that they had launched."""
+        self._blame_timer: threading.Timer | None = None
+        """Of a rank that left a pass."""
         self._number = 0
         self._digest = 0
         self._num_ranks = ranks_of(engine).size
@@ -180,7 +187,7 @@ class LockstepLeader:
             RankFailedError: a rank is lost, late, or did something else.
             Exception: what the step raised on all ranks alike.
         """
-        self._wait(lambda: len(self._pending) < self._most_unacknowledged)
+        self._wait(lambda: len(self._pending) < self._most_unacknowledged and self._blame_timer is None)
         number = self._send({"step": True}, is_step=True)
         error: Exception | None = None
         finished: list[DynamicInferenceRequestRecord] = []
@@ -234,6 +241,10 @@ class LockstepLeader:
 
     def close(self, reason: str | None = None) -> None:
         """Let the others end, with an error where there is a reason for one, else with the engine as it is here."""
+        with self._changed:
+            timer = self._blame_timer
+        if timer is not None:
+            timer.cancel()
         if reason is None and self._calls and self._failure is None:
             self._send({}, is_step=False)
         for link in self._links:
@@ -337,7 +348,7 @@ class LockstepLeader:
         blamed: tuple[int, str] | None = None
         with self._changed:
             pending = self._pending.get(number)
-            if pending is None or pending.own is None:
+            if pending is None or self._has_broken_pass(pending) or pending.own is None:
                 return
             for rank, outcome in pending.acks.items():
                 if not pending.is_step or (outcome.kind, outcome.digest) == (pending.own.kind, pending.own.digest):
@@ -352,6 +363,18 @@ class LockstepLeader:
             self._changed.notify_all()
         if blamed is not None:
             self._blame(*blamed)
+
+    def _has_broken_pass(self, pending: _Pending) -> bool:
+        """Whether a rank left the pass of this step; it is blamed soon then, unless a lost one is the reason. With the lock."""
+        outcomes = {**({} if pending.own is None else {0: pending.own}), **pending.acks}
+        broken = next(((rank, outcome.text) for rank, outcome in outcomes.items() if outcome.has_broken_pass), None)
+        if broken is None:
+            return False
+        if self._blame_timer is None:
+            self._blame_timer = threading.Timer(_BLAME_DELAY_S, self._blame, (broken[0], f"failed in {pending.name}: {broken[1]}"))
+            self._blame_timer.daemon = True
+            self._blame_timer.start()
+        return True
 
     def _check_late(self, now: float) -> None:
         with self._changed:

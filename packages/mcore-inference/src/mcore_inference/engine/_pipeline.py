@@ -12,6 +12,10 @@ from mcore_parallel.comm import Arrival, P2PCommunicator, TensorSpec, all_gather
 from mcore_parallel.models import GPTModel, ModelOutput
 
 
+class BrokenPassError(RuntimeError):
+    """A stage that left a pass half-way is asked for another one."""
+
+
 class Pipeline:
     """The stages of a model, of which this rank holds one. All ranks run the same steps.
 
@@ -24,9 +28,25 @@ class Pipeline:
     def __init__(self, model: GPTModel) -> None:
         self._model, self._group = model, model.groups.pp
         self._neighbours = P2PCommunicator(self._group)
+        self.is_broken = False
+        """Whether a pass ended half-way here: what comes next is not of the step that is computed next."""
 
     def logits(self, inputs: StepInputs, rows_N: Tensor) -> Tensor | None:
-        """Compute this stage's part of a step: [N, V] of these tokens, over the whole vocabulary, on the last stage; None on others."""
+        """Compute this stage's part of a step: [N, V] of these tokens, over the whole vocabulary, on the last stage; None on others.
+
+        Raises:
+            BrokenPassError: a pass before raised here, after which the stages are not in step.
+            Exception: what the model raised.
+        """
+        if self.is_broken:
+            stage = f"stage {self._group.rank} of {self._group.size}"
+            raise BrokenPassError(f"a pass through the model failed on {stage}, where others wait for it; end the processes of this engine")
+        self.is_broken = True
+        logits_NV = self._pass_through(inputs, rows_N)
+        self.is_broken = False
+        return logits_NV
+
+    def _pass_through(self, inputs: StepInputs, rows_N: Tensor) -> Tensor | None:
         model, x = self._model, inputs.tokens_T
         if not model.is_first:
             shape = len(inputs.tokens_T), model.config.hidden_size
