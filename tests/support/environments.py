@@ -9,6 +9,7 @@ import os
 import secrets
 import signal
 import socket
+from pathlib import Path
 
 from mcore_rl import Conversation, Episode, NumberedConversations, NumberedProblems, Problem
 
@@ -145,6 +146,59 @@ class Drawing(HostileTool):
         episode = _HostileTool(conversation.problem)
         episode._num_turns = len(conversation.turns)
         return episode
+
+
+class Noting(NumberedConversations):
+    """A tool that writes each answer down in a file, line by line; the reward is the number of turns."""
+
+    def __init__(self, calls: Path) -> None:
+        super().__init__("noting", max_turns=6)
+        self.calls = calls
+
+    def problem(self, number: int) -> Problem:
+        return Problem(problem_id=str(number), prompt=f"say {number}")
+
+    def begin(self, problem: Problem) -> Episode:
+        return _Noting(problem, self.calls)
+
+
+class _Noting(Episode):
+    def __init__(self, problem: Problem, calls: Path) -> None:
+        self._problem, self._calls, self._num_turns = problem, calls, 0
+        self._held, self._lock = bytearray(), asyncio.Lock()
+        self._begun: asyncio.Task[str] | None = None
+
+    async def start(self) -> list[dict[str, str]]:
+        return [{"role": "user", "content": self._problem.prompt}]
+
+    async def reply(self, answer: str) -> list[dict[str, str]]:
+        self._num_turns += 1
+        with self._calls.open("a") as file:
+            file.write(f"{answer}\n")
+        said = answer
+        if answer == "hold":
+            self._held, said = bytearray(200 << 20), "held"
+        if answer == "use":
+            said = "used" if bytearray(450 << 20) else ""
+        if answer == "begin":
+            self._begun = asyncio.create_task(asyncio.sleep(0, "begun"))
+        if answer == "lock":
+            # A lock belongs to the loop in which somebody waits for it.
+            async with self._lock:
+                waiting = asyncio.create_task(self._lock.acquire())
+                await asyncio.sleep(0)
+            await waiting
+            self._lock.release()
+            said = "waited"
+        if answer == "finish":
+            assert self._begun is not None
+            said = await self._begun
+        if answer == "raise":
+            raise ValueError("of the tool")
+        return [{"role": "tool", "content": f"{answer}: {said}"}]
+
+    async def reward(self) -> float:
+        return float(self._num_turns)
 
 
 def here_alone() -> Hostile:

@@ -5,6 +5,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import random
@@ -40,9 +41,10 @@ from mcore_rl import (
     recite,
 )
 from mcore_rl.agent import _remote_environment
+from mcore_rl.agent._conversation_memory import ConversationMemory
 from mcore_rl.envs import Arithmetic, ArithmeticConfig, Calculator
 from mcore_rl.inference import PeerError, PeerReplyError
-from tests.support.environments import Drawing, HostileTool
+from tests.support.environments import Drawing, HostileTool, Noting
 
 SUMS = ArithmeticConfig(num_numbers=(2, 2), max_number=9, operators="+", worked=1.0, slips=0.0)
 TOKENIZER = ByteTokenizer()
@@ -214,16 +216,90 @@ def test_processes_that_die_between_two_turns_lose_nothing(processes: ProcessJud
     assert reward == 3.0
 
 
+HOW = ["processes", "http", "http of processes"]
+LENIENT = JudgeLimits(num_workers=2, time_s=20.0, memory_gb=0.5)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_tools_are_asked_once_a_turn(how: str, tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    conversations = [["a", "lock", "b", "lock", "c", "d"], *[["a", "a", "a", "a", "a", "a"]] * 3]
+    with elsewhere(how, functools.partial(Noting, calls), LENIENT) as environment:
+        group = played(environment, *conversations)
+    assert [rollout.reward for rollout in group] == [6.0] * 4
+    # It waited in the event loop of the turn that made it.
+    assert any(TOKENIZER.detokenize(list(rollout.trajectory)).count("lock: waited") == 2 for rollout in group)
+    assert sorted(calls.read_text().split()) == sorted(answer for answers in conversations for answer in answers)
+
+
+def test_what_a_conversation_keeps_takes_no_memory_from_others(tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    judge = ProcessJudge(functools.partial(Noting, calls), dataclasses.replace(LENIENT, num_workers=1))
+
+    async def talk() -> list[Any]:
+        opening = await judge._opening(PROBLEM)
+        first = Conversation(problem=PROBLEM, opening=opening)
+        held = await judge._reply(first, "hold")
+        # 200 MiB that were kept and 450 of this one are more than there is.
+        used = await judge._reply(first, "use")
+        going_on = dataclasses.replace(first, turns=[Turn(answer="hold", replies=held)])
+        return [held, used, await judge._reply(going_on, "a")]
+
+    try:
+        assert [replies[0]["content"] for replies in asyncio.run(talk())] == ["hold: held", "use: used", "a: a"]
+    finally:
+        judge.close()
+    # The first conversation was forgotten, and replayed.
+    assert calls.read_text().split() == ["hold", "use", "hold", "a"]
+
+
+@pytest.mark.parametrize("answer", ["raise", "begin"])
+def test_a_conversation_that_fails_or_leaves_a_task_costs_others_of_its_process_a_replay(answer: str, tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    judge = ProcessJudge(functools.partial(Noting, calls), dataclasses.replace(LENIENT, num_workers=1))
+
+    async def talk() -> Any:
+        first = Conversation(problem=PROBLEM, opening=await judge._opening(PROBLEM))
+        begun = dataclasses.replace(first, turns=[Turn(answer="a", replies=await judge._reply(first, "a"))])
+        with pytest.raises(JudgeProcessError, match="of the tool") if answer == "raise" else contextlib.nullcontext():
+            left = dataclasses.replace(first, turns=[Turn(answer=answer, replies=await judge._reply(first, answer))])
+            # The task does not run in the meantime.
+            assert (await judge._reply(left, "finish"))[0]["content"] == "finish: begun"
+        return await judge._reply(begun, "b")
+
+    try:
+        assert asyncio.run(talk())[0]["content"] == "b: b"
+    finally:
+        judge.close()
+    assert calls.read_text().split() == ["a", answer, *(["begin", "finish"] if answer == "begin" else []), "a", "b"]
+
+
+def test_conversations_are_remembered_until_they_are_taken_or_too_many() -> None:
+    one, other = (Conversation(problem=PROBLEM, opening=[{"role": "user", "content": text}]) for text in ("one", "other"))
+    memory = ConversationMemory[int](3)
+    for number in range(2):
+        memory.put(one, number)
+    memory.put(other, 2)
+    assert (memory.take(dataclasses.replace(one)), len(memory)) == (0, 2)
+    memory.put(other, 3)
+    memory.put(other, 4)
+    # The oldest was forgotten.
+    assert [memory.take(one), memory.take(other), memory.take(other), memory.take(other), memory.take(other)] == [None, 2, 3, 4, None]
+    memory.put(one, 5)
+    memory.clear()
+    assert memory.take(one) is None and len(memory) == 0
+
+
 def test_each_turn_has_the_limit_of_time_for_itself(processes: ProcessJudge) -> None:
     # Replayed, the four together take longer than time_s.
     turns = [Turn(answer="slow", replies=[{"role": "tool", "content": f"{number}: 0"}]) for number in range(1, 5)]
     assert asyncio.run(processes._outcome(Conversation(problem=PROBLEM, opening=OPENING, turns=turns))) == 4.0
 
 
-def test_replies_that_are_drawn_need_what_was_said(processes: ProcessJudge, caplog: pytest.LogCaptureFixture) -> None:
-    assert played(processes, ["draw", "good", "end"]) == []
-    assert "says something else than before to the same answers, in turn 1 of problem" in caplog.text
-    assert "give it a resume()" in caplog.text
+def test_replies_that_are_drawn_need_what_was_said(processes: ProcessJudge) -> None:
+    drawn = Turn(answer="draw", replies=[{"role": "tool", "content": "of a process that is lost"}])
+    with pytest.raises(JudgeProcessError, match=r"something else than before to the same answers, in turn 1 of.* give it a resume\(\)"):
+        asyncio.run(processes._reply(Conversation(problem=PROBLEM, opening=OPENING, turns=[drawn]), "good"))
     with elsewhere("http", Drawing, JudgeLimits()) as environment:
         [rollout] = played(environment, ["draw", "draw", "end"])
         assert rollout.reward == 3.0

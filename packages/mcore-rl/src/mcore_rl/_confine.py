@@ -28,10 +28,15 @@ def limit_memory(num_bytes: int) -> None:
     """Let the process take so many bytes of address space beyond what it has."""
     import resource
 
-    with open("/proc/self/statm", "rb") as file:
-        now = int(file.read().split()[0]) * resource.getpagesize()
+    now = address_space_bytes()
     resource.setrlimit(resource.RLIMIT_AS, (now + num_bytes, now + num_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def address_space_bytes() -> int:
+    """Of this process, whether or not it is in memory."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def leave_network(*, processes: bool = False) -> None:

@@ -42,7 +42,7 @@ class Turn:
 @experimental_api
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """All that was said about a problem. Whoever has it can go on with the conversation: nothing of it is kept elsewhere."""
+    """All that was said about a problem. Whoever has it can go on with the conversation."""
 
     problem: Problem
     opening: Sequence[Mapping[str, Any]]

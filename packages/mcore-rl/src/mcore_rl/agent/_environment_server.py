@@ -40,10 +40,10 @@ class EnvironmentServer:
 
     POST /environment, /problem, /attempt and /reward take and give JSON objects, and so do /conversation/start, /conversation/reply,
     /conversation/reward and /conversation/attempt; a field that is unknown, missing or of another type is refused with status 400. GET
-    /health says ``{"status": "ok"}``. The server keeps nothing of a conversation: each request bears what was said, which is replayed
-    (``MultiTurnAgent.resume``), so that any server of the same environment goes on with it. The environment is called in one event loop, of
-    a thread of its own: a judge or a tool that takes long belongs in a `ProcessJudge`. One that exceeds the environment's
-    ``judge_timeout_s`` is given up with status 504, one that raises with 500.
+    /health says ``{"status": "ok"}``. The server keeps episodes between their turns. Each request bears what was said, too,
+    which is replayed (``MultiTurnAgent.resume``) where the episode is lost, so that any server of the same environment goes on with it.
+    The environment is called in one event loop, of a thread of its own: a judge or a tool that takes long belongs in a `ProcessJudge`. One
+    that exceeds the environment's ``judge_timeout_s`` is given up with status 504, one that raises with 500.
 
     Args:
         environment: whose problems are posed.

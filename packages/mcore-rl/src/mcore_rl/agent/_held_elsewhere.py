@@ -19,7 +19,8 @@ from mcore_rl.inference import InferenceInterface
 class HeldElsewhere(NumberedProblems):
     """Poses problems here; a subclass asks elsewhere for replies and rewards (``_opening``, ``_reply``, ``_outcome``, ``_judged``).
 
-    Each question bears the whole conversation, so that nothing of it is kept elsewhere: whoever answers may be replaced between two turns.
+    Each question bears the whole conversation, so that nothing is lost with what is kept elsewhere: whoever answers may be replaced between
+    two turns.
     """
 
     async def get_reward(self, response: str, problem: Problem) -> float:

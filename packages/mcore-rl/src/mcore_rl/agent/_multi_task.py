@@ -129,6 +129,10 @@ class WeightedMultiTask(NumberedProblems):
         call = environment._outcome(dataclasses.replace(conversation, problem=own), on_turn)
         return await _within(environment, call)
 
+    def _forget_episodes(self) -> None:
+        for environment in self.environments:
+            environment._forget_episodes()
+
     async def get_reward(self, response: str, problem: Problem) -> float:
         """By the environment that posed it.
 

@@ -23,8 +23,9 @@ from mcore_rl.inference import ChatInferenceInterface, InferenceInterface
 class Episode(ABC):
     """The environment's side of one conversation.
 
-    In processes that judge and behind servers each turn is asked of a new one, which hears the answers before it again: what it says has to
-    follow from the problem and the answers alone, where ``MultiTurnAgent.resume`` makes none of what was said.
+    In processes that judge and behind servers an episode waits there for its next turn. One that was lost meanwhile is replaced by a new
+    one, which hears the answers before that turn again: what it says has to follow from the problem and the answers alone, where
+    ``MultiTurnAgent.resume`` makes none of what was said.
     """
 
     @abstractmethod
@@ -69,11 +70,11 @@ class MultiTurnAgent(JudgedAgent):
         """A new conversation about a problem."""
 
     def resume(self, conversation: Conversation) -> Episode | None:
-        """A conversation as it stands, where nobody has held it so far: in a process that judges, or behind a server.
+        """A conversation as it stands, in a process that judges, or behind a server, before each turn.
 
-        None, as here, has it replayed: a new `Episode` hears the same answers, and has to say the same to them. A subclass whose
-        replies are no function of the problem and the answers, or whose tools take long or change what is outside, makes the episode
-        from what was said.
+        None, as here, goes on with the `Episode` that has said this. Where that is lost, with its process for instance, it is replayed: a
+        new one hears the same answers, and has to say the same to them. A subclass whose replies are no function of the problem and the
+        answers, or whose tools change what is outside, makes the episode from what was said.
         """
         return None
 
@@ -192,8 +193,8 @@ def _lengthened(experts: Tensor, length: int) -> Tensor:
     return torch.nn.functional.pad(experts, (0, 0, 0, 0, 0, length - len(experts)), value=-1)
 
 
-async def resumed(agent: MultiTurnAgent, conversation: Conversation, on_turn: Callable[[], None]) -> Episode:
-    """The environment's side of a conversation as it stands.
+async def replayed(agent: MultiTurnAgent, conversation: Conversation, on_turn: Callable[[], None]) -> Episode:
+    """A new episode that has heard what was said in a conversation.
 
     Args:
         agent: of the conversation.
@@ -203,8 +204,6 @@ async def resumed(agent: MultiTurnAgent, conversation: Conversation, on_turn: Ca
     Raises:
         RuntimeError: the environment says something else than before; names problem and turn.
     """
-    if (episode := agent.resume(conversation)) is not None:
-        return episode
     episode = agent.begin(conversation.problem)
     _check_same(agent, conversation, 0, await episode.start(), conversation.opening)
     on_turn()

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Environments whose problems have numbers, of one turn or of several: ranks share them, and a run goes on where it was."""
 
+import dataclasses
 import functools
 import random
 from abc import abstractmethod
@@ -10,12 +11,16 @@ from typing import Any, ClassVar, overload
 
 from mcore_rl._stability import experimental_api
 from mcore_rl.agent._base import all_at_once
-from mcore_rl.agent._conversation import Conversation, TurnLimits
+from mcore_rl.agent._conversation import Conversation, Turn, TurnLimits
+from mcore_rl.agent._conversation_memory import ConversationMemory
 from mcore_rl.agent._environment_messages import as_chat
 from mcore_rl.agent._judged import JudgedAgent, Problem
-from mcore_rl.agent._multi_turn import MultiTurnAgent, resumed
+from mcore_rl.agent._multi_turn import Episode, MultiTurnAgent, replayed
 from mcore_rl.agent._reward_only import RewardOnlyAgent
 from mcore_rl.agent._stream_position import StreamPosition
+
+MOST_EPISODES = 1024
+"""Conversations that an environment keeps between two of their turns."""
 
 
 def ignore_turn() -> None:
@@ -96,12 +101,15 @@ class NumberedAgent(JudgedAgent):
     async def _reply(
         self, conversation: Conversation, answer: str, on_turn: Callable[[], None] = ignore_turn
     ) -> Sequence[Mapping[str, Any]]:
-        """What is said to an answer; none ends the conversation. ``on_turn`` and errors as of ``resumed`` and ``_opening``."""
+        """What is said to an answer; none ends the conversation. ``on_turn`` and errors as of ``replayed`` and ``_opening``."""
         raise TypeError(f"environment {self.env_id!r} judges single answers and holds no conversation")
 
     async def _outcome(self, conversation: Conversation, on_turn: Callable[[], None] = ignore_turn) -> float:
         """How good a conversation was; arguments and errors as of ``_reply``."""
         raise TypeError(f"environment {self.env_id!r} judges single answers and holds no conversation")
+
+    def _forget_episodes(self) -> None:
+        """Keep no conversation between its turns; those that go on are replayed."""
 
     def start_at(self, position: int | StreamPosition, *, rank: int = 0, num_ranks: int = 1) -> None:
         """Pose problems ``position + rank``, ``position + rank + num_ranks``, ... from now on; or go on where ranks were in a stream.
@@ -167,18 +175,44 @@ class NumberedConversations(NumberedAgent, MultiTurnAgent):
     def turn_limits(self) -> Mapping[str, TurnLimits | None]:
         return {self.env_id: TurnLimits(max_turns=self.max_turns, max_tokens=self.max_tokens)}
 
+    @functools.cached_property
+    def _episodes(self) -> ConversationMemory[Episode]:
+        """Of conversations that are held elsewhere, between two turns; none where ``resume`` makes them."""
+        return ConversationMemory(MOST_EPISODES)
+
     async def _opening(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
-        return as_chat(await self.begin(problem).start())
+        episode = self.begin(problem)
+        opening = as_chat(await episode.start())
+        begun = Conversation(problem=problem, opening=opening)
+        if self.resume(begun) is None:
+            self._episodes.put(begun, episode)
+        return opening
 
     async def _reply(
         self, conversation: Conversation, answer: str, on_turn: Callable[[], None] = ignore_turn
     ) -> Sequence[Mapping[str, Any]]:
-        episode = await resumed(self, conversation, on_turn)
-        return as_chat(await episode.reply(answer))
+        episode, is_own = await self._gone_on(conversation, on_turn)
+        replies = as_chat(await episode.reply(answer))
+        if is_own:
+            # One that failed is not gone on with.
+            turns = (*conversation.turns, Turn(answer=answer, replies=replies))
+            self._episodes.put(dataclasses.replace(conversation, turns=turns), episode)
+        return replies
 
     async def _outcome(self, conversation: Conversation, on_turn: Callable[[], None] = ignore_turn) -> float:
-        episode = await resumed(self, conversation, on_turn)
+        episode, _ = await self._gone_on(conversation, on_turn)
         return await episode.reward()
+
+    async def _gone_on(self, conversation: Conversation, on_turn: Callable[[], None]) -> tuple[Episode, bool]:
+        """The episode of a conversation as it stands, and whether it waits for its next turn here, too."""
+        if (episode := self.resume(conversation)) is not None:
+            return episode, False
+        if (episode := self._episodes.take(conversation)) is None:
+            episode = await replayed(self, conversation, on_turn)
+        return episode, True
+
+    def _forget_episodes(self) -> None:
+        self._episodes.clear()
 
 
 class _Dataset(Sequence[Problem]):

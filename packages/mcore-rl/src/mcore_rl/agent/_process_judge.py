@@ -4,6 +4,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import math
 import multiprocessing
@@ -12,8 +13,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import recv_handle, send_handle
@@ -21,7 +22,8 @@ from typing import Any, cast
 
 from mcore_rl import _confine
 from mcore_rl._stability import experimental_api
-from mcore_rl.agent._conversation import Conversation
+from mcore_rl.agent._conversation import Conversation, Turn
+from mcore_rl.agent._conversation_memory import ConversationMemory
 from mcore_rl.agent._environment_messages import (
     MessageError,
     conversation_fields,
@@ -33,12 +35,14 @@ from mcore_rl.agent._environment_messages import (
 from mcore_rl.agent._held_elsewhere import HeldElsewhere
 from mcore_rl.agent._judged import Problem
 from mcore_rl.agent._judged_elsewhere import PosedHere
-from mcore_rl.agent._numbered import NumberedAgent, NumberedProblems, ignore_turn
+from mcore_rl.agent._numbered import MOST_EPISODES, NumberedAgent, NumberedProblems, ignore_turn
 
 _MOST_REPLY_BYTES = 1 << 20
 _MOST_UNREAD_BYTES = 1 << 15
 _REPLAYED = {"replayed": True}
 """What a process says of each turn that it replays: its time begins anew."""
+_SHARE_OF_EPISODES = 0.25
+"""Of ``memory_gb``, which the conversations of a process may take beside it between two turns."""
 _spawn = multiprocessing.get_context("spawn")
 
 
@@ -62,7 +66,8 @@ class JudgeLimits:
     """Limit of one judgement, or of one turn of a conversation, from when a process begins with it; the process is ended after it, and
     another one takes its place."""
     memory_gb: float = 1.0
-    """GiB of address space that judging may take beyond what the process has when it is ready."""
+    """GiB of address space that judging may take beyond what the process has when it is ready. Between two of their turns
+    conversations may take a fourth of it beside; where they take more, the process keeps none of them."""
     network: bool = False
     """Whether the processes have a network."""
     start_timeout_s: float = 120.0
@@ -82,10 +87,11 @@ class ProcessJudge(HeldElsewhere, PosedHere):
     holds conversations, these copies reply, too.
 
     Whatever an answer does to its judge, or to a tool, be it an endless loop, all memory or the end of the process, it loses itself alone,
-    or its conversation: the process is ended, and another one takes its place within milliseconds. A process keeps nothing of a
-    conversation: each turn bears what was said before it, which is replayed (``MultiTurnAgent.resume``), so that any process goes on with
-    it. A judgement or a turn waits for a free process; ``judge_timeout_s`` of the environment covers that wait and the turns that are
-    replayed, too. Only numbers and text go between the processes, all of which end with this one. Linux only.
+    or its conversation: the process is ended, and another one takes its place within milliseconds. A conversation goes on in the process
+    that has it. Each turn bears what was said before it, too, which is replayed (``MultiTurnAgent.resume``) where that process has ended or
+    forgotten it. A judgement waits for a free process, and a turn for that of its conversation; ``judge_timeout_s`` of the environment
+    covers that wait and the turns that are replayed, too. Only numbers and text go between the processes, all of which end with this one.
+    Linux only.
 
     Args:
         make: makes the environment, here and once in a process from which those that judge are forked; it must be importable there, and
@@ -106,11 +112,15 @@ class ProcessJudge(HeldElsewhere, PosedHere):
         self._threads = ThreadPoolExecutor(self.limits.num_workers, "mcore-judge")
         self._template = _Template(make, self.env_id, self.limits)
         self._idle: list[_Worker] = []
+        """The one that has had nothing to do for longest first."""
+        self._waiting: list[_Asked] = []
+        self._places: ConversationMemory[int] = ConversationMemory(MOST_EPISODES * self.limits.num_workers)
+        """Of the processes that have the conversations."""
         self.num_restarts = 0
         """Processes that were ended or died, and were replaced."""
         try:
             self._template.wait_until_ready()
-            self._idle += [self._template.worker() for _ in range(self.limits.num_workers)]
+            self._idle += [self._template.worker(place) for place in range(self.limits.num_workers)]
         except BaseException:
             self.close()
             raise
@@ -119,38 +129,78 @@ class ProcessJudge(HeldElsewhere, PosedHere):
         return await self._rewarded({"response": response, "problem": problem_fields(problem)}, problem)
 
     async def _opening(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
-        return await self._messages({"problem": problem_fields(problem)}, problem)
+        messages, place = await self._messages({"problem": problem_fields(problem)}, problem)
+        self._note(Conversation(problem=problem, opening=messages), place)
+        return messages
 
     async def _reply(
         self, conversation: Conversation, answer: str, on_turn: Callable[[], None] = ignore_turn
     ) -> Sequence[Mapping[str, Any]]:
         question = {"conversation": conversation_fields(conversation), "answer": answer}
-        return await self._messages(question, conversation.problem, len(conversation.turns))
+        replies, place = await self._messages(question, conversation.problem, conversation)
+        self._note(replace(conversation, turns=(*conversation.turns, Turn(answer=answer, replies=replies))), place)
+        return replies
 
     async def _outcome(self, conversation: Conversation, on_turn: Callable[[], None] = ignore_turn) -> float:
         question = {"conversation": conversation_fields(conversation)}
-        return await self._rewarded(question, conversation.problem, len(conversation.turns))
+        return await self._rewarded(question, conversation.problem, conversation)
 
-    async def _rewarded(self, question: Mapping[str, Any], problem: Problem, num_turns: int = 0) -> float:
-        return await self._asked_there(question, problem, num_turns, "reward")
+    async def _rewarded(self, question: Mapping[str, Any], problem: Problem, conversation: Conversation | None = None) -> float:
+        return (await self._asked_there("reward", question, problem, conversation))[0]
 
-    async def _messages(self, question: Mapping[str, Any], problem: Problem, num_turns: int = 0) -> Sequence[Mapping[str, Any]]:
-        return await self._asked_there(question, problem, num_turns, "messages")
+    async def _messages(
+        self, question: Mapping[str, Any], problem: Problem, conversation: Conversation | None = None
+    ) -> tuple[Sequence[Mapping[str, Any]], int]:
+        """And the place of the process that has the conversation now."""
+        return await self._asked_there("messages", question, problem, conversation)
 
-    async def _asked_there(self, *question: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, *question)
-
-    def _ask(self, question: Mapping[str, Any], problem: Problem, num_turns: int, name: str) -> Any:
-        """In a thread: there are as many as processes, so that one is idle."""
+    def _note(self, conversation: Conversation, place: int) -> None:
         with self._lock:
-            worker = self._idle.pop()
-        try:
-            if not worker.is_alive:
-                worker = self._replaced(worker)
-            return worker.ask(question, problem, num_turns, name)
-        finally:
+            self._places.put(conversation, place)
+
+    async def _asked_there(
+        self, name: str, question: Mapping[str, Any], problem: Problem, conversation: Conversation | None
+    ) -> tuple[Any, int]:
+        """A reply, and the place of the process that gave it."""
+        with self._lock:
+            place = None if conversation is None else self._places.take(conversation)
+            num_turns = 0 if conversation is None else len(conversation.turns)
+            asked = _Asked(question=question, problem=problem, num_turns=num_turns, name=name, place=place)
+            self._threads.submit(self._ask_all)
+            self._waiting.append(asked)
+        return await asyncio.wrap_future(asked.future)
+
+    def _ask_all(self) -> None:
+        """In a thread, of which there are as many as processes: what waits for one that is idle."""
+        while (taken := self._take()) is not None:
+            asked, worker = taken
+            reply, failure = None, None
+            try:
+                if not worker.is_alive:
+                    worker = self._replaced(worker)
+                reply = worker.ask(asked.question, asked.problem, asked.num_turns, asked.name)
+            except BaseException as error:
+                failure = error
             with self._lock:
                 self._idle.append(worker)
+            # Its next turn finds the process idle.
+            if failure is None:
+                asked.future.set_result((reply, worker.place))
+            else:
+                asked.future.set_exception(failure)
+
+    def _take(self) -> "tuple[_Asked, _Worker] | None":
+        """The first question for which a process is idle, and that process."""
+        with self._lock:
+            for asked in list(self._waiting):
+                worker = next((worker for worker in self._idle if asked.place in (None, worker.place)), None)
+                if worker is None:
+                    continue
+                self._waiting.remove(asked)
+                if asked.future.set_running_or_notify_cancel():
+                    self._idle.remove(worker)
+                    return asked, worker
+        return None
 
     def _replaced(self, worker: "_Worker") -> "_Worker":
         worker.end()
@@ -161,7 +211,7 @@ class ProcessJudge(HeldElsewhere, PosedHere):
                 self._template.end()
                 self._template = _Template(self._make, self.env_id, self.limits)
                 self._template.wait_until_ready()
-            fresh = self._template.worker()
+            fresh = self._template.worker(worker.place)
             self.num_restarts += 1
         return fresh
 
@@ -170,10 +220,27 @@ class ProcessJudge(HeldElsewhere, PosedHere):
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._is_closed = True
+            for asked in self._waiting:
+                asked.future.cancel()
+            self._waiting.clear()
             workers, self._idle = self._idle, []
             for worker in workers:
                 worker.end()
             self._template.end()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Asked:
+    """A question that waits for a process."""
+
+    question: Mapping[str, Any]
+    problem: Problem
+    num_turns: int
+    name: str
+    """As of ``_Worker.ask``, and so are those before."""
+    place: int | None
+    """Of the process that has the conversation; None where any will do."""
+    future: Future[tuple[Any, int]] = field(default_factory=Future)
 
 
 class _Template:
@@ -205,7 +272,7 @@ class _Template:
             reason = f"not within start_timeout_s={limit:g}" if reply is None else str(reply)
             raise JudgeProcessError(f"no process for {self._env_id!r} started: {reply['error'] if isinstance(reply, dict) else reason}")
 
-    def worker(self) -> "_Worker":
+    def worker(self, place: int) -> "_Worker":
         """Another process that judges."""
         own, theirs = _pipe()
         try:
@@ -219,7 +286,7 @@ class _Template:
         if not isinstance(reply, dict) or type(reply.get("pid")) is not int:
             own.close()
             raise JudgeProcessError(f"no process for {self._env_id!r} started: {reply}")
-        return _Worker(self._env_id, self._limits, own, reply["pid"])
+        return _Worker(self._env_id, self._limits, own, reply["pid"], place)
 
     def end(self) -> None:
         self._process.kill()
@@ -228,10 +295,10 @@ class _Template:
 
 
 class _Worker:
-    """One process that judges."""
+    """One process that judges; one that replaces it has the same place among them."""
 
-    def __init__(self, env_id: str, limits: JudgeLimits, pipe: Connection, pid: int) -> None:
-        self._env_id, self._limits, self._pipe, self.pid = env_id, limits, pipe, pid
+    def __init__(self, env_id: str, limits: JudgeLimits, pipe: Connection, pid: int, place: int) -> None:
+        self._env_id, self._limits, self._pipe, self.pid, self.place = env_id, limits, pipe, pid, place
 
     @property
     def is_alive(self) -> bool:
@@ -244,7 +311,7 @@ class _Worker:
         Args:
             question: of ``_answer``.
             problem: that it is about.
-            num_turns: of its conversation so far; the opening and each of them are replayed, and have the limit of time for themselves.
+            num_turns: of its conversation so far; where they are replayed, the opening and each of them has the limit of time for itself.
             name: of what it has to give, reward or messages.
 
         Raises:
@@ -362,7 +429,11 @@ def _serve(make: Callable[[], NumberedAgent], pipe: Connection, limits: JudgeLim
 
 def _judge_all(environment: NumberedAgent, pipe: Connection, limits: JudgeLimits) -> None:
     """In a process that judges: until nobody is there."""
-    _confine.limit_memory(int(limits.memory_gb * 2**30))
+    most_kept = int(limits.memory_gb * _SHARE_OF_EPISODES * 2**30) if environment.holds_conversations else 0
+    _confine.limit_memory(int(limits.memory_gb * 2**30) + most_kept)
+    num_ready_bytes = _confine.address_space_bytes()
+    # One event loop, to which what episodes have between two turns belongs.
+    conversations = asyncio.Runner()
     pipe.send_bytes(json.dumps({"pid": os.getpid()}).encode())
 
     def say_replayed() -> None:
@@ -373,12 +444,22 @@ def _judge_all(environment: NumberedAgent, pipe: Connection, limits: JudgeLimits
             question = json.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             return
+        has_failed = False
         try:
-            data = json.dumps(asyncio.run(_answer(environment, question, say_replayed))).encode()
+            run = asyncio.run if "response" in question else conversations.run
+            data = json.dumps(run(_answer(environment, question, say_replayed))).encode()
             if len(data) > _MOST_REPLY_BYTES:
                 raise ValueError(f"a reply of {len(data)} bytes is larger than {_MOST_REPLY_BYTES}")
         except Exception as error:
-            data = json.dumps({"error": f"{error!r}"[:1000]}).encode()
+            data, has_failed = json.dumps({"error": f"{error!r}"[:1000]}).encode(), True
+        if has_failed or asyncio.all_tasks(conversations.get_loop()):
+            # Nothing that one conversation has begun runs in the time of another.
+            environment._forget_episodes()
+            conversations.close()
+            conversations = asyncio.Runner()
+        if _confine.address_space_bytes() - num_ready_bytes > most_kept > 0:
+            environment._forget_episodes()
+            gc.collect()
         pipe.send_bytes(data)
 
 
