@@ -66,7 +66,7 @@ def reference() -> dict[str, Tensor]:
     return sync.gradients()
 
 
-def found(plan: ParallelPlan, data_parallel: str) -> tuple[dict[str, Tensor], Mapping[str, ShardSpec], ProcessGroups]:
+def main_gradients(plan: ParallelPlan, data_parallel: str) -> tuple[dict[str, Tensor], Mapping[str, ShardSpec], ProcessGroups]:
     """Main gradients of this rank's stage, its parts of them under tp; how they are cut."""
     parts = assemble(dataclasses.replace(CONFIG, plan=plan, data_parallel=data_parallel), "cuda")
     specs = {shard.name: shard.spec for shard in named_shards(parts.sync.module)}
@@ -82,7 +82,7 @@ def found(plan: ParallelPlan, data_parallel: str) -> tuple[dict[str, Tensor], Ma
 def check_layouts() -> None:
     references = reference()
     for name, (plan, data_parallel) in LAYOUTS.items():
-        gradients, specs, groups = found(plan, data_parallel)
+        gradients, specs, groups = main_gradients(plan, data_parallel)
         expected = {key: references[key][specs[key].slices(groups)] for key in gradients}
         report = compare_gradients(gradients, expected, num_layers=LAYERS, specs=specs, groups=groups)
         assert report.ok, f"{name}\n{report.table()}"

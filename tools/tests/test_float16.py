@@ -15,7 +15,7 @@ from mcore_tools.recipes import RecipeError, RunConfig, override, recipe
 from mcore_tools.training import train_rank
 from tests.support.corpora import write_corpus
 
-FOUND = ("train.dtype=float16", "optimizer.initial_loss_scale=256")
+FLOAT16 = ("train.dtype=float16", "optimizer.initial_loss_scale=256")
 LAYOUTS = {
     "tp": ["plan.tp=2"],
     "fsdp": ["plan.dp=2", "data_parallel=fsdp"],
@@ -49,8 +49,10 @@ def test_the_curve_is_that_of_float32_in_any_layout(world, corpus: list[str], tm
     wide = override(recipe("gpt_tiny"), [*corpus, f"output={tmp_path}/wide"])
     train_rank(wide, "cpu")
     expected = [row["loss"] for row in rows(wide)]
-    configs = [override(recipe("gpt_tiny"), [*corpus, *FOUND, *changes, f"output={tmp_path / name}"]) for name, changes in LAYOUTS.items()]
-    mixture = [*corpus, *FOUND, "plan.dp=2", "plan.ep=2", f"output={tmp_path}/mixture"]
+    configs = [
+        override(recipe("gpt_tiny"), [*corpus, *FLOAT16, *changes, f"output={tmp_path / name}"]) for name, changes in LAYOUTS.items()
+    ]
+    mixture = [*corpus, *FLOAT16, "plan.dp=2", "plan.ep=2", f"output={tmp_path}/mixture"]
     world(train_each, configs=[*configs, override(recipe("moe_tiny"), mixture)])
     for config in configs:
         assert [row["loss"] for row in rows(config)] == pytest.approx(expected, rel=5e-3), config.output

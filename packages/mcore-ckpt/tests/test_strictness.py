@@ -17,7 +17,7 @@ def stored(tmp_path):
     return tmp_path / "step_00000001"
 
 
-def asked():
+def requested_state():
     return {"a": torch.zeros(2), "b": torch.zeros(5), "z": torch.zeros(1)}
 
 
@@ -31,7 +31,7 @@ def asked():
     ],
 )
 def test_what_is_not_allowed_is_raised_with_nothing_written(stored, modes, words):
-    state = asked()
+    state = requested_state()
     with pytest.raises(CheckpointingException, match=words), warnings.catch_warnings():
         warnings.simplefilter("error")
         load(state, stored, strict=Strictness(**modes))
@@ -39,11 +39,11 @@ def test_what_is_not_allowed_is_raised_with_nothing_written(stored, modes, words
 
 
 def test_what_is_allowed_keeps_its_values_and_the_rest_is_filled(stored):
-    state = asked()
+    state = requested_state()
     manager = CheckpointManager(stored.parent)
     assert manager.load(state, strict=Strictness(missing="ignore", unexpected="ignore", shape="ignore")) == (1, {"x": 1})
     assert state["a"].all() and not state["b"].any() and not state["z"].any()
-    state = asked()
+    state = requested_state()
     with pytest.warns(RuntimeWarning) as caught:
         load(state, stored, strict=Strictness(missing="warn", unexpected="warn", shape="warn"))
     (text,) = [str(one.message) for one in caught]
@@ -60,7 +60,7 @@ def test_another_element_type_is_always_an_error(stored):
 
 
 def test_mismatches_are_found_without_loading(stored):
-    state = asked() | {"c": torch.zeros(4, dtype=torch.int64)}
+    state = requested_state() | {"c": torch.zeros(4, dtype=torch.int64)}
     mismatches = find_mismatches(state, stored)
     shapes, dtypes = ("b (stored [3], asked [5])",), ("c (stored F32, asked I64)",)
     assert mismatches == Mismatches(missing=("z",), shapes=shapes, dtypes=dtypes) and mismatches

@@ -49,7 +49,7 @@ def engine_of(execution: ExecutionConfig, device: str = "cpu", dtype: torch.dtyp
     return DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes), execution=execution)
 
 
-def asked(extra: dict[str, Any] | None = None) -> list[SamplingParams]:
+def request_settings(extra: dict[str, Any] | None = None) -> list[SamplingParams]:
     """Of requests that end one after the other; more than run at a time."""
     kinds = [*PLAIN, *PLAIN[1:4], *([] if extra is None else [extra])]
     return [SamplingParams(**{"num_tokens_to_generate": 5 + number, **kind}) for number, kind in enumerate(kinds)]
@@ -86,12 +86,12 @@ def check_recorded() -> None:
     with pytest.MonkeyPatch.context() as patch:
         counts = count_draws(patch)
         for extra in (None, OTHERS["top-k"], OTHERS["penalties"] | OTHERS["best tokens"]):
-            wanted = results(engine_of(ExecutionConfig(use_graphs=False)), asked(extra))
+            wanted = results(engine_of(ExecutionConfig(use_graphs=False)), request_settings(extra))
             assert not counts["take"]
             for ahead in (False, True):
                 counts.clear()
                 engine = engine_of(ExecutionConfig(run_ahead=ahead, use_cuda_graphs_for_non_decode_steps=False))
-                same(results(engine, asked(extra)), wanted, 1e-6)
+                same(results(engine, request_settings(extra)), wanted, 1e-6)
                 # The last of them runs on alone; steps with prompts draw outside, and so do those with one that asks for more.
                 assert counts["draw"] + counts["take"] == engine.step_count and counts["draw"] > 1
                 assert (counts["take"] > 5) == (extra is None)
@@ -112,7 +112,7 @@ def check_invariant() -> None:
         sizes = InferenceConfig(max_sequence_length=64, num_blocks=64, block_size_tokens=16, max_requests=7, max_tokens=32)
         execution = ExecutionConfig(use_cuda_graphs_for_non_decode_steps=False)
         engine = DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes), execution=execution)
-        results(engine, asked()[:2])
+        results(engine, request_settings()[:2])
         assert engine.cuda_graph_request_count_map and counts["draw"] and not counts["take"]
 
 
@@ -126,7 +126,7 @@ def test_batch_invariant_engines_draw_outside(world: Callable[..., Any]) -> None
 @pytest.mark.parametrize("extra", [None, *OTHERS])
 def test_draws_inside_are_those_outside_on_a_gpu(extra: str | None, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {"hidden_size": 128, "ffn_hidden_size": 256, "normalization": "RMSNorm", "activation": "swiglu", "vocab_size": 66000}
-    settings = asked(None if extra is None else OTHERS[extra])
+    settings = request_settings(None if extra is None else OTHERS[extra])
     execution = ExecutionConfig(run_ahead=ahead)
     ours = results(engine_of(execution, "cuda", torch.bfloat16, **fields), settings)
     # Recordings without draws.

@@ -41,7 +41,7 @@ def connect(attempt: Attempt) -> None:
     dist.init_process_group("gloo", store=attempt.store, rank=attempt.rank, world_size=attempt.world_size, timeout=timedelta(seconds=30))
 
 
-class Kept:
+class RankMemory:
     """The newest checkpoint of a rank, in its memory."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Kept:
         return max(self.saved, default=None)
 
 
-def train(attempt: Attempt, kept: Kept, fails_at: Callable[[int, int], bool], seen: list[int]) -> list[torch.Tensor]:
+def train(attempt: Attempt, kept: RankMemory, fails_at: Callable[[int, int], bool], seen: list[int]) -> list[torch.Tensor]:
     """Seven steps over all ranks, saved at every second one."""
     connect(attempt)
     groups = ProcessGroups.build(ParallelPlan(dp=attempt.world_size))
@@ -92,7 +92,7 @@ def check_training_goes_on() -> None:
     told: list[str] = []
 
     def run(name: str, fails_at: Callable[[int, int], bool], seen: list[int]) -> list[torch.Tensor]:
-        kept = Kept()
+        kept = RankMemory()
         part = dist.PrefixStore(name, store)
         setting = {"rank": rank, "world_size": size, "config": ONCE, "notify": told.append}
         return run_with_restarts(lambda attempt: train(attempt, kept, fails_at, seen), part, **setting)

@@ -42,7 +42,7 @@ PROBLEM = Problem(problem_id="7", prompt="Add {1} and 2.", golden="3")
 DRAWN = GenericGenerationArgs(temperature=1.0, max_tokens=8)
 
 
-class Asked(NumberedProblems):
+class PosedOnly(NumberedProblems):
     def problem(self, number: int) -> Problem:
         return Problem(problem_id=str(number), prompt="p")
 
@@ -156,7 +156,7 @@ def test_one_batch_is_scored_at_a_time_whatever_event_loops_ask() -> None:
 
 
 def test_a_policy_is_judged_by_a_model_in_place_of_its_environment(caplog: pytest.LogCaptureFixture) -> None:
-    environment = ModelJudge(Asked("asked"), reward_model(max_tokens=8))
+    environment = ModelJudge(PosedOnly("asked"), reward_model(max_tokens=8))
     environment.start_at(4)
     policy = Says("right", "much too long an answer", "right")
     group = asyncio.run(environment.group_rollout(policy, size=3, args=DRAWN))
@@ -227,14 +227,14 @@ def test_an_unreadable_verdict_has_the_reward_that_is_stated_for_it() -> None:
 
 def test_so_many_answers_are_judged_at_a_time_and_one_past_the_deadline_is_lost_alone(caplog: pytest.LogCaptureFixture) -> None:
     model = Says("<score>1</score>", wait_s=0.02)
-    environment = ModelJudge(Asked("asked"), LLMJudge(model, max_concurrency=2))
+    environment = ModelJudge(PosedOnly("asked"), LLMJudge(model, max_concurrency=2))
     for _ in range(2):
         assert len(asyncio.run(environment.group_rollout(Says("x"), size=6, args=DRAWN))) == 6 and model.most == 2
     # The event loop of the iteration before is not kept.
     assert isinstance(environment.scorer, LLMJudge) and len(environment.scorer._gates) == 1
     # The second verdict never comes, and the third answer waits for a place until its time is over.
     hangs = Says("<score>1</score>")
-    environment = ModelJudge(Asked("asked"), LLMJudge(hangs, max_concurrency=1), judge_timeout_s=1.0)
+    environment = ModelJudge(PosedOnly("asked"), LLMJudge(hangs, max_concurrency=1), judge_timeout_s=1.0)
     inner = hangs.agenerate
 
     async def hang_after_the_first(request: InferenceRequest) -> list[list[InferenceResponse]]:
@@ -304,7 +304,7 @@ def test_a_server_that_hangs_or_refuses_loses_the_answer() -> None:
         (lambda: LLMJudge(Says(""), prompt="{response} {answer}"), "may have golden and prompt"),
         (lambda: LLMJudge(Says(""), num_tries=0), "num_tries=0 must be at least 1"),
         (lambda: LLMJudge(Says(""), max_concurrency=0), "max_concurrency=0 must be at least 1"),
-        (lambda: ModelJudge(Asked("asked"), LLMJudge(Says("")), judge_timeout_s=0), "judge_timeout_s=0 of environment 'asked'"),
+        (lambda: ModelJudge(PosedOnly("asked"), LLMJudge(Says("")), judge_timeout_s=0), "judge_timeout_s=0 of environment 'asked'"),
         (lambda: ChatEndpoint("http://127.0.0.1/v1", model="judge"), "must be http"),
         (lambda: reward_model(max_batch_size=0), "max_batch_size=0 must be at least 1"),
         (lambda: RewardModel(torch.nn.Identity(), _divided(), lambda *_: [1], max_tokens=8), "each rank judges for itself"),

@@ -44,7 +44,7 @@ CONFIG = GRPOConfig(
 )
 
 
-class Kept(CharacterShare):
+class RolloutRecorder(CharacterShare):
     """Keeps the rollouts of each iteration."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ def distill(plan: ParallelPlan | None, iterations: int, config: GRPOConfig = CON
     refit(student, groups, engine)
     objective = DistillationObjective(config=DistillationConfig(reverse=True), teacher=teacher)
     learner = Learner(model=student, groups=groups, objective=objective, sync=sync, optimizer=optimizer, teacher=teacher)
-    agent = Kept()
+    agent = RolloutRecorder()
     agent.start_at(0, rank=groups.world.rank, num_ranks=groups.world.size)
     parts: dict[str, Any] = {"agent": agent, "interface": MegatronLocal(engine), "engine": engine, "learner": learner}
     reports = [grpo_iteration(config, **parts, lr=1e-2)]

@@ -20,7 +20,7 @@ def release(wheel: str, *needs: str, version: str = "0.1.0") -> Release:
     return Release(wheel=wheel, version=Version(version), tag=f"{wheel}-v{version}", dependencies=dependencies)
 
 
-FOUND = [
+RELEASES = [
     release("mcore-ckpt"),
     release("mcore-moe", "mcore-parallel"),
     release("mcore-moe", "mcore-parallel", version="0.1.1"),
@@ -32,7 +32,7 @@ FOUND = [
 
 def test_only_dependents_of_what_changed_are_run():
     def run(*changed: str, only: tuple[str, ...] = ()) -> list[str]:
-        return [one.tag for one in concerned(FOUND, set(changed), only)]
+        return [one.tag for one in concerned(RELEASES, set(changed), only)]
 
     assert run("mcore-ckpt", "megatron-fsdp") == []
     assert run("mcore-inference") == ["mcore-rl-v0.1.0"]

@@ -13,7 +13,7 @@ from mcore_ckpt import CheckpointingException
 from mcore_ckpt.hf import import_hf, load_hf
 
 # Entries of config.json that say nothing about the weights, and that an export of the tuned model has again.
-KEPT = ("bos_token_id", "eos_token_id", "max_position_embeddings", "pad_token_id")
+EXPORTED_ENTRIES = ("bos_token_id", "eos_token_id", "max_position_embeddings", "pad_token_id")
 _LONGEST_HEADER = 100_000_000
 
 
@@ -46,7 +46,7 @@ class HuggingFaceFolder:
     def entries(self) -> dict[str, Any]:
         """The entries of config.json that an export has again."""
         config = self._config()
-        return {name: config[name] for name in KEPT if config.get(name) is not None}
+        return {name: config[name] for name in EXPORTED_ENTRIES if config.get(name) is not None}
 
     @property
     def dtype(self) -> str:

@@ -31,7 +31,7 @@ _INDEX = "model.safetensors.index.json"
 _PREDICTING = "num_nextn_predict_layers"
 _TIED = "share_embeddings_and_output_weights"
 # Entries of config.json that say nothing about the weights, and that an export of the same model should have again.
-_KEPT = ("bos_token_id", "eos_token_id", "max_position_embeddings", "pad_token_id")
+_EXPORTED_ENTRIES = ("bos_token_id", "eos_token_id", "max_position_embeddings", "pad_token_id")
 
 
 class HFModel(NamedTuple):
@@ -98,7 +98,7 @@ def import_checkpoint_hf(
     """
     opened = _open(Path(directory), ignore, family)
     state = {prefix + name: tensor for name, tensor in opened.deferred(dtype).items()}
-    hf_config = _kept(opened.theirs)
+    hf_config = _entries_for_export(opened.theirs)
     extra = {"family": opened.family.name, "config": brief(opened.config), "hf_config": hf_config}
     folder = open_folder(checkpoint) if on_bytes is None else WatchedFolder(open_folder(checkpoint), on_bytes)
     save(state, folder, extra=extra, assets=tokenizer_files(directory), max_file_bytes=max_file_bytes)
@@ -143,11 +143,11 @@ def load_hf(
 
 def kept_entries(directory: str | Path) -> dict[str, Any]:
     """Entries of a folder's config.json that an export of the same model should have again."""
-    return _kept(_read_json(Path(directory) / "config.json"))
+    return _entries_for_export(_read_json(Path(directory) / "config.json"))
 
 
-def _kept(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: theirs[name] for name in _KEPT if theirs.get(name) is not None}
+def _entries_for_export(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: theirs[name] for name in _EXPORTED_ENTRIES if theirs.get(name) is not None}
 
 
 @dataclass(frozen=True)

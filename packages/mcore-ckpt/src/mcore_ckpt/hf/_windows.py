@@ -25,7 +25,7 @@ def one_window() -> Codec:
             )
         return {"sliding_window": _width(full) if flags[0] else None}
 
-    return Codec(ours=_FIELDS, theirs=("sliding_window",), write=write, read=lambda config: _window(_said(config), [1]))
+    return Codec(ours=_FIELDS, theirs=("sliding_window",), write=write, read=lambda config: _window(_stated_width(config), [1]))
 
 
 def window_by_layer(kinds: Callable[[Config], Sequence[str]], *, switch: bool = False) -> Codec:
@@ -53,13 +53,13 @@ def window_by_layer(kinds: Callable[[Config], Sequence[str]], *, switch: bool = 
         for kind in types:
             if kind not in _NAMES:
                 refuse("layer_types", kind, f"is not supported; only {' and '.join(_NAMES)} are")
-        return _window(_said(config), [_NAMES.index(kind) for kind in types])
+        return _window(_stated_width(config), [_NAMES.index(kind) for kind in types])
 
     more = ("use_sliding_window", "max_window_layers") if switch else ("sliding_window_pattern", "_sliding_window_pattern")
     return Codec(ours=_FIELDS, theirs=("sliding_window", "layer_types", *more), write=write, read=read)
 
 
-def _said(config: Config) -> int | None:
+def _stated_width(config: Config) -> int | None:
     """Null is no window, silence this one in all of these families."""
     return config.get("sliding_window", 4096)
 

@@ -152,22 +152,22 @@ def args_of(sizes: Mapping[str, Any]) -> dict[str, Any]:
             f"{unknown[0]}={sizes[unknown[0]]!r} cannot be exported: no setting of Megatron-LM is known for it; leave it out of the "
             "checkpoint's config if it changes nothing"
         )
-    given = {name: value for name, value in sizes.items() if value is not None}
-    full = {**_DEFAULTS, **given}
+    set_fields = {name: value for name, value in sizes.items() if value is not None}
+    full = {**_DEFAULTS, **set_fields}
     for name, (only, why) in _NOT_THERE.items():
         _only(full, name, only, why)
-    args = {name: full[name] for name in SAME_NAMES if name in given or name in _ALWAYS}
-    args |= {theirs: given[ours] for ours, names in OTHER_NAMES.items() if ours in given for theirs in names}
-    if "num_query_groups" in given:
-        args["num_query_groups"] = given["num_query_groups"]
-        args["group_query_attention"] = given["num_query_groups"] != full["num_attention_heads"]
-    if "ffn_hidden_size" not in given and "hidden_size" in given:
+    args = {name: full[name] for name in SAME_NAMES if name in set_fields or name in _ALWAYS}
+    args |= {theirs: set_fields[ours] for ours, names in OTHER_NAMES.items() if ours in set_fields for theirs in names}
+    if "num_query_groups" in set_fields:
+        args["num_query_groups"] = set_fields["num_query_groups"]
+        args["group_query_attention"] = set_fields["num_query_groups"] != full["num_attention_heads"]
+    if "ffn_hidden_size" not in set_fields and "hidden_size" in set_fields:
         # Theirs depends on the activation.
-        args["ffn_hidden_size"] = 4 * given["hidden_size"]
+        args["ffn_hidden_size"] = 4 * set_fields["hidden_size"]
     args["untie_embeddings_and_output_weights"] = not full["share_embeddings_and_output_weights"]
-    if "window_size" in given:
-        args["window_size"] = tuple(given["window_size"])
-    args |= _activation(full) | _layer_choices(full) | _experts(full, given)
+    if "window_size" in set_fields:
+        args["window_size"] = tuple(set_fields["window_size"])
+    args |= _activation(full) | _layer_choices(full) | _experts(full, set_fields)
     args |= _positions(full) if full["latent_attention"] is None else _latent(full)
     _check_biases(full)
     return {name: value for name, value in args.items() if value is not None} | {EXPORTED: True}
@@ -206,7 +206,7 @@ def _layer_choices(full: Mapping[str, Any]) -> dict[str, Any]:
     return args
 
 
-def _experts(full: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _experts(full: Mapping[str, Any], set_fields: Mapping[str, Any]) -> dict[str, Any]:
     if full["num_moe_experts"] is None:
         return {}
     kinds, capacity = full["moe_router_load_balancing_type"], full["moe_expert_capacity_factor"]
@@ -225,7 +225,7 @@ def _experts(full: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
     for name in ("moe_shared_expert_intermediate_size", "moe_latent_size"):
         if biased and full[name] is not None:
             raise ValueError(f"{name}={full[name]!r} cannot be exported with add_bias_linear=True, which puts biases there; only None can")
-    args = {name: given[name] for name in (*ROUTER, *SHARED, "moe_ffn_hidden_size", "moe_layer_freq") if name in given}
+    args = {name: set_fields[name] for name in (*ROUTER, *SHARED, "moe_ffn_hidden_size", "moe_layer_freq") if name in set_fields}
     if isinstance(freq := args.get("moe_layer_freq"), Sequence):
         args["moe_layer_freq"] = list(freq)
     return args | {"num_experts": full["num_moe_experts"]}

@@ -105,7 +105,7 @@ def place_experts(loads_E: Sequence[float], before: ExpertPlacement) -> ExpertPl
     copies_E = _copies(loads_E, num_ranks, num_slots)
     rows = _packed(loads_E, copies_E, num_ranks, num_slots)
     _exchange_pairs(rows, [load / copies for load, copies in zip(loads_E, copies_E, strict=True)])
-    after = ExpertPlacement(_kept(rows, before))
+    after = ExpertPlacement(_with_fewest_moves(rows, before))
     if after.imbalance(loads_E) > (1 - LEAST_GAIN) * before.imbalance(loads_E):
         return before
     return after
@@ -194,7 +194,7 @@ def _exchange_pairs(rows: list[list[int]], weights_E: Sequence[float]) -> None:
             loads[rank] = sum(weights_E[expert] for expert in rows[rank])
 
 
-def _kept(rows: list[list[int]], before: ExpertPlacement) -> tuple[tuple[int, ...], ...]:
+def _with_fewest_moves(rows: list[list[int]], before: ExpertPlacement) -> tuple[tuple[int, ...], ...]:
     """The rows, each on the rank and in the slots that hold most of it."""
     counts = [Counter(row) for row in before.experts_GS]
     overlaps = sorted(

@@ -71,7 +71,7 @@ def count_chunks(tables: Sequence[Table]) -> int:
     return 1 + max((action.chunk for table in tables for entry in table for action in parts(entry)), default=0)
 
 
-def needed(entry: Entry, stage: int, num_stages: int, num_chunks: int) -> Iterator[Transfer]:
+def transfers_to(entry: Entry, stage: int, num_stages: int, num_chunks: int) -> Iterator[Transfer]:
     """What must have come from another chunk before the entry can begin."""
     for action in parts(entry):
         place = action.chunk * num_stages + stage
@@ -81,7 +81,7 @@ def needed(entry: Entry, stage: int, num_stages: int, num_chunks: int) -> Iterat
             yield Transfer("gradient", action.microbatch, action.chunk, (stage + 1) % num_stages, stage)
 
 
-def given(entry: Entry, stage: int, num_stages: int, num_chunks: int) -> Iterator[Transfer]:
+def transfers_from(entry: Entry, stage: int, num_stages: int, num_chunks: int) -> Iterator[Transfer]:
     """What the entry gives to another chunk."""
     for action in parts(entry):
         place = action.chunk * num_stages + stage
@@ -110,18 +110,18 @@ def clock(tables: Sequence[Table], costs: Costs) -> list[list[ActionSpan]]:
             done = spans[stage]
             while len(done) < len(table):
                 entry = table[len(done)]
-                inputs = [arrived.get(transfer) for transfer in needed(entry, stage, num_stages, num_chunks)]
+                inputs = [arrived.get(transfer) for transfer in transfers_to(entry, stage, num_stages, num_chunks)]
                 if None in inputs:
                     break
                 start = max([done[-1].end if done else 0.0, *(time for time in inputs if time is not None)])
                 done.append(ActionSpan(start, start + costs.of(entry)))
-                arrived |= dict.fromkeys(given(entry, stage, num_stages, num_chunks), done[-1].end)
+                arrived |= dict.fromkeys(transfers_from(entry, stage, num_stages, num_chunks), done[-1].end)
                 moved = True
     stuck = []
     for stage, (table, done) in enumerate(zip(tables, spans, strict=True)):
         if len(done) < len(table):
             entry = table[len(done)]
-            missing = [transfer for transfer in needed(entry, stage, num_stages, num_chunks) if transfer not in arrived]
+            missing = [transfer for transfer in transfers_to(entry, stage, num_stages, num_chunks) if transfer not in arrived]
             waits = " and ".join(f"for {transfer} of stage {transfer.sender}" for transfer in missing)
             stuck.append(f"stage {stage} before {entry} waits {waits}")
     if stuck:

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_parallel.pipeline._clock import Costs, Table, Transfer, clock, count_chunks, given
+from mcore_parallel.pipeline._clock import Costs, Table, Transfer, clock, count_chunks, transfers_from
 from mcore_parallel.pipeline._schedule import Schedule, parts
 
 
@@ -49,7 +49,7 @@ def exchanges(tables: Sequence[Table]) -> list[list[Exchange]]:
     for stage, table in enumerate(tables):
         for position, entry in enumerate(table):
             end = spans[stage][position].end
-            for rank, transfer in enumerate(given(entry, stage, num_stages, num_chunks)):
+            for rank, transfer in enumerate(transfers_from(entry, stage, num_stages, num_chunks)):
                 if transfer.receiver == stage:
                     continue
                 sends[stage][position + 1].append(transfer)

@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mcore_parallel.comm import Arrival, P2PCommunicator, TensorSpec
 from mcore_parallel.groups import Group
-from mcore_parallel.pipeline._clock import Transfer, given, needed
+from mcore_parallel.pipeline._clock import Transfer, transfers_from, transfers_to
 from mcore_parallel.pipeline._overlap import Overlap
 from mcore_parallel.pipeline._plan import Exchange, PipelinePlan
 from mcore_parallel.pipeline._schedule import Action, Combined, Entry, parts
@@ -128,7 +128,7 @@ class _Runner:
     def run(self, entry: Entry, overlap: Overlap | None) -> None:
         """One entry of the table."""
         stages, chunks = self.group.size, len(self.chunks)
-        inputs = {transfer.kind: self.inbox.pop(transfer).wait() for transfer in needed(entry, self.group.rank, stages, chunks)}
+        inputs = {transfer.kind: self.inbox.pop(transfer).wait() for transfer in transfers_to(entry, self.group.rank, stages, chunks)}
         activation, grad = inputs.get("activation"), inputs.get("gradient")
         results: dict[str, Tensor | None] = {}
         if isinstance(entry, Combined):
@@ -144,7 +144,7 @@ class _Runner:
             results["activation"] = self._forward(entry, activation)
         else:
             results["gradient"] = self._backward(entry, grad)
-        for transfer in given(entry, self.group.rank, stages, chunks):
+        for transfer in transfers_from(entry, self.group.rank, stages, chunks):
             tensor = results[transfer.kind]
             assert tensor is not None
             if transfer.receiver == self.group.rank:

@@ -5,7 +5,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_parallel.pipeline._clock import ActionSpan, Costs, DeadlockError, Table, Transfer, clock, count_chunks, needed
+from mcore_parallel.pipeline._clock import ActionSpan, Costs, DeadlockError, Table, Transfer, clock, count_chunks, transfers_to
 from mcore_parallel.pipeline._plan import Exchange, exchanges
 from mcore_parallel.pipeline._schedule import Action, parts
 
@@ -125,7 +125,7 @@ def _peak_received(tables: Sequence[Table], plan: list[Exchange], stage: int) ->
     for entry, exchange in zip(tables[stage], plan, strict=False):
         held += len(exchange.receives)
         peak = max(peak, held)
-        held -= sum(transfer.sender != stage for transfer in needed(entry, stage, len(tables), num_chunks))
+        held -= sum(transfer.sender != stage for transfer in transfers_to(entry, stage, len(tables), num_chunks))
     return peak
 
 
