@@ -50,6 +50,12 @@ def test_bad_changes_name_what_is_wrong(assignment: str, message: str) -> None:
         override(recipe("moe_tiny"), [assignment])
 
 
+@pytest.mark.parametrize(("assignments", "field"), [(["plan.ep=2"], "plan.ep=2"), (["plan.tp=2", "plan.dp=1", "plan.etp=2"], "plan.etp=2")])
+def test_a_model_without_experts_divides_none(assignments: list[str], field: str) -> None:
+    with pytest.raises(RecipeError, match=f"{field} divides experts, and the model has none"):
+        override(recipe("gpt_tiny"), ["plan.dp=2", *assignments])
+
+
 def test_an_unknown_recipe_names_the_nearest() -> None:
     with pytest.raises(RecipeError, match="did you mean 'moe_tiny'"):
         recipe("moe_tny")

@@ -131,6 +131,7 @@ def test_two_ranks_with_half_of_the_experts_each_have_the_same_logits(world) -> 
     world(check_ranks, plan=ParallelPlan(dp=2, ep=2))
 
 
+@pytest.mark.filterwarnings("ignore:moe_router_force_load_balancing=True routes at random")
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
@@ -146,6 +147,7 @@ def test_two_ranks_with_half_of_the_experts_each_have_the_same_logits(world) -> 
             {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True},
             "moe_apply_probs_on_input=True scales the input of the activation",
         ),
+        ({"moe_router_force_load_balancing": True}, "moe_router_force_load_balancing=True sends a token to experts at random"),
         ({"moe_latent_size": 4}, "moe_latent_size=4 has no part in a dense model"),
         ({"moe_shared_expert_intermediate_size": 4}, "layers.0.mlp.shared_experts.up.weight has no part in a dense model"),
         (

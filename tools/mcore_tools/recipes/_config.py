@@ -234,6 +234,9 @@ class RunConfig:
                 )
             if self.ddp.overlap_param_gather and self.cuda_graphs:
                 raise ValueError("ddp.overlap_param_gather=true waits inside the modules, which no graph replays; set it to false")
+        if self.moe is None and (self.plan.ep > 1 or self.plan.expert_tp > 1):
+            name = "ep" if self.plan.ep > 1 else "etp"
+            raise ValueError(f"plan.{name}={getattr(self.plan, name)} divides experts, and the model has none; set plan.{name}=1, or moe")
         if self.fsdp != FSDPConfig() and self.data_parallel != "fsdp":
             raise ValueError(f"fsdp is set, but data_parallel={self.data_parallel!r}; set data_parallel=fsdp")
         if self.load.adapter and self.rl:

@@ -25,7 +25,8 @@ def upcycle_state_dict(dense: Mapping[str, Tensor], mixture: Mapping[str, Tensor
     in a row hold all of it and share one row of the router, so a token goes to all of them or to none. The second projection makes up
     for the weights of the router. Where those add up to a fixed number (softmax over the selected experts; other scores with topk > 1)
     the logits are exact for every activation. Where they do not (``moe_router_pre_softmax``) the factor is that of a router that scores
-    all experts alike.
+    all experts alike. ``moe_expert_capacity_factor`` drops picks, and ``moe_dispatch_fwd_dtype`` rounds what travels: with them logits are
+    those of the dense model but for that.
 
     Args:
         dense: whole tensors by name, of a model with as many layers.
@@ -55,6 +56,10 @@ def upcycle_state_dict(dense: Mapping[str, Tensor], mixture: Mapping[str, Tensor
     if config.moe_apply_probs_on_input:
         raise ValueError(
             "moe_apply_probs_on_input=True scales the input of the activation, which no factor behind it makes up for; leave it out"
+        )
+    if config.moe_router_force_load_balancing:
+        raise ValueError(
+            "moe_router_force_load_balancing=True sends a token to experts at random, which hold parts of one feed-forward; leave it out"
         )
     if shared := next((name for name in mixture if ".shared_expert" in name), None):
         raise ValueError(f"{shared} has no part in a dense model; leave moe_shared_expert_intermediate_size out")
