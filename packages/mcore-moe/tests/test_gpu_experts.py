@@ -108,13 +108,13 @@ def test_the_widths_that_are_refused_cannot(hidden_size: int, ffn_size: int) -> 
         experts(rows, ends_of([4, 2], CUDA))
 
 
-def make_layer(dtype: torch.dtype, device: str, fp8: Fp8Config | None = None, *, bias: bool = False) -> MoELayer:
+def make_layer(dtype: torch.dtype, device: str, fp8: Fp8Config | None = None, *, bias: bool = False, **router: Any) -> MoELayer:
     config = TransformerConfig(
         num_layers=1, hidden_size=256, num_attention_heads=4, vocab_size=64, ffn_hidden_size=128, add_bias_linear=bias
     )
     place: Any = {"dtype": dtype, "device": torch.device(device), "layers": choose_backend("torch", fp8=fp8).layers(0, 1)}
     site = Site(layer=0, local_layer=0, config=config, groups=ProcessGroups.single(), **place)
-    layer = MoELayer(MoEConfig(num_moe_experts=16, moe_router_topk=4, moe_ffn_hidden_size=128), site, dtype=dtype, device=device)
+    layer = MoELayer(MoEConfig(num_moe_experts=16, moe_router_topk=4, moe_ffn_hidden_size=128, **router), site, dtype=dtype, device=device)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -150,6 +150,40 @@ def test_a_layer_waits_for_the_device_nowhere_and_has_the_same_bits_twice(recipe
         values += [layer.experts.up_bias.grad, layer.experts.down_bias.grad] if bias else []
         results.append([value.clone() for value in values])
     assert all(torch.equal(a, b) for again in results[1:] for a, b in zip(results[0], again, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize(
+    "router",
+    [
+        {
+            "moe_router_load_balancing_type": ("aux_loss", "global_aux_loss"), "moe_aux_loss_coeff": (0.1, 0.2), "moe_z_loss_coeff": 0.01,
+        },
+        {
+            "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1, "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True, "moe_router_num_groups": 4, "moe_router_group_topk": 2,
+        },
+    ],
+)  # fmt: skip
+def test_losses_of_a_router_wait_for_the_device_nowhere(router: dict[str, Any]) -> None:
+    layer = make_layer(torch.bfloat16, "cuda", **router)
+    x = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
+    step = dataclasses.replace(Step.causal(2, 256, CUDA), valid=torch.arange(512, device="cuda") % 256 < 200)
+    gradients = []
+    for turn in range(3):
+        leaf = x.clone().requires_grad_()
+        layer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        # The first turn compiles kernels.
+        torch.cuda.set_sync_debug_mode("error" if turn else "default")
+        try:
+            y, aux = layer(leaf, step)
+            (y.float().square().mean() + aux.total()).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert layer.router.weight.grad is not None and aux.total().item() > 0
+        gradients.append(layer.router.weight.grad.clone())
+    assert torch.equal(gradients[1], gradients[2])
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
