@@ -15,7 +15,7 @@ from mcore_parallel.groups import ProcessGroups
 from mcore_parallel.nn._step import Step
 from mcore_parallel.nn.attention._cores import AttentionSpec
 from mcore_parallel.nn.attention._reference import reference_attention
-from mcore_parallel.nn.kernels import fixed_attention_kernels
+from mcore_parallel.nn.kernels import attention_gradient_kernels, fixed_attention_kernels
 from mcore_parallel.tensor_parallel import aligned_rows, has_row_kernels
 
 _BLOCK_SIZE = 64
@@ -154,8 +154,7 @@ class BatchInvariantAttention:
     def _gradients_of_tiles(
         self, inputs: Sequence[Tensor | None], out: Tensor, bounds: tuple[int, ...], grad_TAw: Tensor, wanted: Sequence[bool]
     ) -> list[Tensor | None]:
-        from mcore_parallel.nn.kernels import _triton_attention_gradients as kernels
-
+        kernels = attention_gradient_kernels()
         q, k, v, sink = inputs
         assert q is not None and k is not None and v is not None
         tokens = kernels.gradient_tiles(q.shape[1] // k.shape[1], (q.shape[2], v.shape[2]), q.dtype)

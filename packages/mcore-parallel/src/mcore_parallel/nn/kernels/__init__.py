@@ -6,6 +6,7 @@ from mcore_parallel.nn.kernels._chunks import BoundedSequences, ChunkPlan, plan_
 from mcore_parallel.nn.kernels._fixed_scan import WIDEST_STATE, SlotSpans, fixed_conv, fixed_delta, fixed_ssd
 from mcore_parallel.nn.kernels._fused import (
     activation_kernels,
+    attention_gradient_kernels,
     fixed_attention_kernels,
     fused_layer_norm,
     fused_rms_norm,
@@ -33,6 +34,7 @@ __all__ = [
     "SlotSpans",
     "SlotStates",
     "activation_kernels",
+    "attention_gradient_kernels",
     "fits_decode",
     "fits_delta",
     "fits_ssd",

@@ -78,6 +78,14 @@ def softmax_kernels() -> Any:
 
 
 @internal_api
+def attention_gradient_kernels() -> Any:
+    """The Triton kernels of the gradients of causal attention over packed sequences; imports Triton."""
+    from mcore_parallel.nn.kernels import _triton_attention_gradients
+
+    return _triton_attention_gradients
+
+
+@internal_api
 def fixed_attention_kernels() -> Any:
     """The Triton kernel of batch-invariant attention; imports Triton."""
     from mcore_parallel.nn.kernels import _triton_fixed_attention
