@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """What a user can get wrong at the command line: one line that says so, exit code 2, nothing written, nothing lost."""
 
+import json
 import socket
 import sys
 from collections.abc import Callable
@@ -114,6 +115,7 @@ REFUSED = [
     ("serve x --join 127.0.0.1:1", "--join: '127.0.0.1:1' is neither tcp://host:port nor a file that can be read (No such"),
     ("serve x --join tcp://127.0.0.1", "--join: 'tcp://127.0.0.1' is no address; it looks like tcp://"),
     (f"serve x --join {__file__}", "test_bad_input.py' is no file of `mcore serve --job-file`"),
+    ("serve x --join {tmp}/job", "/job' is no file of `mcore serve --job-file`"),
     ("serve x --tool-call-parser none", "--tool-call-parser: invalid choice: 'none'"),
     ("serve", "the following arguments are required: checkpoint"),
     ("generate x --prompt a --max-tokens 0", "--max-tokens: 0 must be at least 1"),
@@ -158,13 +160,14 @@ def test_a_value_that_cannot_be_is_one_line_before_anything_is_opened(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, words: str
 ) -> None:
     (tmp_path / "empty").write_text(" \n")
+    (tmp_path / "job").write_text(json.dumps({"address": "tcp://127.0.0.1:9", "secret": "s", "public_key": "~" * 40}))
     with pytest.raises(SystemExit) as end:
         main(line.format(tmp=tmp_path).split())
     message = capsys.readouterr()
     assert end.value.code == 2 and not message.out
     assert message.err.startswith("error: ") and message.err.count("\n") == 1 and words in message.err, message.err
     assert message.err.endswith(f"mcore {line.split()[0]} --help lists what there is\n")
-    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+    assert {path.name for path in tmp_path.iterdir()} == {"empty", "job"}
 
 
 def test_a_server_that_others_reach_wants_a_secret_before_it_loads(capsys: pytest.CaptureFixture[str]) -> None:

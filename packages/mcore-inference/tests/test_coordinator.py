@@ -693,11 +693,17 @@ def test_bad_settings_are_refused(fields: dict[str, Any], message: str) -> None:
 def test_bad_keys_and_addresses_are_refused(runners: list[EngineRunner]) -> None:
     with pytest.raises(ValueError, match="public_key must be 40 characters"):
         CoordinatorSecurity(public_key="short")
+    for key in ("~" * 40, "#" * 40):
+        # No Z85, and of five digits whose number has more than 32 bits.
+        with pytest.raises(ValueError, match="public_key must be 40 characters of Z85"):
+            CoordinatorSecurity(public_key=key)
     with pytest.raises(ValueError, match="secret_key without public_key"):
         CoordinatorSecurity(secret_key="0" * 40)
     with pytest.raises(ValueError, match="address='nowhere'"):
         EngineWorker(runners[0], "nowhere")
     with pytest.raises(ValueError, match="address='nowhere'"):
         asyncio.run(InferenceClient("nowhere").start())
+    with pytest.raises(ValueError, match="address=5 is a int; give a string"):
+        asyncio.run(InferenceClient(5).start())  # type: ignore[arg-type]
     with DataParallelInferenceCoordinator() as first, pytest.raises(OSError, match="in use"):
         DataParallelInferenceCoordinator(CoordinatorConfig(port=int(first.address.rsplit(":", 1)[1]))).start()

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Settings of a coordinator, and how its sockets are protected."""
 
+import string
 from dataclasses import dataclass, field
 
 from mcore_inference._fields import as_integer, as_number, is_loopback
@@ -10,6 +11,8 @@ from mcore_inference.coordinator._messages import MAX_MESSAGE_BYTES
 
 _MAX_SECRET = 4096
 """Characters; a longer greeting is not read."""
+_Z85 = string.digits + string.ascii_letters + ".-:+=^!/*?&<>()[]{}@%$#"
+"""ZeroMQ RFC 32: five of these, by their places, are a number of 32 bits, the highest digit first."""
 
 
 @experimental_api
@@ -42,10 +45,18 @@ class CoordinatorSecurity:
             raise ValueError("control_secret='' is empty; give a secret, or None where the job's is enough")
         for name in ("public_key", "secret_key"):
             key = getattr(self, name)
-            if key is not None and (not isinstance(key, str) or len(key) != 40 or not key.isascii()):
+            if key is not None and not (isinstance(key, str) and _is_key(key)):
                 raise ValueError(f"{name} must be 40 characters of Z85; zmq.curve_keypair() makes a pair")
         if self.secret_key is not None and self.public_key is None:
             raise ValueError("secret_key without public_key; a coordinator has both")
+
+
+def _is_key(text: str) -> bool:
+    """Whether it is 32 bytes in Z85."""
+    if len(text) != 40 or not set(text) <= set(_Z85):
+        return False
+    numbers = (text[place : place + 5] for place in range(0, 40, 5))
+    return all(sum(_Z85.index(digit) * 85**power for power, digit in enumerate(reversed(number))) < 2**32 for number in numbers)
 
 
 @experimental_api

@@ -17,20 +17,26 @@ def connect(context: zmq.asyncio.Context, address: str, security: CoordinatorSec
     Raises:
         ValueError: the address is none.
     """
+    if not isinstance(address, str):
+        raise ValueError(f"address={address!r} is a {type(address).__name__}; give a string such as tcp://127.0.0.1:5000")
     socket = context.socket(zmq.DEALER)
-    socket.linger = 200
-    socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 1000
-    socket.maxmsgsize = max_message_bytes + NUMBER_BYTES
-    socket.ipv6 = "[" in address
-    if security.public_key is not None:
-        public, secret = zmq.curve_keypair()
-        socket.curve_publickey, socket.curve_secretkey = public, secret
-        socket.curve_serverkey = security.public_key.encode()
     try:
-        socket.connect(address)
-    except zmq.ZMQError as error:
+        socket.linger = 200
+        socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 1000
+        socket.maxmsgsize = max_message_bytes + NUMBER_BYTES
+        socket.ipv6 = "[" in address
+        if security.public_key is not None:
+            public, secret = zmq.curve_keypair()
+            socket.curve_publickey, socket.curve_secretkey = public, secret
+            socket.curve_serverkey = security.public_key.encode()
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            raise ValueError(f"address={address!r} is none; it looks like tcp://127.0.0.1:5000") from error
+    except BaseException:
+        # The end of the context waits for each that is open.
         socket.close()
-        raise ValueError(f"address={address!r} is none; it looks like tcp://127.0.0.1:5000") from error
+        raise
     return socket
 
 
