@@ -114,6 +114,12 @@ REFUSED = [
     ("serve x --token-file {tmp}/empty", "/empty' is empty; write the secret into it"),
     ("serve x --join 127.0.0.1:1", "--join: '127.0.0.1:1' is neither tcp://host:port nor a file that can be read (No such"),
     ("serve x --join tcp://127.0.0.1", "--join: 'tcp://127.0.0.1' is no address; it looks like tcp://"),
+    (
+        "serve x --join tcp://192.0.2.1:5",
+        "--join: 'tcp://192.0.2.1:5' is of another host, which takes encrypted engines only; give its --job-",
+    ),
+    ("serve x --join tcp://[2001:db8::1]:5", "is of another host"),
+    ("serve x --join {tmp}/plain", "/plain' is no file of `mcore serve --job-file`"),
     (f"serve x --join {__file__}", "test_bad_input.py' is no file of `mcore serve --job-file`"),
     ("serve x --join {tmp}/job", "/job' is no file of `mcore serve --job-file`"),
     ("serve x --tool-call-parser none", "--tool-call-parser: invalid choice: 'none'"),
@@ -161,13 +167,14 @@ def test_a_value_that_cannot_be_is_one_line_before_anything_is_opened(
 ) -> None:
     (tmp_path / "empty").write_text(" \n")
     (tmp_path / "job").write_text(json.dumps({"address": "tcp://127.0.0.1:9", "secret": "s", "public_key": "~" * 40}))
+    (tmp_path / "plain").write_text(json.dumps({"address": "tcp://192.0.2.1:9", "secret": "s", "public_key": None}))
     with pytest.raises(SystemExit) as end:
         main(line.format(tmp=tmp_path).split())
     message = capsys.readouterr()
     assert end.value.code == 2 and not message.out
     assert message.err.startswith("error: ") and message.err.count("\n") == 1 and words in message.err, message.err
     assert message.err.endswith(f"mcore {line.split()[0]} --help lists what there is\n")
-    assert {path.name for path in tmp_path.iterdir()} == {"empty", "job"}
+    assert {path.name for path in tmp_path.iterdir()} == {"empty", "job", "plain"}
 
 
 def test_a_server_that_others_reach_wants_a_secret_before_it_loads(capsys: pytest.CaptureFixture[str]) -> None:

@@ -703,6 +703,11 @@ def test_bad_keys_and_addresses_are_refused(runners: list[EngineRunner]) -> None
         EngineWorker(runners[0], "nowhere")
     with pytest.raises(ValueError, match="address='nowhere'"):
         asyncio.run(InferenceClient("nowhere").start())
+    for address in ("tcp://192.0.2.1:5", "tcp://host:5", "tcp://[2001:db8::1]:5", "tcp://127.0.0.1:0;192.0.2.1:5", "tipc://{1,0,0}"):
+        with pytest.raises(ValueError, match="is reached over a network, where secrets would go in the clear; give security with the"):
+            asyncio.run(InferenceClient(address, security=CoordinatorSecurity(secret="s3")).start())
+    with pytest.raises(ValueError, match="in the clear"):
+        EngineWorker(runners[0], "tcp://192.0.2.1:5")
     with pytest.raises(ValueError, match="address=5 is a int; give a string"):
         asyncio.run(InferenceClient(5).start())  # type: ignore[arg-type]
     with DataParallelInferenceCoordinator() as first, pytest.raises(OSError, match="in use"):

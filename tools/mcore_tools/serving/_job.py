@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_inference.coordinator import CoordinatorSecurity
-from mcore_tools.arguments import endpoint
+from mcore_tools.arguments import endpoint, is_local
 
 _SECRET, _KEY = "MCORE_COORDINATOR_SECRET", "MCORE_COORDINATOR_KEY"
 
@@ -28,15 +28,23 @@ class Job:
         """By an address, whose secrets are in the environment, or by the file of ``write``.
 
         Raises:
-            argparse.ArgumentTypeError: neither of them.
+            argparse.ArgumentTypeError: neither of them, or an address of another host, whose coordinator has no key to encrypt by.
         """
         if text.startswith("tcp://"):
-            secret, key = os.environ.get(_SECRET, ""), os.environ.get(_KEY)
-            return cls(address=endpoint(text), security=CoordinatorSecurity(secret=secret, public_key=key))
+            address, secret, key = endpoint(text), os.environ.get(_SECRET, ""), os.environ.get(_KEY)
+            if key is None and not _is_here(address):
+                raise argparse.ArgumentTypeError(f"{text!r} is of another host, which takes encrypted engines only; give its --job-file")
+            try:
+                return cls(address=address, security=CoordinatorSecurity(secret=secret, public_key=key))
+            except ValueError as error:
+                raise argparse.ArgumentTypeError(f"{_SECRET} or {_KEY} of the environment: {error}") from None
         try:
             read = json.loads(Path(text).read_text(encoding="utf-8"))
             security = CoordinatorSecurity(secret=read["secret"], public_key=read["public_key"])
-            return cls(address=endpoint(read["address"]), security=security)
+            address = endpoint(read["address"])
+            if security.public_key is None and not _is_here(address):
+                raise ValueError("its key is missing")
+            return cls(address=address, security=security)
         except OSError as error:
             raise argparse.ArgumentTypeError(
                 f"{text!r} is neither tcp://host:port nor a file that can be read ({error.strerror}); give that of the server's --job-file"
@@ -62,3 +70,8 @@ class Job:
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
             file.write(text + "\n")
         new.replace(path)
+
+
+def _is_here(address: str) -> bool:
+    """Whether an ``endpoint`` is reached from this host alone."""
+    return is_local(address.removeprefix("tcp://").rpartition(":")[0].strip("[]"))

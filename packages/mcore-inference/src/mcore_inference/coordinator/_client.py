@@ -108,7 +108,7 @@ class InferenceClient:
     """Sends requests to the engines of a coordinator; an async context manager.
 
     Args:
-        address: of the coordinator, ``tcp://host:port``.
+        address: of the coordinator, ``tcp://host:port``; one beyond this machine needs its public key.
         security: the coordinator's secret and public key, and its control secret for signals and weights, where it has one.
         timeout_s: seconds that the coordinator gets to answer ``start`` and signs of life; after them everything open fails.
         heartbeat_s: as of the coordinator.
@@ -160,7 +160,7 @@ class InferenceClient:
 
         Raises:
             CoordinatorError: no answer within ``timeout_s``, or a refusal.
-            ValueError: the address is none, or the client was started before.
+            ValueError: the address is none, or beyond this machine without ``security`` of a public key; or the client was started before.
         """
         if self._context is not None:
             raise ValueError("the client was started before; make a new one")

@@ -7,6 +7,7 @@ import contextlib
 import zmq
 import zmq.asyncio
 
+from mcore_inference._fields import is_loopback
 from mcore_inference.coordinator._config import CoordinatorSecurity
 from mcore_inference.coordinator._messages import NUMBER_BYTES
 
@@ -15,10 +16,15 @@ def connect(context: zmq.asyncio.Context, address: str, security: CoordinatorSec
     """A socket that connects, and connects again when the coordinator comes back; a longer message ends it until ``reconnect``.
 
     Raises:
-        ValueError: the address is none.
+        ValueError: the address is none, or beyond this machine without the coordinator's public key.
     """
     if not isinstance(address, str):
         raise ValueError(f"address={address!r} is a {type(address).__name__}; give a string such as tcp://127.0.0.1:5000")
+    if security.public_key is None and not _is_local(address):
+        raise ValueError(
+            f"address={address!r} is reached over a network, where secrets would go in the clear; give security with the coordinator's "
+            "public_key, or an address of loopback"
+        )
     socket = context.socket(zmq.DEALER)
     try:
         socket.linger = 200
@@ -38,6 +44,12 @@ def connect(context: zmq.asyncio.Context, address: str, security: CoordinatorSec
         socket.close()
         raise
     return socket
+
+
+def _is_local(address: str) -> bool:
+    """Whether nothing leaves this machine; what is no address leaves nowhere."""
+    transport, _, place = address.partition("://")
+    return not place or transport in ("ipc", "inproc") or is_loopback(place.rpartition(":")[0].strip("[]"))
 
 
 def reconnect(socket: zmq.asyncio.Socket, address: str) -> None:

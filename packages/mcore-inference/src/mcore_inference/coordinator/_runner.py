@@ -40,7 +40,7 @@ class CoordinatedRunner:
 
     Raises:
         CoordinatorError: no answer in time, or a refusal.
-        ValueError: the address is none, or a limit out of its range.
+        ValueError: the address is none, or beyond this machine without ``security`` of a public key; or a limit is out of its range.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ class EngineWorker:
         max_message_bytes: as of the coordinator; a request whose answer is longer fails.
 
     Raises:
-        ValueError: the address is none, or a limit out of its range.
+        ValueError: the address is none, or beyond this machine without ``security`` of a public key; or a limit is out of its range.
     """
 
     def __init__(
