@@ -270,6 +270,11 @@ def _check_layout(options: argparse.Namespace) -> None:
         raise ValueError("--expert-parallel spreads experts over engines; give --data-parallel of 2 and more")
     if (options.coordinator_host is None) != (options.job_file is None) or (options.job_file and (options.join or options.prompt)):
         raise ValueError("--coordinator-host and --job-file go together, without --join and --prompt")
+    if options.coordinator_host in ("0.0.0.0", "::", "*"):
+        raise ValueError(
+            f"--coordinator-host {options.coordinator_host} stands for all addresses of this host, and engines of others that connect to "
+            "it reach themselves; give the one by which they reach this host"
+        )
 
 
 def _check_address(host: str, port: int, token: str | None) -> None:

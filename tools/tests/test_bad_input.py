@@ -186,6 +186,14 @@ def test_a_server_that_others_reach_wants_a_secret_before_it_loads(capsys: pytes
         assert "x is not a checkpoint" in capsys.readouterr().err
 
 
+def test_a_coordinator_at_no_address_of_its_host_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for host in ("0.0.0.0", "::", "*"):
+        assert main(["serve", "x", "--port", "0", "--coordinator-host", host, "--job-file", "job"]) == 2
+        message = capsys.readouterr().err
+        assert message.startswith(f"error: --coordinator-host {host} stands for all addresses of this host, and engines of others that")
+        assert message.endswith("give the one by which they reach this host\n")
+
+
 def test_a_port_that_is_taken_is_refused_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

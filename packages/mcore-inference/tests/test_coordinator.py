@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -42,6 +43,7 @@ from mcore_inference.coordinator import (  # noqa: E402
     _coordinator,
 )
 from mcore_inference.coordinator._messages import Message, Partials, encode  # noqa: E402
+from mcore_inference.coordinator._peer import Silence  # noqa: E402
 from mcore_parallel import named_shards  # noqa: E402
 from mcore_parallel.data import ByteTokenizer  # noqa: E402
 
@@ -542,6 +544,35 @@ def test_encrypted_sockets_need_the_coordinators_key(runners: list[EngineRunner]
         asyncio.run(ask(serve(stack, runners[:1], security=keys).address))
 
 
+def test_an_engine_without_an_answer_says_so_and_no_more_once_it_has_one(
+    runners: list[EngineRunner], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def until(is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 30
+        while not is_so():
+            assert time.monotonic() < deadline, caplog.text
+            time.sleep(0.01)
+
+    monkeypatch.setattr("mcore_inference.coordinator._peer._SILENT_S", 0.1)
+    with ExitStack() as stack, socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        # One that takes the connection and says nothing, as a coordinator of another key does.
+        with EngineWorker(runners[0], f"tcp://127.0.0.1:{port}", name="dp-0", heartbeat_s=0.05) as worker:
+            until(lambda: caplog.text.count("dp-0 has no answer") >= 2)
+            assert re.search(rf"from tcp://127.0.0.1:{port} for \d+ s; is the server up, is the job file its newest\?", caplog.text)
+            listener.close()
+            stack.enter_context(DataParallelInferenceCoordinator(CoordinatorConfig(port=port, **QUICK))).wait_for_engines(1, 30)
+            until(lambda: worker._silence._since is None)
+
+
+def test_warnings_of_a_silence_come_ever_later_and_begin_anew_with_another_one() -> None:
+    silence = Silence()
+    dues = [now for now in range(300) if silence.sent(float(now)) is not None]
+    assert dues == [5, 10, 20, 40, 80, 140, 200, 260]
+    silence.heard()
+    assert [now for now in range(300, 312) if silence.sent(float(now)) is not None] == [305, 310]
+
+
 def test_the_http_server_speaks_to_a_coordinator_as_to_one_engine(runners: list[EngineRunner]) -> None:
     httpx = pytest.importorskip("httpx")
     from mcore_inference.server import serve_runner
@@ -678,8 +709,9 @@ def test_a_client_outlives_a_coordinator_that_is_restarted(runners: list[EngineR
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"host": "0.0.0.0"}, "host='0.0.0.0' is reachable from other machines"),
-        ({"host": "0.0.0.0", "security": CoordinatorSecurity(secret="s")}, "both keys"),
+        ({"host": "192.0.2.1"}, "host='192.0.2.1' is reachable from other machines"),
+        ({"host": "192.0.2.1", "security": CoordinatorSecurity(secret="s")}, "both keys"),
+        *(({"host": host}, "stands for all addresses of this machine, and others .*; give the one") for host in ("0.0.0.0", "::", "*")),
         ({"port": 70000}, "port=70000 must be an integer from 0 to 65535"),
         ({"engine_timeout_s": 1.0}, "engine_timeout_s=1.0 must be at least twice heartbeat_s=1.0"),
         ({"max_retries": -1}, "max_retries=-1"),

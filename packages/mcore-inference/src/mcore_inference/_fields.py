@@ -59,6 +59,14 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def is_unspecified(host: str) -> bool:
+    """Whether an address stands for all of a machine, such as 0.0.0.0."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
 def _shown(value: object) -> str:
     """A value for a message of bounded length."""
     text = repr(value)

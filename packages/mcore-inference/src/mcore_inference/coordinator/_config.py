@@ -5,7 +5,7 @@
 import string
 from dataclasses import dataclass, field
 
-from mcore_inference._fields import as_integer, as_number, is_loopback
+from mcore_inference._fields import as_integer, as_number, is_loopback, is_unspecified
 from mcore_inference._stability import experimental_api
 from mcore_inference.coordinator._messages import MAX_MESSAGE_BYTES
 
@@ -65,11 +65,12 @@ class CoordinatorConfig:
     """Settings of a coordinator.
 
     Raises:
-        ValueError: a field out of its range; an address beyond loopback without a secret and the keys that encrypt it.
+        ValueError: a field out of its range; an address that stands for all of this machine, such as 0.0.0.0; one beyond loopback without
+            a secret and the keys that encrypt it.
     """
 
     host: str = "127.0.0.1"
-    """Address that it listens on."""
+    """Address that it listens on, and that engines and clients connect to."""
     port: int = 0
     """0 for a free one."""
     security: CoordinatorSecurity = CoordinatorSecurity()
@@ -102,6 +103,11 @@ class CoordinatorConfig:
         for name in ("engine_timeout_s", "client_timeout_s"):
             if getattr(self, name) < 2 * self.heartbeat_s:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least twice heartbeat_s={self.heartbeat_s}")
+        if self.host == "*" or is_unspecified(self.host):
+            raise ValueError(
+                f"host={self.host!r} stands for all addresses of this machine, and others that connect to it reach themselves; give the "
+                "one by which they reach this machine"
+            )
         if not is_loopback(self.host) and not (self.security.secret and self.security.secret_key):
             raise ValueError(
                 f"host={self.host!r} is reachable from other machines; give security with a secret and both keys, or bind to 127.0.0.1"

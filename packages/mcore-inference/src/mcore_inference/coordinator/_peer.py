@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The sockets of those that connect to a coordinator."""
+"""The sockets of those that connect to a coordinator, and how long it was silent."""
 
 import contextlib
 
@@ -10,6 +10,10 @@ import zmq.asyncio
 from mcore_inference._fields import is_loopback
 from mcore_inference.coordinator._config import CoordinatorSecurity
 from mcore_inference.coordinator._messages import NUMBER_BYTES
+
+_SILENT_S = 5.0
+_MOST_S = 60.0
+"""Between two warnings of one silence."""
 
 
 def connect(context: zmq.asyncio.Context, address: str, security: CoordinatorSecurity, max_message_bytes: int) -> zmq.asyncio.Socket:
@@ -58,3 +62,32 @@ def reconnect(socket: zmq.asyncio.Socket, address: str) -> None:
         # There is none after a message that was too long.
         socket.disconnect(address)
     socket.connect(address)
+
+
+class Silence:
+    """How long signs of life are without an answer, and when that is worth a warning: after 5 s, then when it has doubled, or lasted
+    another minute."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._next_s = _SILENT_S
+
+    def sent(self, now: float) -> float | None:
+        """A sign of life was sent.
+
+        Args:
+            now: seconds of a clock.
+
+        Returns:
+            Seconds of silence where a warning is due; None where none is.
+        """
+        self._since = now if self._since is None else self._since
+        silent = now - self._since
+        if silent < self._next_s:
+            return None
+        self._next_s = silent + min(silent, _MOST_S)
+        return silent
+
+    def heard(self) -> None:
+        """Anything came."""
+        self._since, self._next_s = None, _SILENT_S

@@ -45,7 +45,7 @@ from mcore_inference.coordinator._messages import (
     decode_for_engine,
     encode,
 )
-from mcore_inference.coordinator._peer import connect, reconnect
+from mcore_inference.coordinator._peer import Silence, connect, reconnect
 from mcore_inference.coordinator._states import GroupState, MemberState, state_after
 from mcore_inference.coordinator._weights import WeightReceiver
 from mcore_inference.engine import EngineHealth, EngineRunner, Increment, RequestStream
@@ -70,8 +70,9 @@ _UNWRITABLE = (OverflowError, RecursionError)
 class EngineWorker:
     """Serves requests of a coordinator with one engine, in a thread, until ``close`` or a stop of all engines.
 
-    It registers again when the coordinator was restarted or had given it up. With each sign of life it sends ``EngineRunner.stats`` and
-    ``health``; an engine that makes no progress says so, and the coordinator gives its requests to others.
+    It registers again when the coordinator was restarted or had given it up, and warns in the log now and then while it has no answer. With
+    each sign of life it sends ``EngineRunner.stats`` and ``health``; an engine that makes no progress says so, and the coordinator gives
+    its requests to others.
 
     Args:
         runner: the engine; others may use it meanwhile.
@@ -112,6 +113,7 @@ class EngineWorker:
         """How often it had to register."""
         self._unanswered = 0
         """Signs of life since the coordinator, which answers each, was heard."""
+        self._silence = Silence()
         self._submitted: dict[int, asyncio.Task[None]] = {}
         """On their way to the engine."""
         self._open: dict[int, RequestStream] = {}
@@ -225,6 +227,13 @@ class EngineWorker:
                 self._unanswered += 1
                 # Queued, as long as there is no connection.
                 self._socket.send(encode(self._sign_of_life(health)))
+                if (silent := self._silence.sent(time.monotonic())) is not None:
+                    _LOG.warning(
+                        "%s has no answer from %s for %.0f s; is the server up, is the job file its newest?",
+                        self.name,
+                        self._address,
+                        silent,
+                    )
             await asyncio.sleep(self._heartbeat_s)
 
     def _sign_of_life(self, health: EngineHealth) -> Register | Report:
@@ -270,6 +279,7 @@ class EngineWorker:
         """
         message = decode_for_engine(frame)
         self._unanswered = 0
+        self._silence.heard()
         if isinstance(message, SubmitRequest):
             self._start(message)
         elif isinstance(message, Abort):
