@@ -5,6 +5,7 @@
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,16 +14,16 @@ import pytest
 import torch
 
 from mcore_ckpt import CheckpointManager
-from mcore_inference import DynamicInferenceEngine, InvalidTokenError, NonFiniteLogitsError, SamplingParams, StepFailedError
+from mcore_inference import DynamicInferenceEngine, EngineRunner, InvalidTokenError, NonFiniteLogitsError, SamplingParams, StepFailedError
 from mcore_inference.sampling import StructuredOutput
 from mcore_inference.text import chat_tokens
 from mcore_parallel import ProcessGroups
-from mcore_parallel.data import train_bpe
+from mcore_parallel.data import ByteTokenizer, train_bpe
 from mcore_parallel.training import model_state
 from mcore_tools import cli
 from mcore_tools.assembly import build_model
 from mcore_tools.recipes import DataConfig, override, recipe
-from mcore_tools.serving import Outcome, continue_prompts, open_engine
+from mcore_tools.serving import Outcome, PromptFile, chat_encoder, continue_prompts, open_engine
 from mcore_tools.training import run_assets
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
@@ -245,6 +246,39 @@ def test_prompts_of_a_step_that_failed_are_left_to_the_same_command(
     # With the draws of a command in which no step failed.
     by_number = [{entry["number"]: entry for entry in map(json.loads, file.read_text().splitlines())} for file in (target, whole)]
     assert by_number[0] == by_number[1] and len(target.read_text().splitlines()) == 3
+
+
+class Meets:
+    """A runner of a command, while which others with its files begin."""
+
+    def __init__(self, runner: EngineRunner, others: Callable[[], None]) -> None:
+        self._runner, self._others = runner, others
+
+    async def submit(self, *arguments: Any, **options: Any) -> Any:
+        self._others()
+        return await self._runner.submit(*arguments, **options)
+
+
+def test_a_file_is_written_by_one_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = tmp_path / "prompts.txt", tmp_path / "texts.jsonl"
+    source.write_text("words\nchat\n")
+    params = SamplingParams(temperature=0, num_tokens_to_generate=4, ignore_eos=True)
+    first, second = (PromptFile(source, target, {}) for _ in range(2))
+    # Ranks of one command.
+    assert first.left == second.left == {0: "words", 1: "chat"}
+
+    def others() -> None:
+        with pytest.raises(ValueError, match=rf"--output {target} is written by another command; wait for its end, or give another --out"):
+            second.run(cast("Any", None), params, chat_encoder(ByteTokenizer()))
+        assert cli.main(["generate", str(folder), "--input", str(source), "--output", str(target)]) == 2
+        assert "is written by another command" in capsys.readouterr().err
+
+    with EngineRunner(open_engine(folder, "cpu", cache_gb=0.01)) as runner:
+        first.run(cast("Any", Meets(runner, others)), params, lambda prompt: str(prompt))
+        with pytest.raises(ValueError, match="got texts of another command meanwhile; give this command again"):
+            second.run(runner, params, chat_encoder(ByteTokenizer()))
+    assert sorted(json.loads(line)["number"] for line in target.read_text().splitlines()) == [0, 1]
+    assert not PromptFile(source, target, {}).left
 
 
 class Refuses:

@@ -4,13 +4,14 @@
 
 import asyncio
 import dataclasses
+import fcntl
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mcore_inference import DynamicInferenceRequestRecord, EngineRunner, RequestError, SamplingParams
 from mcore_inference.coordinator import CoordinatedRunner
@@ -134,8 +135,8 @@ class PromptFile:
         settings: what texts depend on, by flag. They are kept beside the target, so that all of its texts have the same.
 
     Raises:
-        ValueError: a line of the source has no prompt, one of the target is not of this source or was made with other settings, or its
-            folder is not there or takes no files.
+        ValueError: a line of the source has no prompt, one of the target is not of this source or was made with other settings, another
+            command writes it, or its folder is not there or takes no files.
         OSError: a file cannot be read.
     """
 
@@ -150,6 +151,8 @@ class PromptFile:
         """Prompts with an ``error``, those of earlier calls included."""
         self.num_postponed = 0
         """Prompts of this call without a line, by errors that may pass."""
+        self._size = 0
+        """Bytes of the target that were read."""
         done = self._read_done()
         self.left = {number: prompt for number, prompt in enumerate(self._prompts) if number not in done}
         """Prompts that are to be continued, by number."""
@@ -180,7 +183,13 @@ class PromptFile:
         """Numbers of the prompts that the target has; half a line, of a command that was killed, is taken out of it."""
         if not self._target.exists():
             return set()
-        whole, newline, half = self._target.read_bytes().rpartition(b"\n")
+        with self._target.open("rb") as target:
+            # Beside other ranks of this command, which read it too.
+            self._lock(target, fcntl.LOCK_SH)
+            whole, newline, half = target.read().rpartition(b"\n")
+            if half:
+                os.truncate(self._target, len(whole) + len(newline))
+        self._size = len(whole) + len(newline)
         done: set[int] = set()
         for place, line in enumerate(whole.splitlines(), start=1):
             entry = _object(line)
@@ -189,9 +198,18 @@ class PromptFile:
                 raise ValueError(f"line {place} of {self._target} is no continuation of this --input; give another --output")
             done.add(number)
             self.num_refused += "error" in entry
-        if half:
-            os.truncate(self._target, len(whole) + len(newline))
         return done
+
+    def _lock(self, target: IO[Any], kind: int) -> None:
+        """Until it is closed; devices are nobody's, and some file systems have no locks."""
+        if not self._target.is_file():
+            return
+        try:
+            fcntl.flock(target, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"--output {self._target} is written by another command; wait for its end, or give another --output") from None
+        except OSError:
+            return
 
     def _named_prompt(self, number: int) -> dict[str, Any]:
         """What a prompt is called in a line of the target, and it."""
@@ -207,12 +225,18 @@ class PromptFile:
         """Continue what is left, a line of the target each, and tell the progress on standard error. Raises as ``continue_prompts``.
 
         Prompts that an error ended that may pass, such as a step that ran out of memory, are left to the next call.
+
+        Raises:
+            ValueError: another command writes the target, or did since this one read it.
         """
-        if self._keeps_settings:
-            write_whole(self._settings_file, json.dumps(self._settings, ensure_ascii=False, indent=1) + "\n")
         begin = last = time.monotonic()
         num_done, num_tokens, why = len(self._prompts) - len(self.left), 0, ""
         with self._target.open("a", encoding="utf-8") as target:
+            self._lock(target, fcntl.LOCK_EX)
+            if self._keeps_settings:
+                if os.fstat(target.fileno()).st_size != self._size:
+                    raise ValueError(f"--output {self._target} got texts of another command meanwhile; give this command again")
+                write_whole(self._settings_file, json.dumps(self._settings, ensure_ascii=False, indent=1) + "\n")
 
             def end(number: int, result: Outcome) -> None:
                 nonlocal last, num_done, num_tokens, why
