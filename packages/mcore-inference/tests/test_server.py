@@ -415,7 +415,17 @@ def test_other_faults_of_a_call_are_named(http: httpx.Client) -> None:
         assert http.post("/v1/completions", content=b"x" * (17 * 2**20), headers={"content-type": "application/json"}).status_code == 413
     assert http.get("/nowhere").json()["error"]["type"] == "invalid_request_error"
     assert http.get("/v1/completions").status_code == 405
-    assert http.get("/v1/models", headers={"host": "evil.example"}).status_code == 400
+    for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "[::2]:1", "x" * 1000):
+        answer = http.get("/v1/models", headers={"host": host, "x-request-id": "host-1"})
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and (error["type"], error["code"], error["request_id"]) == (
+            "invalid_request_error", "invalid_host", "host-1",
+        )  # fmt: skip
+        assert (
+            f"{host[:80]!r} names another server; ask by one of 127.0.0.1, localhost, [::1], or start the server with" in error["message"]
+        )
+    for host in ("localhost", "LOCALHOST:1", "127.0.0.1:80", "[::1]", "[::1]:80"):
+        assert http.get("/v1/models", headers={"host": host}).status_code == 200, host
     surrogate = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
     answer = http.post("/v1/chat/completions", content=surrogate, headers={"content-type": "application/json"})
     assert answer.status_code in (400, 422) and answer.json()["error"]["message"]

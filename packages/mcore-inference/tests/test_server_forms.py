@@ -85,7 +85,7 @@ def test_an_output_that_cannot_go_on_in_its_form_is_refused_as_one_that_cannot_b
     ambiguous: Any = {"structured_outputs": {"grammar": grammar}, "ignore_eos": True, "logit_bias": {97: 100.0}}
     with pytest.raises(openai.BadRequestError, match="structured_output cannot go on") as caught:
         client.completions.create(model="mcore", prompt="x", max_tokens=120, seed=1, extra_body=ambiguous)
-    assert (caught.value.code, caught.value.param) == ("StructuredOutputError", "response_format")
+    assert (caught.value.code, caught.value.param) == ("StructuredOutputError", "structured_outputs")
 
 
 def test_a_form_that_cannot_be_had_is_refused_and_says_why(client: openai.OpenAI) -> None:
@@ -93,6 +93,9 @@ def test_a_form_that_cannot_be_had_is_refused_and_says_why(client: openai.OpenAI
     with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
         ask(response_format=_format({"type": "array", "uniqueItems": True}))
     assert caught.value.code == "StructuredOutputError" and caught.value.param == "response_format"
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(extra_body={"structured_outputs": {"regex": "("}})
+    assert (caught.value.code, caught.value.param) == ("StructuredOutputError", "structured_outputs")
     with pytest.raises(openai.BadRequestError, match="exclude each other"):
         ask(response_format={"type": "json_object"}, extra_body={"structured_outputs": {"regex": "a"}})
     with pytest.raises(openai.BadRequestError, match="min_tokens=2 and structured_output"):

@@ -14,7 +14,6 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp
 
 from mcore_inference.engine import Increment, RequestStream
@@ -25,6 +24,7 @@ from mcore_inference.server._combinations import check_budget, check_chat, check
 from mcore_inference.server._errors import ApiError
 from mcore_inference.server._format import chat_log_probs, completion_log_probs, usage
 from mcore_inference.server._group import ServerCounts
+from mcore_inference.server._hosts import AllowedHosts
 from mcore_inference.server._metrics import ServerMetrics
 from mcore_inference.server._openapi import openapi_document
 from mcore_inference.server._playground import Playground
@@ -111,11 +111,11 @@ class Routes:
         self._counts, self._created = counts, created
         self._seed, self._num_seeded = seed, 0
 
-    def app(self, allowed_hosts: Sequence[str]) -> ASGIApp:
-        """The ASGI application; ``allowed_hosts`` are the values of the Host header it answers to."""
+    def app(self, allowed_hosts: Sequence[str] | None) -> ASGIApp:
+        """The ASGI application; ``allowed_hosts`` are the names in the Host header that it answers to, None for all."""
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-        # A page in a browser can make a name point at a loopback address; its requests carry that name as host.
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(allowed_hosts), www_redirect=False)
+        if allowed_hosts is not None:
+            app.add_middleware(AllowedHosts, hosts=allowed_hosts)
         app.add_exception_handler(ApiError, self._api_error)
         app.add_exception_handler(HTTPException, self._http_error)
         app.add_exception_handler(ClientGone, self._client_gone)
@@ -419,9 +419,11 @@ class Routes:
 
 
 def _named(call: _GenerationCall, answer: ApiError) -> ApiError:
-    """The answer to an error of the engine; where there are tools, the form that it speaks of is theirs."""
+    """The answer to an error of the engine; a form that it speaks of is that of the field which asked for one."""
     if answer.code == StructuredOutputError.__name__ and call.tools is not None:
         answer.param = "tools"
+    elif answer.code == StructuredOutputError.__name__ and call.body.structured_outputs is not None:
+        answer.param = "structured_outputs"
     return answer
 
 

@@ -269,7 +269,7 @@ def serve_runner(
     except BaseException:
         group.close()
         raise
-    hosts = ["127.0.0.1", "localhost", "[::1]", host] if token is None else ["*"]
+    hosts = ["127.0.0.1", "localhost", "[::1]", host] if token is None else None
     if weights is not None and not isinstance(runner, WeightLoader):
         runner.close()
         group.close()
