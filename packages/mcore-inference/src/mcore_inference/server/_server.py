@@ -166,7 +166,8 @@ def serve(
     """Serve ``/v1/completions``, ``/v1/chat/completions``, ``/v1/models``, ``/health``, ``/metrics`` and a playground in the background.
 
     Args:
-        engine: of one rank; nothing else may use it until the server is closed.
+        engine: whole, or the first rank of a split one, whose other ranks call ``follow_runner``; nothing else may use it until the server
+            is closed.
         tokenizer: None for the engine's.
         host: address to bind; other than loopback it needs a token.
         port: 0 for a free one, see ``InferenceServer.port``.
@@ -183,8 +184,8 @@ def serve(
 
     Raises:
         ValueError: no tokenizer; an address beyond loopback or ``weights`` without token, or ``weights`` there without one of its own; an
-            empty token; a port or limit out of range; tp
-            above 1; an unknown parser, or a chat template that leaves tools out.
+            empty token; a port or limit out of range; another rank than the first; an unknown parser, or a chat template that leaves tools
+            out.
         PortInUseError: names the port.
         OSError: the address is not one of this machine; names it.
     """
