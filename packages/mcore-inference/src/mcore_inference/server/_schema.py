@@ -271,7 +271,7 @@ class UpdateWeightsBody(BaseModel):
 
     model: ModelName = ""
     model_path: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
-    """Folder below the server's root of weights."""
+    """Folder below the server's root of weights; a relative one begins there."""
     weight_version: int = Field(ge=0, lt=2**53)
     """That tokens of these weights are reported with."""
     in_flight: Literal["recompute", "keep", "drain"] = "recompute"

@@ -46,13 +46,13 @@ class WeightFolders:
             raise ValueError(f"root={str(self.root)!r} is no folder; make it, or name the one that the trainer writes to")
 
     def find(self, name: str) -> Path:
-        """The folder of that name.
+        """The folder of that name, or of that path below the root.
 
         Raises:
             ApiError: 400; it is not there, or not below the root.
         """
         try:
-            folder = Path(name).resolve(strict=True)
+            folder = (self.root / name).resolve(strict=True)
         except (OSError, ValueError) as error:
             raise ApiError(400, f"model_path={name!r} cannot be read here: {error}", param="model_path") from error
         if not folder.is_dir() or self.root.resolve() not in folder.parents:
