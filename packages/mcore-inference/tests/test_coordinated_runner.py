@@ -30,6 +30,7 @@ from mcore_inference.coordinator import (  # noqa: E402
 )
 from mcore_inference.coordinator._messages import (  # noqa: E402
     PROTOCOL,
+    Connect,
     ConnectAck,
     EngineReply,
     Heartbeat,
@@ -38,6 +39,8 @@ from mcore_inference.coordinator._messages import (  # noqa: E402
     Refusal,
     Register,
     RegisterAck,
+    Report,
+    SubmitRequest,
     decode_for_client,
     decode_for_engine,
     decode_incoming,
@@ -528,6 +531,63 @@ def test_an_engine_takes_no_longer_message_than_it_was_told(runners: list[Engine
             assert time.monotonic() < deadline
         message = decode_incoming(another[1])
         assert isinstance(message, Register) and message.worker == decode_incoming(frame).worker and not worker.join(0)
+
+
+UNREAD = {"a kind of a later version": b"\x92\x63\x01", "no UTF-8": b"\x93\x13\x00\xa1\xff", "no message": b"\xc1"}
+
+
+def test_frames_that_are_no_messages_end_neither_an_engine_nor_a_client(
+    runners: list[EngineRunner], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever has taken the coordinator's place, or is one of another version, sends what it likes."""
+    with ExitStack() as stack:
+        context = stack.enter_context(zmq.Context())
+        router = context.socket(zmq.ROUTER)
+        stack.callback(router.close, linger=0)
+        router.rcvtimeo = 20_000
+        address = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+
+        def answer(kind: type, *frames: bytes) -> Any:
+            """To the next message of this kind."""
+            while not isinstance(message := decode_incoming((received := router.recv_multipart())[1]), kind):
+                pass
+            for frame in frames:
+                router.send_multipart([received[0], frame])
+            return message
+
+        with EngineWorker(runners[0], address, name="dp-0", heartbeat_s=0.05) as worker:
+            answer(Register, *UNREAD.values(), encode(RegisterAck()))
+            # Behind them it was taken.
+            answer(Report)
+            assert not worker.join(0) and caplog.text.count(f"of {address} that dp-0 cannot read") == 2
+
+        async def ask() -> None:
+            client = InferenceClient(address, timeout_s=20)
+            await asyncio.gather(client.start(), asyncio.to_thread(answer, Connect, encode(ConnectAck(max_sequence_length=8))))
+            for frame in UNREAD.values():
+                request = client.add_request([1, 2], TEN)
+                await asyncio.to_thread(answer, SubmitRequest, frame)
+                with pytest.raises(CoordinatorError, match="was not understood .*; use one version"):
+                    await request
+            request = client.add_request([1, 2], TEN)
+            number = (await asyncio.to_thread(answer, SubmitRequest)).request_id
+            assert number == len(UNREAD)
+            request.cancel()
+            await client.stop()
+
+        asyncio.run(asyncio.wait_for(ask(), 50))
+
+
+@pytest.mark.parametrize("value", [0, -1, "a", float("nan"), True, None])
+def test_times_that_are_none_are_refused(value: Any, runners: list[EngineRunner]) -> None:
+    with pytest.raises(ValueError, match="timeout_s=.* must be a number from 0.001 to 1000000"):
+        InferenceClient("tcp://127.0.0.1:9", timeout_s=value)
+    with pytest.raises(ValueError, match="timeout_s=.* must be a number from"):
+        CoordinatedRunner("tcp://127.0.0.1:9", timeout_s=value)
+    with pytest.raises(ValueError, match="heartbeat_s=.* must be a number from"):
+        InferenceClient("tcp://127.0.0.1:9", heartbeat_s=value)
+    with pytest.raises(ValueError, match="heartbeat_s=.* must be a number from"):
+        EngineWorker(runners[0], "tcp://127.0.0.1:9", heartbeat_s=value)
 
 
 REFUSED: list[dict[str, Any]] = [

@@ -9,14 +9,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, Literal
 
-import msgspec
 import zmq
 import zmq.asyncio
 from torch import Tensor
 
-from mcore_inference._fields import as_integer
+from mcore_inference._fields import as_integer, as_number
 from mcore_inference._stability import experimental_api
-from mcore_inference.coordinator._config import CoordinatorSecurity
+from mcore_inference.coordinator._config import SECONDS, CoordinatorSecurity
 from mcore_inference.coordinator._messages import (
     MAX_MESSAGE_BYTES,
     MAX_NUMBER,
@@ -24,6 +23,7 @@ from mcore_inference.coordinator._messages import (
     MAX_TEXT,
     MAX_TOKENS,
     PROTOCOL,
+    UNREADABLE,
     Abort,
     AskStatus,
     Connect,
@@ -136,7 +136,8 @@ class InferenceClient:
         self._address = address
         self._max_bytes = as_integer("max_message_bytes", max_message_bytes, 1024, 2**40)
         self._security = CoordinatorSecurity() if security is None else security
-        self._timeout_s, self._heartbeat_s = timeout_s, heartbeat_s
+        self._timeout_s = as_number("timeout_s", timeout_s, *SECONDS)
+        self._heartbeat_s = as_number("heartbeat_s", heartbeat_s, *SECONDS)
         self._numbers = itertools.count()
         self._streams: dict[int, RemoteStream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -401,7 +402,8 @@ class InferenceClient:
         """One message of the coordinator."""
         try:
             message = decode_for_client(frame)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
+            # Whoever it was for would wait for ever.
             self._fail_all(CoordinatorError(f"a message of {self._address} was not understood ({error}); use one version"))
             return
         self._heard = time.monotonic()

@@ -11,6 +11,8 @@ from mcore_inference.coordinator._messages import MAX_MESSAGE_BYTES
 
 _MAX_SECRET = 4096
 """Characters; a longer greeting is not read."""
+SECONDS = (1e-3, 1e6)
+"""Least and most of a time."""
 _Z85 = string.digits + string.ascii_letters + ".-:+=^!/*?&<>()[]{}@%$#"
 """ZeroMQ RFC 32: five of these, by their places, are a number of 32 bits, the highest digit first."""
 
@@ -99,7 +101,7 @@ class CoordinatorConfig:
         as_integer("max_open_requests", self.max_open_requests, 1, 2**31)
         as_integer("max_message_bytes", self.max_message_bytes, 1024, 2**40)
         for name in ("heartbeat_s", "engine_timeout_s", "client_timeout_s", "signal_timeout_s", "load_timeout_s", "no_engine_timeout_s"):
-            as_number(name, getattr(self, name), 1e-3, 1e6)
+            as_number(name, getattr(self, name), *SECONDS)
         for name in ("engine_timeout_s", "client_timeout_s"):
             if getattr(self, name) < 2 * self.heartbeat_s:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least twice heartbeat_s={self.heartbeat_s}")

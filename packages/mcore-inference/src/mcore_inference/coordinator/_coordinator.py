@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import msgspec
 import zmq
 import zmq.asyncio
 
@@ -22,6 +21,7 @@ from mcore_inference.coordinator._group import Outbox
 from mcore_inference.coordinator._messages import (
     NUMBER_BYTES,
     UNKNOWN,
+    UNREADABLE,
     Partials,
     Refusal,
     decode_incoming,
@@ -229,7 +229,7 @@ class DataParallelInferenceCoordinator:
         else:
             try:
                 outbox = self._core.receive(peer, decode_incoming(frame), now)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            except UNREADABLE as error:
                 self._core.num_refused_messages += 1
                 outbox = [(peer, Refusal(call=-1, message=f"a message was not understood: {str(error)[:200]}"))]
         if is_stranger and not self._core.knows(peer) and not self._strangers.allows(now):

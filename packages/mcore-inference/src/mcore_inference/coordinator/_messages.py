@@ -343,6 +343,8 @@ SIGNALS: tuple[type[Signal], ...] = (Pause, Unpause, Suspend, Resume, Stop)
 
 UNKNOWN = Refusal(call=-1, message="you are not known here; connect or register first")
 
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What a frame raises that is no message."""
 encode = msgspec.msgpack.Encoder().encode
 decode_incoming = msgspec.msgpack.Decoder(Incoming).decode
 decode_for_engine = msgspec.msgpack.Decoder(ToEngine).decode

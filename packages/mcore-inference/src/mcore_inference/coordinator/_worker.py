@@ -15,13 +15,14 @@ from typing import Any
 
 import zmq.asyncio
 
-from mcore_inference._fields import as_integer
+from mcore_inference._fields import as_integer, as_number
 from mcore_inference._figures import FIGURES
 from mcore_inference._stability import experimental_api
-from mcore_inference.coordinator._config import CoordinatorSecurity
+from mcore_inference.coordinator._config import SECONDS, CoordinatorSecurity
 from mcore_inference.coordinator._messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
+    UNREADABLE,
     Abort,
     Disconnect,
     EngineReply,
@@ -100,7 +101,7 @@ class EngineWorker:
         self.name = name
         self._address = address
         self._security = CoordinatorSecurity() if security is None else security
-        self._heartbeat_s = heartbeat_s
+        self._heartbeat_s = as_number("heartbeat_s", heartbeat_s, *SECONDS)
         self._max_bytes = as_integer("max_message_bytes", max_message_bytes, 2**13, 2**40)
         self._id = secrets.token_hex(8)
         self._state = GroupState.RUNNING
@@ -114,6 +115,8 @@ class EngineWorker:
         self._unanswered = 0
         """Signs of life since the coordinator, which answers each, was heard."""
         self._silence = Silence()
+        self._num_unread = 0
+        """Messages of the coordinator that are none of this version."""
         self._submitted: dict[int, asyncio.Task[None]] = {}
         """On their way to the engine."""
         self._open: dict[int, RequestStream] = {}
@@ -277,9 +280,16 @@ class EngineWorker:
         Returns:
             Whether it is the end.
         """
-        message = decode_for_engine(frame)
         self._unanswered = 0
         self._silence.heard()
+        try:
+            message = decode_for_engine(frame)
+        except UNREADABLE as error:
+            self._num_unread += 1
+            if self._num_unread & (self._num_unread - 1) == 0:
+                # Ever fewer: another version may send them all day.
+                _LOG.warning("message %d of %s that %s cannot read: %s; use one version", self._num_unread, self._address, self.name, error)
+            return False
         if isinstance(message, SubmitRequest):
             self._start(message)
         elif isinstance(message, Abort):
