@@ -22,6 +22,7 @@ from mcore_inference.coordinator import (
     DataParallelInferenceCoordinator,
     InferenceClient,
 )
+from mcore_inference.coordinator._core import CoordinatorCore
 from mcore_inference.coordinator._messages import PROTOCOL
 from mcore_inference.server import serve_runner
 from mcore_parallel.data import ByteTokenizer
@@ -85,6 +86,21 @@ def test_a_server_ends_when_all_of_its_engines_were_given_up_and_not_before(tmp_
             assert runner.stats()["generated_tokens"] >= 10
         # One that is made later fails as well.
         assert isinstance(run().failure, EngineDeadError)
+
+
+def test_a_server_ends_with_its_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    with coordinated(command(tmp_path), count=1, layout=ONE) as run:
+        assert run is not None
+        with serve_runner(run, ByteTokenizer()) as server:
+            monkeypatch.setattr(CoordinatorCore, "tick", broken)
+            with pytest.raises(EngineDeadError, match="the coordinator ended: ZeroDivisionError: a bug"):
+                server.wait()
+    loading = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with pytest.raises(RuntimeError, match="the coordinator ended"), coordinated(loading, count=1, layout=ONE):
+        pytest.fail("it has no engine")
 
 
 def test_an_engine_of_another_host_keeps_the_server_alone(tmp_path: Path) -> None:

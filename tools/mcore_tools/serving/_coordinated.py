@@ -39,7 +39,7 @@ def uses_coordinator(*, default: bool = False) -> bool:
 
 
 class CoordinatedEngines:
-    """The engines of a command; called, it makes a runner over all of them, which fails when no engine is left for good.
+    """The engines of a command; called, it makes a runner over all of them, which fails when no engine is left for good, nor a coordinator.
 
     Args:
         address: of their coordinator.
@@ -84,7 +84,7 @@ def coordinated(
     """Start engines and a coordinator for them.
 
     Engines may join it, and nobody else has the secret by which the runner loads weights. When all engines of this host were given up and
-    none of another is there, the runner fails (``CoordinatedRunner.failure``).
+    none of another is there, or the coordinator failed, the runner fails (``CoordinatedRunner.failure``).
 
     Args:
         command: of a process, as of ``Replicas``.
@@ -100,6 +100,7 @@ def coordinated(
     Raises:
         ValueError: there are too few GPUs, or an engine ended at its start.
         OSError: the file cannot be written.
+        RuntimeError: the coordinator ended while the engines started.
     """
     # On loopback nobody listens who could not read this process.
     public_key, secret_key = (None, None) if job_file is None else (key.decode() for key in zmq.curve_keypair())
@@ -117,5 +118,7 @@ def coordinated(
         while coordinator.num_engines < count and not is_stopped():
             if replicas.num_given_up:
                 raise ValueError("an engine ended at its start; the reason stands above")
+            if coordinator.failure is not None:
+                raise RuntimeError("the coordinator ended") from coordinator.failure
             time.sleep(_POLL_S)
         yield None if coordinator.num_engines < count else engines

@@ -97,7 +97,7 @@ class Replicas:
     five seconds later by SIGKILL. They are started again together, unless that happened ``3`` times, each before they took requests for
     a minute, or the first start was refused or failed (exit code 2 or 1). The coordinator hears of it at once, and gives the requests to
     other engines. One that gets SIGTERM by itself drains before it ends. When all are given up, and no engine of another host is left,
-    ``on_end`` hears of it.
+    ``on_end`` hears of it, and so it does when the coordinator failed.
 
     Args:
         command: of a process, ``mcore serve CHECKPOINT`` or another that takes ``--join ADDRESS --name NAME``, which are added.
@@ -186,6 +186,9 @@ class Replicas:
 
     def _watch(self) -> None:
         while not self._closing.wait(_POLL_S):
+            if (failure := self._coordinator.failure) is not None:
+                self._on_end(f"the coordinator ended: {type(failure).__name__}: {failure}")
+                return
             here = self._coordinator.engine_names
             for world in self._worlds:
                 if not world.is_given_up:

@@ -90,6 +90,11 @@ class DataParallelInferenceCoordinator:
         return self._address
 
     @property
+    def failure(self) -> BaseException | None:
+        """What ended the thread, but for ``close``; engines and clients hear nothing any more then."""
+        return self._failure
+
+    @property
     def state(self) -> GroupState:
         """What the engines are in."""
         return self._core.state
