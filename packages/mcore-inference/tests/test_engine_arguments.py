@@ -153,6 +153,38 @@ def test_the_seed_of_an_engine_is_an_integer_of_64_bits(make_model: Callable[...
     assert DynamicInferenceEngine(model, context, seed=np.int64(-3)).generate([[1]], SamplingParams(num_tokens_to_generate=2))  # type: ignore[arg-type]
 
 
+def test_an_engine_forgets_what_a_used_context_knew(make_model: Make) -> None:
+    one, other = make_model(seed=0), make_model(seed=1)
+    sizes = InferenceConfig(num_blocks=16, block_size_tokens=8, max_sequence_length=64)
+    context, prompt = DynamicInferenceContext.for_model(one, sizes), list(range(20))
+    first = DynamicInferenceEngine(one, context)
+    first.generate([prompt], GREEDY)
+    second = DynamicInferenceEngine(other, context)
+    [record] = second.generate([prompt], GREEDY)
+    [fresh] = DynamicInferenceEngine(other, DynamicInferenceContext.for_model(other, sizes)).generate([prompt], GREEDY)
+    assert record.cached_prompt_tokens == 0 and record.generated_tokens == fresh.generated_tokens
+    # The first one's keys and values would be found by the second.
+    for call in (first.step, lambda: first.add_request(prompt), lambda: first.generate([prompt])):
+        with pytest.raises(RuntimeError, match="the context of this engine was given to another one; make a context for each"):
+            call()
+
+
+def test_a_context_with_requests_is_not_taken_over(make_model: Make) -> None:
+    model = make_model()
+    sizes = InferenceConfig(num_blocks=16, block_size_tokens=8, max_sequence_length=64, weight_dtype="fp8_weight_only")
+    context = DynamicInferenceContext.for_model(model, sizes)
+    engine, untouched = DynamicInferenceEngine(model, context), make_model()
+    number = engine.add_request([1, 2], GREEDY)
+    engine.step()
+    with pytest.raises(ValueError, match="the context serves 1 requests of another engine"):
+        DynamicInferenceEngine(untouched, context)
+    assert all(parameter.dtype == torch.float64 for parameter in untouched.parameters())
+    while engine.has_unfinished_requests():
+        [*records] = engine.step()
+    assert records[0].request_id == number and records[0].error is None and len(records[0].generated_tokens) == 10
+    DynamicInferenceEngine(model, context)
+
+
 def test_a_full_queue_and_a_used_number_are_refused(make_engine: Make) -> None:
     engine = make_engine(max_waiting=2)
     engine.add_request([1], request_id=1)

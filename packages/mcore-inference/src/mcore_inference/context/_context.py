@@ -53,7 +53,7 @@ PENDING = -1
 
 @experimental_api
 class DynamicInferenceContext:
-    """Cache blocks and request slots of one engine.
+    """Cache blocks and request slots of one engine at a time: one that is made over it takes it over.
 
     All bookkeeping is on the host (numpy) and depends only on what requests were added and released, so that the tensor-parallel
     ranks of a model keep equal tables without talking.
@@ -154,6 +154,7 @@ class DynamicInferenceContext:
                 dtype=dtype,
                 rotation=rotation,
             )
+        self._owner = 0
         self.reset()
 
     @classmethod
@@ -203,6 +204,36 @@ class DynamicInferenceContext:
         self._num_cached = np.zeros(self.max_requests, dtype=np.int64)
         # Leading blocks whose contents are registered.
         self._num_known = np.zeros(self.max_requests, dtype=np.int64)
+
+    def take_over(self) -> int:
+        """Begin to serve another engine: what the cache knows is of the last one's model, and is forgotten.
+
+        Returns:
+            The engine's number, for ``check_owner``.
+
+        Raises:
+            ValueError: requests of the last engine hold slots.
+        """
+        if self._slots:
+            raise ValueError(
+                f"the context serves {len(self._slots)} requests of another engine; let that end or abort them first, or make a context "
+                "for each engine"
+            )
+        self.reset()
+        self._owner += 1
+        return self._owner
+
+    def check_owner(self, number: int) -> None:
+        """See that no other engine has taken the context over.
+
+        Args:
+            number: that ``take_over`` returned.
+
+        Raises:
+            RuntimeError: one has.
+        """
+        if number != self._owner:
+            raise RuntimeError("the context of this engine was given to another one; make a context for each engine")
 
     # -- what fits ---------------------------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ class DynamicInferenceEngine:
     Args:
         model: built with ``attention_core=PagedAttention()``; its groups say the layout. With ``weight_dtype`` of the context its weights
             are rounded here.
-        context: memory, made for this model.
+        context: memory, made for this model. An engine that had it before is refused every request and step from now on.
         tokenizer: for text prompts, stop words, text output and the default termination id.
         seed: of requests that bring none; an integer of 64 bits.
         vocab_size: ids that exist; None for the tokenizer's, or the model's. Rows of the embedding beyond it are padding and never drawn.
@@ -68,7 +68,7 @@ class DynamicInferenceEngine:
 
     Raises:
         ValueError: the model has a part that the engine does not serve (``EngineCapability``), cannot be served in its layout, or does
-            not fit the context; or a number is out of its range.
+            not fit the context, or the context has requests of another engine; or a number is out of its range.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class DynamicInferenceEngine:
             vocab_size = as_integer("vocab_size", vocab_size, 1, model.config.vocab_size)
         if max_waiting_requests is not None:
             max_waiting_requests = as_integer("max_waiting_requests", max_waiting_requests, 1, 2**31)
+        self._owner = context.take_over()
         if weight_dtype is not None:
             quantize_weights(model, weight_dtype)
         self.model = model
@@ -161,7 +162,9 @@ class DynamicInferenceEngine:
             StructuredOutputError: the form of the output is wrong, or not available here.
             ValueError: the number is in use or none, the priority is no integer of 32 bits, the settings are no ``SamplingParams``, or a
                 setting needs a tokenizer or names an id outside the vocabulary.
+            RuntimeError: another engine has the context.
         """
+        self.context.check_owner(self._owner)
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params is a {type(params).__name__}; give SamplingParams(...), or None for the defaults")
@@ -331,12 +334,13 @@ class DynamicInferenceEngine:
             Records of the requests that ended since the last call, whatever way.
 
         Raises:
-            RuntimeError: the engine is suspended.
+            RuntimeError: the engine is suspended, or another one has its context.
             IncompleteWeightsError: a ``load_weights`` failed half-way and was not repeated.
             RankFailedError: of ranks that share experts one is lost, late, or failed in the middle of the model.
             Exception: whatever the model raised. The requests of the step have ended then, with ``StepFailedError``, and hold nothing;
                 ``take_finished`` or the next step returns them. The others go on.
         """
+        self.context.check_owner(self._owner)
         if self._shared_steps is not None:
             self._shared_steps.run(self._vote(), self._advance, self._follow_loads)
             return self.take_finished()
