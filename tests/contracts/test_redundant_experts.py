@@ -30,6 +30,7 @@ from mcore_inference import (
     add_redundant_experts,
     follow_runner,
 )
+from mcore_inference.decoder import fp8_parameters
 from mcore_inference.engine._weights import ModelWeights
 from mcore_moe import MoEConfig, MoELayer, moe_feed_forward
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
@@ -373,6 +374,11 @@ def test_settings_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="with ep=1 each rank holds all; serve with ep of 2 and more"):
         skewed_engine(ProcessGroups.single(), balancing=BALANCING)
     moving = skewed_engine(ProcessGroups.single())
+    rounds = dataclasses.replace(moving.context.config, weight_dtype="fp8_weight_only")
+    with pytest.raises(ValueError, match="with ep=1 each rank holds all; serve with ep of 2 and more"):
+        context = DynamicInferenceContext.for_model(moving.model, rounds)
+        DynamicInferenceEngine(moving.model, context, execution=ExecutionConfig(expert_balancing=BALANCING))
+    assert not fp8_parameters(moving.model), "a refused engine has rounded them"
     moving.model.layers["2"].mlp.expert_slots = object()
     with pytest.raises(ValueError, match="experts of the model move between ranks, by .* another engine; set expert_balancing, too"):
         DynamicInferenceEngine(moving.model, moving.context)
@@ -387,8 +393,9 @@ def test_copies_that_do_not_fit_are_refused_by_name(monkeypatch: pytest.MonkeyPa
     def take(count: int) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB")
 
-    monkeypatch.setattr(engine.model.layers["2"].mlp, "add_redundant_experts", take)
-    monkeypatch.setattr(engine.model.layers["0"].mlp, "add_redundant_experts", lambda count: None)
+    for number, add in (("0", lambda count: None), ("2", take)):
+        monkeypatch.setattr(engine.model.layers[number].mlp, "check_redundant_experts", lambda count: None)
+        monkeypatch.setattr(engine.model.layers[number].mlp, "add_redundant_experts", add)
     with pytest.raises(
         ValueError, match="num_redundant_experts=32 does not fit beside the weights of the model: CUDA out of memory; lower"
     ):

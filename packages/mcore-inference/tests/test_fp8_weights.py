@@ -16,8 +16,10 @@ from mcore_inference import (
     DynamicInferenceContext,
     DynamicInferenceEngine,
     ExecutionConfig,
+    ExpertBalancing,
     IncompleteWeightsError,
     InferenceConfig,
+    MtpSpeculation,
     NgramSpeculation,
     PagedAttention,
     SamplingParams,
@@ -250,3 +252,36 @@ def test_what_has_no_fp8_form_is_refused_by_name() -> None:
     other = dataclasses.replace(SIZES, weight_dtype="fp8_weight_only")
     with pytest.raises(ValueError, match="is 'fp8' of another engine"):
         DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, other))
+
+
+def test_a_refused_engine_leaves_weights_and_context_as_they_were(make_model: Make) -> None:
+    model = make_model()
+    sizes = {"num_blocks": 16, "block_size_tokens": 8, "max_sequence_length": 64}
+    plain = DynamicInferenceContext.for_model(model, InferenceConfig(**sizes))
+    engine, before = DynamicInferenceEngine(model, plain), copies(model)
+    wanted = engine.generate(PROMPTS[:1], SCORED)[0].generated_tokens
+    for weight_dtype in (None, "fp8_weight_only"):
+        context = (
+            plain if weight_dtype is None else DynamicInferenceContext.for_model(model, InferenceConfig(weight_dtype=weight_dtype, **sizes))
+        )
+        for execution, words in (
+            (ExecutionConfig(use_graphs=True), "use_graphs=True: graphs need a GPU"),
+            (ExecutionConfig(use_cuda_graphs_for_non_decode_steps=True), "use_cuda_graphs_for_non_decode_steps=True: graphs need a GPU"),
+            (ExecutionConfig(speculation=MtpSpeculation()), "MtpSpeculation needs heads"),
+            (ExecutionConfig(record_routing=True), "record_routing=True, and no layer of the model has experts"),
+            (ExecutionConfig(expert_balancing=ExpertBalancing()), "no layer of the model has experts"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                DynamicInferenceEngine(model, context, execution=execution)
+    assert not fp8_parameters(model) and all(torch.equal(tensor, before[name]) for name, tensor in copies(model).items())
+    assert engine.generate(PROMPTS[:1], SCORED)[0].generated_tokens == wanted
+
+
+def test_rounded_weights_are_not_served_as_if_they_were_not(make_model: Make) -> None:
+    model = make_model()
+    sizes = {"num_blocks": 16, "block_size_tokens": 8, "max_sequence_length": 64}
+    rounds = DynamicInferenceContext.for_model(model, InferenceConfig(weight_dtype="fp8_weight_only", **sizes))
+    DynamicInferenceEngine(model, rounds)
+    with pytest.raises(ValueError, match=r"weight_dtype=None and layers.0.* is 'fp8_weight_only' of another engine; use that, or build"):
+        DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, InferenceConfig(**sizes)))
+    DynamicInferenceEngine(model, rounds)

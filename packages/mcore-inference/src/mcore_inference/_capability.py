@@ -97,6 +97,10 @@ class HoldsExperts(Protocol):
         """Where they lie; None where each is at home."""
         ...
 
+    def check_redundant_experts(self, num_redundant_experts: int) -> None:
+        """Whether so many copies can be taken, but for memory; nothing changes."""
+        ...
+
     def add_redundant_experts(self, num_redundant_experts: int) -> ExpertSlots:
         """Take memory for so many copies over all ranks."""
         ...

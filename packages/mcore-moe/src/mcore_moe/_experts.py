@@ -171,6 +171,16 @@ class _StackedExperts(nn.Module):
         if not self.fp8:
             self._stored = {name: Fp8Stack(getattr(self, name), multiply=multiply) for name in ("up", "down")}
 
+    def check_slots(self) -> None:
+        """Whether ``add_slots`` takes these weights; nothing changes.
+
+        Raises:
+            ValueError: as of ``add_slots``.
+        """
+        obstacle = "whose experts have adapters; merge them into the model" if self.has_lora else None if self.fp8 else self.fp8_obstacle()
+        if obstacle is not None:
+            raise ValueError(f"num_redundant_experts is set, and {type(self).__name__} is a layer {obstacle}")
+
     @torch.no_grad()
     def add_slots(self, num_slots: int) -> list[Tensor]:
         """Let this rank hold further experts behind its own; calls to ``forward`` bring rows for all of them from now on.
@@ -186,9 +196,7 @@ class _StackedExperts(nn.Module):
         Raises:
             ValueError: the weights are being trained, have adapters, or something else multiplies them.
         """
-        obstacle = "whose experts have adapters; merge them into the model" if self.has_lora else None if self.fp8 else self.fp8_obstacle()
-        if obstacle is not None:
-            raise ValueError(f"num_redundant_experts is set, and {type(self).__name__} is a layer {obstacle}")
+        self.check_slots()
 
         def longer(values_N: Tensor) -> Tensor:
             values_S = values_N.new_empty((num_slots, *values_N.shape[1:]))

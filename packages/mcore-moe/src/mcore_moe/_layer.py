@@ -192,6 +192,32 @@ class MoELayer(nn.Module):
         """The experts' parameters that are in fp8, with their scales."""
         return {getattr(self.experts, name): stack for name, stack in self.experts.fp8.items()}
 
+    def check_redundant_experts(self, num_redundant_experts: int) -> None:
+        """Whether ``add_redundant_experts`` takes this number here; nothing changes.
+
+        Raises:
+            ValueError: as of ``add_redundant_experts``.
+        """
+        config, groups = self.router.config, self._groups
+        if self.expert_slots is not None:
+            if self.expert_slots.num_slots != config.num_moe_experts + num_redundant_experts:
+                has = self.expert_slots.num_slots - config.num_moe_experts
+                raise ValueError(f"num_redundant_experts={num_redundant_experts}, and the model has {has} already; build another model")
+            return
+        if groups.ep.size == 1:
+            raise ValueError(
+                f"num_redundant_experts={num_redundant_experts} copies experts to other ranks, and with ep=1 each rank holds all; serve "
+                "with ep of 2 and more, or leave it out"
+            )
+        if self.drops_tokens or isinstance(self.dispatcher, MoEFlexTokenDispatcher):
+            field, remedy = ("moe_expert_capacity_factor", "None") if self.drops_tokens else ("moe_token_dispatcher_type", "'alltoall'")
+            raise ValueError(
+                f"num_redundant_experts={num_redundant_experts}, and {field}={getattr(config, field)!r} counts on one place an expert; "
+                f"set {field}={remedy}"
+            )
+        ExpertPlacement.home(config.num_moe_experts, groups.ep.size, num_redundant_experts)
+        self.experts.check_slots()
+
     def add_redundant_experts(self, num_redundant_experts: int) -> ExpertSlots:
         """Let ranks hold copies of experts beside their own, and any experts in any order; an engine moves them by their loads.
 
@@ -208,23 +234,10 @@ class MoELayer(nn.Module):
             ValueError: no other rank holds experts, numbers that ep does not divide, more copies than ranks to hold them, a capacity, a
                 flex dispatcher, or experts that are trained or multiplied by something else.
         """
+        self.check_redundant_experts(num_redundant_experts)
         config, groups = self.router.config, self._groups
         if self.expert_slots is not None:
-            if self.expert_slots.num_slots != config.num_moe_experts + num_redundant_experts:
-                has = self.expert_slots.num_slots - config.num_moe_experts
-                raise ValueError(f"num_redundant_experts={num_redundant_experts}, and the model has {has} already; build another model")
             return self.expert_slots
-        if groups.ep.size == 1:
-            raise ValueError(
-                f"num_redundant_experts={num_redundant_experts} copies experts to other ranks, and with ep=1 each rank holds all; serve "
-                "with ep of 2 and more, or leave it out"
-            )
-        if self.drops_tokens or isinstance(self.dispatcher, MoEFlexTokenDispatcher):
-            field, remedy = ("moe_expert_capacity_factor", "None") if self.drops_tokens else ("moe_token_dispatcher_type", "'alltoall'")
-            raise ValueError(
-                f"num_redundant_experts={num_redundant_experts}, and {field}={getattr(config, field)!r} counts on one place an expert; "
-                f"set {field}={remedy}"
-            )
         home = ExpertPlacement.home(config.num_moe_experts, groups.ep.size, num_redundant_experts)
         weights = self.experts.add_slots(len(home.experts_GS[0]))
         self.expert_slots = ExpertSlots(weights, home, groups.ep, groups.dp.rank)

@@ -67,7 +67,7 @@ class InferenceConfig:
     everywhere. "fp8": e4m3 with a scale for each output feature, half the memory of bfloat16; a step of more than 32 tokens (for experts,
     of more than 64 rows an expert on average) multiplies in fp8, with a scale for each token's activations, so that log-probabilities
     depend a little on the size of a step. "fp8_weight_only": activations keep their dtype, and what is computed is the model with rounded
-    weights. The engine rounds its model's weights when it is made, in place."""
+    weights. The engine rounds its model's weights when it is made, in place; one with None refuses a model that another has rounded."""
     unified_memory_level: Literal[0, 1, 2] = 0
     """0: a suspended engine gives the memory of its cache back, and computes again what was there. 1: the cache is managed memory, and a
     suspended engine's moves to the host with what it holds. 2: the tensors of steps are managed memory too. 1 and 2 need a GPU and a C

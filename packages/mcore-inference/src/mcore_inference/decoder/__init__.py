@@ -4,7 +4,7 @@
 
 from mcore_inference._capability import StoredWeight
 from mcore_inference.decoder._decoder import FusedDecoder
-from mcore_inference.decoder._fp8 import Fp8Weight, fp8_parameters, quantize_weights
+from mcore_inference.decoder._fp8 import Fp8Weight, check_quantization, fp8_parameters, quantize_weights
 from mcore_inference.decoder._torch_decoder import TorchDecoder
 
-__all__ = ["Fp8Weight", "FusedDecoder", "StoredWeight", "TorchDecoder", "fp8_parameters", "quantize_weights"]
+__all__ = ["Fp8Weight", "FusedDecoder", "StoredWeight", "TorchDecoder", "check_quantization", "fp8_parameters", "quantize_weights"]

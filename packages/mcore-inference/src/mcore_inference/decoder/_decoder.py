@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mcore_inference._stability import experimental_api
 from mcore_inference.attention import PagedAttention, fits_packed
-from mcore_inference.decoder._fp8 import FEW_ROWS, Fp8Weight, has_stream_kernel
+from mcore_inference.decoder._fp8 import FEW_ROWS, Fp8Weight, WeightDtype, has_stream_kernel
 from mcore_inference.decoder._partial_sums import PartialSums
 from mcore_inference.decoder._rotary import RotaryTables
 from mcore_inference.sampling import PlainSums
@@ -83,15 +83,17 @@ class FusedDecoder:
         self._max_streamed = self._streamed_rows()
 
     @staticmethod
-    def fits(model: GPTModel, modules: Sequence[str] = ()) -> bool:
+    def fits(model: GPTModel, modules: Sequence[str] = (), weight_dtype: WeightDtype | None = None) -> bool:
         """Whether every part of the model is one that the kernels compute; the model's own forward serves the others.
 
         Args:
             model: any.
             modules: whose outputs are read: layers, and the final norm.
+            weight_dtype: that weights are rounded to before the decoder is made; None for none.
         """
         parameter = next(model.parameters())
         sound = parameter.is_cuda and parameter.dtype in _DTYPES and not model.groups.sequence_parallel
+        sound = sound and (weight_dtype is None or has_stream_kernel(parameter.device, parameter.dtype))
         layers = list(model.layers.values())
         # Experts of split layers exchange tokens in the model's own forward.
         split = model.groups.tp.size == 1 or all(isinstance(layer, TransformerLayer) and type(layer.mlp) is MLP for layer in layers)

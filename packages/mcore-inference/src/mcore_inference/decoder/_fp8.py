@@ -120,13 +120,20 @@ def has_stream_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 @experimental_api
-def quantize_weights(model: GPTModel, weight_dtype: WeightDtype) -> None:
-    """Round the weights of a model's linear layers and experts inside its blocks; those that are rounded so already stay.
+def check_quantization(model: GPTModel, weight_dtype: WeightDtype | None) -> None:
+    """Whether the weights of a model can be those of an engine with this ``weight_dtype``; nothing changes.
 
     Raises:
-        ValueError: they are rounded already, and multiplied the other way; something else multiplies them, or a trainer has them.
+        ValueError: as of ``quantize_weights``; for None, they are rounded already.
     """
     multiply, layers, mixtures = weight_dtype == "fp8", quantizable_layers(model), _mixtures(model)
+    if weight_dtype is None:
+        held = {name: layer.products for name, layer in layers.items() if isinstance(layer.products, Fp8Weight)}
+        held |= {name: stored for name, mixture in mixtures.items() for stored in mixture.fp8_weights().values()}
+        for name, stored in held.items():
+            form = "fp8" if stored.multiply else "fp8_weight_only"
+            raise ValueError(f"weight_dtype=None and {name} is {form!r} of another engine; use that, or build another model")
+        return
     other = "fp8_weight_only" if multiply else "fp8"
     another = f"is {other!r} of another engine; use that, or build another model"
     for name, mixture in mixtures.items():
@@ -147,6 +154,18 @@ def quantize_weights(model: GPTModel, weight_dtype: WeightDtype) -> None:
             )
         if isinstance(products, Fp8Weight) and products.multiply != multiply:
             raise ValueError(f"weight_dtype={weight_dtype!r} and {name} {another}")
+
+
+@experimental_api
+def quantize_weights(model: GPTModel, weight_dtype: WeightDtype) -> None:
+    """Round the weights of a model's linear layers and experts inside its blocks; those that are rounded so already stay.
+
+    Raises:
+        ValueError: they are rounded already, and multiplied the other way; something else multiplies them, or a trainer has them. None is
+            rounded then.
+    """
+    check_quantization(model, weight_dtype)
+    multiply, layers, mixtures = weight_dtype == "fp8", quantizable_layers(model), _mixtures(model)
     for layer in layers.values():
         if not isinstance(layer.products, Fp8Weight):
             layer.products = Fp8Weight(layer, multiply=multiply)

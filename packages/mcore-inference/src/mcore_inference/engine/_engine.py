@@ -20,10 +20,10 @@ from mcore_inference._capability import (
 from mcore_inference._fields import as_integer
 from mcore_inference._stability import experimental_api, internal_api
 from mcore_inference.context import DynamicInferenceContext
-from mcore_inference.decoder import quantize_weights
+from mcore_inference.decoder import check_quantization, quantize_weights
 from mcore_inference.engine._admission import Admission
 from mcore_inference.engine._executor import ExecutionConfig, Executor
-from mcore_inference.engine._expert_balance import ExpertBalance, check_experts
+from mcore_inference.engine._expert_balance import ExpertBalance, ExpertBalancing, check_experts
 from mcore_inference.engine._expert_peers import ExpertPeers
 from mcore_inference.engine._expert_votes import Vote
 from mcore_inference.engine._intake import Intake
@@ -58,7 +58,7 @@ class DynamicInferenceEngine:
 
     Args:
         model: built with ``attention_core=PagedAttention()``; its groups say the layout. With ``weight_dtype`` of the context its weights
-            are rounded here.
+            are rounded here, when nothing is refused any more; without, those of a model that was rounded before are refused.
         context: memory, made for this model. An engine that had it before is refused every request and step from now on.
         tokenizer: for text prompts, stop words, text output and the default termination id.
         seed: of requests that bring none; an integer of 64 bits.
@@ -88,15 +88,13 @@ class DynamicInferenceEngine:
         check_cache(model, context.cache, context.max_sequence_length)
         weight_dtype = context.config.weight_dtype
         check_weights(model, weight_dtype)
+        check_quantization(model, weight_dtype)
         shares = shares_prefixes(model, context.config.enable_prefix_caching)
         seed = as_integer("seed", seed, -(2**63), 2**63 - 1)
         if vocab_size is not None:
             vocab_size = as_integer("vocab_size", vocab_size, 1, model.config.vocab_size)
         if max_waiting_requests is not None:
             max_waiting_requests = as_integer("max_waiting_requests", max_waiting_requests, 1, 2**31)
-        self._owner = context.take_over()
-        if weight_dtype is not None:
-            quantize_weights(model, weight_dtype)
         self.model = model
         self.context = context
         self.tokenizer = tokenizer
@@ -114,13 +112,11 @@ class DynamicInferenceEngine:
         self._requests = LiveRequests(self._admission)
         self.finished_counts: Counter[str] = self._requests.finished_counts
         """Requests that ended, by reason."""
+        self._owner = 0
         self._balance: ExpertBalance | None = None
-        if execution.expert_balancing is None:
-            check_experts(model)
-        else:
-            self._balance = ExpertBalance(model, execution.expert_balancing)
+        check_experts(model, execution.expert_balancing)
         runs_ahead = on_gpu and not speculates if execution.run_ahead is None else execution.run_ahead
-        self._executor = Executor(model, context, self.vocab_size, execution)
+        self._executor = Executor(model, context, self.vocab_size, execution, lambda: self._prepare(execution.expert_balancing))
         ngrams = execution.speculation if isinstance(execution.speculation, NgramSpeculation) else None
         self._verification = Verification(context, self._admission, self._executor.drafts if ngrams is None else NgramProposals())
         self._loop = StepLoop(
@@ -138,6 +134,14 @@ class DynamicInferenceEngine:
                 self.peers, model, self._executor, self._requests, self._admission, self._balance, speculates=speculates
             )  # fmt: skip
         self._intake = Intake(context, tokenizer, self.vocab_size, seed=seed, ngrams=ngrams, shares_prefixes=shares)
+
+    def _prepare(self, balancing: ExpertBalancing | None) -> None:
+        """Make context and weights those of this engine: the last step that refuses something, so that a refusal leaves both as they were."""
+        self._owner = self.context.take_over()
+        if self.context.config.weight_dtype is not None:
+            quantize_weights(self.model, self.context.config.weight_dtype)
+        if balancing is not None:
+            self._balance = ExpertBalance(self.model, balancing)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

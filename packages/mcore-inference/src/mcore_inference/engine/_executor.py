@@ -4,7 +4,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -149,12 +149,20 @@ class Executor:
         context: made for it.
         vocab_size: ids that exist.
         execution: how the device is driven.
+        prepare: changes the model and the context for this engine; called when nothing more is refused.
 
     Raises:
-        ValueError: graphs or speculation are asked for where they cannot be.
+        ValueError: graphs, speculation or records are asked for where they cannot be; ``prepare`` was not called then, unless it raised.
     """
 
-    def __init__(self, model: GPTModel, context: DynamicInferenceContext, vocab_size: int, execution: ExecutionConfig) -> None:
+    def __init__(
+        self,
+        model: GPTModel,
+        context: DynamicInferenceContext,
+        vocab_size: int,
+        execution: ExecutionConfig,
+        prepare: Callable[[], None],
+    ) -> None:
         self._model, self._context = model, context
         self.num_computed = 0
         """Tokens that went through the model."""
@@ -199,18 +207,23 @@ class Executor:
             self.drafts = ModelDrafts(model, context, speculation, vocab_size, (rows, self._recordings) if records_mixed else None)
             num_tokens = self.drafts.num_tokens
         modules = () if self.drafts is None else self.drafts.modules
-        # Here, since its package is that of training.
-        from mcore_parallel.training.distill import HiddenCapture
-
-        self._capture = HiddenCapture(model, modules)
         # Its kernels choose their way by the rows of a step.
-        fits = context.builder.has_kernel and not self._batch_invariant and FusedDecoder.fits(model, modules)
+        fits = context.builder.has_kernel and not self._batch_invariant
+        fits = fits and FusedDecoder.fits(model, modules, context.config.weight_dtype)
         if context.config.use_flashinfer_fused_rope and (self.drafts is not None or not fits):
             raise ValueError(
                 "use_flashinfer_fused_rope=True turns heads behind the projection, and a forward of the model or of draft heads turns them "
                 "itself; leave it at None"
             )
         self._recorder = RoutingRecorder(model, context.max_tokens, context.device) if execution.record_routing else None
+        records_prompts = execution.use_cuda_graphs_for_non_decode_steps
+        if records_prompts and mixed_obstacle is not None:
+            raise ValueError(f"use_cuda_graphs_for_non_decode_steps=True: {mixed_obstacle}; or leave it at None")
+        prepare()
+        # Here, since its package is that of training.
+        from mcore_parallel.training.distill import HiddenCapture
+
+        self._capture = HiddenCapture(model, modules)
         self._decoder: FusedDecoder | TorchDecoder | None = None
         if fits:
             self._decoder = FusedDecoder(
@@ -225,9 +238,6 @@ class Executor:
         if records:
             sizes = graph_sizes(context.max_requests, execution.num_cuda_graphs)
             self.graphs = DecodeGraphs(self._decode_logits, context.builder, sizes, self._recordings)
-        records_prompts = execution.use_cuda_graphs_for_non_decode_steps
-        if records_prompts and mixed_obstacle is not None:
-            raise ValueError(f"use_cuda_graphs_for_non_decode_steps=True: {mixed_obstacle}; or leave it at None")
         if records_mixed and records_prompts is not False:
             limits = (context.max_requests, context.max_tokens, context.max_sequence_length)
             sizes = mixed_sizes(*limits, has_states=context.states is not None)

@@ -53,11 +53,7 @@ def add_redundant_experts(model: GPTModel, num_redundant_experts: int) -> list[E
     Raises:
         ValueError: no layer has experts, one has such as cannot be copied or moved, or they do not fit the device.
     """
-    mixtures = _mixtures(model)
-    if not mixtures and model.groups.pp.size == 1:
-        raise ValueError(
-            f"num_redundant_experts={num_redundant_experts}, and no layer of the model has experts; leave expert_balancing out"
-        )
+    mixtures = _checked_mixtures(model, num_redundant_experts)
     try:
         return [mixture.add_redundant_experts(num_redundant_experts) for mixture in mixtures]
     except torch.OutOfMemoryError as error:
@@ -67,14 +63,28 @@ def add_redundant_experts(model: GPTModel, num_redundant_experts: int) -> list[E
         ) from error
 
 
-def check_experts(model: GPTModel) -> None:
-    """Whether the experts of a model, which an engine does not move, are where it looks for them.
+def check_experts(model: GPTModel, balancing: ExpertBalancing | None) -> None:
+    """Whether the experts of a model can move, or where an engine does not move them, are where it looks for them; nothing changes.
 
     Raises:
-        ValueError: they move by another engine, or did.
+        ValueError: as of `add_redundant_experts`, but for what does not fit the device; or they move by another engine, or did.
     """
-    if any(mixture.expert_slots is not None for mixture in _mixtures(model)):
+    if balancing is not None:
+        _checked_mixtures(model, balancing.num_redundant_experts)
+    elif any(mixture.expert_slots is not None for mixture in _mixtures(model)):
         raise ValueError("experts of the model move between ranks, by add_redundant_experts or another engine; set expert_balancing, too")
+
+
+def _checked_mixtures(model: GPTModel, num_redundant_experts: int) -> list[HoldsExperts]:
+    """All of a model, none of which refuses so many copies."""
+    mixtures = _mixtures(model)
+    if not mixtures and model.groups.pp.size == 1:
+        raise ValueError(
+            f"num_redundant_experts={num_redundant_experts}, and no layer of the model has experts; leave expert_balancing out"
+        )
+    for mixture in mixtures:
+        mixture.check_redundant_experts(num_redundant_experts)
+    return mixtures
 
 
 def _mixtures(model: GPTModel) -> list[HoldsExperts]:
