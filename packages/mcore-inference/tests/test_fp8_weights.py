@@ -256,14 +256,12 @@ def test_what_has_no_fp8_form_is_refused_by_name() -> None:
 
 def test_a_refused_engine_leaves_weights_and_context_as_they_were(make_model: Make) -> None:
     model = make_model()
-    sizes = {"num_blocks": 16, "block_size_tokens": 8, "max_sequence_length": 64}
-    plain = DynamicInferenceContext.for_model(model, InferenceConfig(**sizes))
+    sizes = InferenceConfig(num_blocks=16, block_size_tokens=8, max_sequence_length=64)
+    plain = DynamicInferenceContext.for_model(model, sizes)
+    rounds = DynamicInferenceContext.for_model(model, dataclasses.replace(sizes, weight_dtype="fp8_weight_only"))
     engine, before = DynamicInferenceEngine(model, plain), copies(model)
     wanted = engine.generate(PROMPTS[:1], SCORED)[0].generated_tokens
-    for weight_dtype in (None, "fp8_weight_only"):
-        context = (
-            plain if weight_dtype is None else DynamicInferenceContext.for_model(model, InferenceConfig(weight_dtype=weight_dtype, **sizes))
-        )
+    for context in (plain, rounds):
         for execution, words in (
             (ExecutionConfig(use_graphs=True), "use_graphs=True: graphs need a GPU"),
             (ExecutionConfig(use_cuda_graphs_for_non_decode_steps=True), "use_cuda_graphs_for_non_decode_steps=True: graphs need a GPU"),

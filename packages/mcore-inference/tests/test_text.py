@@ -81,6 +81,21 @@ def test_a_stop_word_cuts_at_its_first_place_in_random_texts(seed: int) -> None:
     assert feed(BYTES.tokenize(text), (stop,), keeps=True) == (text[: expected[1]], expected[1])
 
 
+@pytest.mark.parametrize("seed", range(200))
+def test_words_that_were_complete_before_any_could_stop_are_text(seed: int) -> None:
+    rng = random.Random(seed)
+    text = "".join(rng.choices("abx", k=16)) if seed else "xaXYZ"
+    stops = tuple("".join(rng.choices("abx", k=rng.randint(1, 4))) for _ in range(3)) if seed else ("a", "ab")
+    first = rng.randint(1, 10) if seed else 3
+    ends = [end for end in range(first, len(text) + 1) if text[:end].endswith(stops)]
+    end = ends[0] if ends else len(text)
+    cut = end - max((len(word) for word in stops if text[:end].endswith(word)), default=0) if ends else end
+    for keeps in (False, True):
+        stream = TextStream(BYTES, stops, keeps_stop_word=keeps)
+        taken = next((n for n, token in enumerate(BYTES.tokenize(text), 1) if stream.push(token, may_stop=n >= first)), len(text))
+        assert (stream.finish(), taken, stream.stopped) == (text[: end if keeps else cut], end, bool(ends))
+
+
 def test_a_chat_without_template_is_written_line_by_line() -> None:
     class Letters:
         vocab_size, eod = 256, None

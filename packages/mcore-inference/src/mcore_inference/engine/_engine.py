@@ -136,7 +136,7 @@ class DynamicInferenceEngine:
         self._intake = Intake(context, tokenizer, self.vocab_size, seed=seed, ngrams=ngrams, shares_prefixes=shares)
 
     def _prepare(self, balancing: ExpertBalancing | None) -> None:
-        """Make context and weights those of this engine: the last step that refuses something, so that a refusal leaves both as they were."""
+        """Make context and weights those of this engine; what is refused is refused before, and leaves both as they were."""
         self._owner = self.context.take_over()
         if self.context.config.weight_dtype is not None:
             quantize_weights(self.model, self.context.config.weight_dtype)

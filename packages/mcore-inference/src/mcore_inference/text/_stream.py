@@ -51,7 +51,12 @@ class TextStream:
         """Characters of the current window already taken."""
 
     def push(self, token: int, *, may_stop: bool = True) -> bool:
-        """Take a token; True when it completed a stop word (``text`` is final then)."""
+        """Take a token; True when it completed a stop word (``text`` is final then).
+
+        Args:
+            token: the next one.
+            may_stop: whether a word that it completes is a stop word; one that was completed before is none.
+        """
         self._tokens.append(token)
         return self._accept(self._decoded(), may_stop)
 
@@ -78,9 +83,11 @@ class TextStream:
         return new
 
     def _accept(self, new: str, may_stop: bool) -> bool:
+        old = len(self._pending)
         self._pending += new
         if may_stop:
-            matches = [(at, -len(word)) for word in self._stop_words if (at := self._pending.find(word)) >= 0]
+            # Only what the new part completes: a word may lie whole in what is held back for a longer one, from when none could stop.
+            matches = [(at, -len(word)) for word in self._stop_words if (at := self._pending.find(word, max(0, old - len(word) + 1))) >= 0]
             if matches:
                 begin, length = min(matches)
                 self.text += self._pending[: begin - length if self._keeps_stop_word else begin]
