@@ -153,6 +153,26 @@ def test_the_seed_of_an_engine_is_an_integer_of_64_bits(make_model: Callable[...
     assert DynamicInferenceEngine(model, context, seed=np.int64(-3)).generate([[1]], SamplingParams(num_tokens_to_generate=2))  # type: ignore[arg-type]
 
 
+def test_parts_of_other_types_are_refused_by_name(make_model: Make) -> None:
+    model = make_model(layers=1)
+    context = DynamicInferenceContext.for_model(model, InferenceConfig(num_blocks=2))
+    for make, words in (
+        (lambda: DynamicInferenceContext.for_model(model, {"num_blocks": 2}), r"config is a dict; give InferenceConfig\(...\)"),
+        (lambda: DynamicInferenceContext(model.config, {"num_blocks": 2}), r"config is a dict; give InferenceConfig\(...\)"),
+        (lambda: DynamicInferenceEngine(model, None), "context is a NoneType; give DynamicInferenceContext.for_model"),
+        (lambda: DynamicInferenceEngine(model, context, object()), "tokenizer is a object, which lacks a part of vocab_size, eod"),
+        (lambda: DynamicInferenceEngine(model, context, execution={}), r"execution is a dict; give ExecutionConfig\(...\)"),
+        (lambda: StaticInferenceEngine(model, max_batch_size=1, execution={}), r"execution is a dict; give ExecutionConfig\(...\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            make()
+    engine = DynamicInferenceEngine(model, context)
+    for prompts in (None, iter([[1]]), 5):
+        with pytest.raises(ValueError, match="prompts is a .*; give a list of them"):
+            engine.generate(prompts)
+    assert [record.generated_tokens for record in engine.generate(torch.ones(2, 3, dtype=torch.int64), GREEDY)]
+
+
 def test_an_engine_forgets_what_a_used_context_knew(make_model: Make) -> None:
     one, other = make_model(seed=0), make_model(seed=1)
     sizes = InferenceConfig(num_blocks=16, block_size_tokens=8, max_sequence_length=64)

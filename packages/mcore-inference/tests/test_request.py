@@ -4,11 +4,14 @@
 
 import json
 import random
+from typing import Any
 
 import pytest
 
 from mcore_inference import (
+    ActiveRequestCountOverflowError,
     BlockOverflowError,
+    ContextErrorFactory,
     DynamicInferenceEvent,
     DynamicInferenceRequest,
     DynamicInferenceRequestRecord,
@@ -82,6 +85,26 @@ def test_data_of_another_version_are_refused_by_the_field() -> None:
     for name in data:
         with pytest.raises(ValueError, match=f"needs a field '{name}'"):
             DynamicInferenceRequest.deserialize({other: value for other, value in data.items() if other != name})
+
+
+def test_data_of_no_record_and_no_error_are_refused_by_the_field() -> None:
+    request = DynamicInferenceRequest(request_id=1, prompt_tokens=[5], sampling_params=SamplingParams())
+    whole: list[tuple[Any, dict[str, Any]]] = [
+        (DynamicInferenceRequestRecord, DynamicInferenceRequestRecord.from_request(request).serialize()),
+        (ContextErrorFactory, ContextErrorFactory.serialize(BlockOverflowError(3, "full"))),
+        (ContextErrorFactory, ContextErrorFactory.serialize(ActiveRequestCountOverflowError(1, 2))),
+    ]
+    for kind, data in whole:
+        kind.deserialize(data)
+        with pytest.raises(ValueError, match="of this version needs a field "):
+            kind.deserialize({})
+        with pytest.raises(ValueError, match="of this version has no field 'later'"):
+            kind.deserialize({**data, "later": 1})
+        with pytest.raises(ValueError, match="is made of a mapping of its fields, found a bytes"):
+            kind.deserialize(b"")
+        for name in data:
+            with pytest.raises(ValueError, match=f"needs a field '{name}'"):
+                kind.deserialize({other: value for other, value in data.items() if other != name})
 
 
 def test_only_error_events_have_a_payload() -> None:

@@ -180,6 +180,17 @@ def test_arguments_are_checked_first(make_model: Make, make_engine: Make) -> Non
     ):
         with pytest.raises(ValueError, match=words):
             engine.load_weights(good, **more)
+    others: list[tuple[Any, str]] = [
+        (engine.model.state_dict(), r"chunks is a OrderedDict, .* give its .items\(\)"),
+        (None, "chunks is a NoneType; give pairs of a global name and a tensor"),
+        ([torch.ones(2)], "chunks holds a Tensor; give pairs"),
+        (["ab"], "chunks holds a str; give pairs"),
+        ([good[0], ("x",)], "chunks holds a tuple; give pairs"),
+    ]
+    for chunks, words in others:
+        with pytest.raises(WeightLoadError, match=words):
+            engine.load_weights(chunks)
+    engine.weights.check_complete()
     with pytest.raises(ValueError, match=r"offsets=\(0,\) must have one entry for each dim of shape \(2, 2\)"):
         WeightSlice(tensor=torch.zeros(2, 2), offsets=(0,))
     with pytest.raises(ValueError, match="offsets=-1"):

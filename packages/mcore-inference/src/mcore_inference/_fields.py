@@ -3,6 +3,7 @@
 """Fields that callers set, checked and made plain: integers and numbers of any library become Python's own."""
 
 import ipaddress
+from collections.abc import Collection, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -49,6 +50,26 @@ def as_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name}={_shown(value)} must be True or False")
     return value
+
+
+def check_fields(kind: str, data: object, known: Collection[str], optional: Collection[str] = ()) -> None:
+    """See that data of ``serialize`` have the fields of this version.
+
+    Args:
+        kind: what they are data of.
+        data: anything.
+        known: names that they have.
+        optional: names that they may have.
+
+    Raises:
+        ValueError: they are no mapping, or a field is unknown or missing; names it.
+    """
+    if not isinstance(data, Mapping):
+        raise ValueError(f"a {kind} is made of a mapping of its fields, found a {type(data).__name__}; give what its own serialize() made")
+    unknown, missing = sorted(map(str, set(data) - {*known, *optional})), sorted(set(known) - set(data))
+    if unknown or missing:
+        what = f"has no field {unknown[0]!r}" if unknown else f"needs a field {missing[0]!r}"
+        raise ValueError(f"a {kind} of this version {what}; give what its own serialize() made")
 
 
 def is_loopback(host: str) -> bool:

@@ -233,6 +233,16 @@ def with_free_buffer(
     return replace(config, buffer_size_gb=buffer / 2**30)
 
 
+def check_config(config: object) -> None:
+    """See that the sizes of a context are an ``InferenceConfig``, or None.
+
+    Raises:
+        ValueError: something else.
+    """
+    if config is not None and not isinstance(config, InferenceConfig):
+        raise ValueError(f"config is a {type(config).__name__}; give InferenceConfig(...), or None for the defaults")
+
+
 def check_scaled(
     name: str, is_latent: bool, expands_latents: bool, states: MambaInferenceStateConfig | None, model: TransformerConfig
 ) -> None:

@@ -30,7 +30,7 @@ from mcore_inference.cache import (
     block_bytes,
     get_mamba_inference_state_config_from_model,
 )
-from mcore_inference.context._config import InferenceConfig, MemorySizes, check_scaled, check_snapshots, with_free_buffer
+from mcore_inference.context._config import InferenceConfig, MemorySizes, check_config, check_scaled, check_snapshots, with_free_buffer
 from mcore_inference.context._step_builder import HostStep, StepBuilder, StepInputs
 from mcore_inference.memory import cache_memory
 from mcore_inference.requests import (
@@ -74,10 +74,10 @@ class DynamicInferenceContext:
 
     Raises:
         UnifiedMemoryUnsupportedError: ``unified_memory_level`` is above 0 where no rank of the model has managed memory.
-        ValueError: the memory does not hold two blocks beside the states, or tp does not divide the key-value heads; ``kv_cache_dtype``
-            for latent attention, or where no layer has keys and values; ``use_flashinfer_fused_rope=True`` without a rotation;
-            ``expands_latents`` without latent attention; ``enable_prefix_caching=True`` of recurrent layers without chunked prefill;
-            ``prefix_caching_mamba_gb`` without recurrent layers, without ``enable_prefix_caching=True``, or less than one snapshot.
+        ValueError: ``config`` is none; the memory does not hold two blocks beside the states, or tp does not divide the key-value heads;
+            ``kv_cache_dtype`` for latent attention, or where no layer has keys and values; ``use_flashinfer_fused_rope=True`` without a
+            rotation; ``expands_latents`` without latent attention; ``enable_prefix_caching=True`` of recurrent layers without chunked
+            prefill; ``prefix_caching_mamba_gb`` without recurrent layers, without ``enable_prefix_caching=True``, or less than one snapshot.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class DynamicInferenceContext:
         rotation: HeadRotation | None = None,
         expands_latents: bool = False,
     ) -> None:
+        check_config(config)
         config = config or InferenceConfig()
         if config.use_flashinfer_fused_rope and rotation is None:
             raise ValueError(
@@ -163,10 +164,12 @@ class DynamicInferenceContext:
 
         Raises:
             ValueError: the engine cannot serve the model (``EngineCapability``), or not with ``enable_prefix_caching``, ``weight_dtype`` or
-                ``use_flashinfer_fused_rope``, or the backend of its attention cannot compute a layer; nothing is allocated then.
+                ``use_flashinfer_fused_rope``, or the backend of its attention cannot compute a layer, or ``config`` is none; nothing
+                is allocated then.
             ModuleNotFoundError: ``use_flashinfer_fused_rope=True``, and flashinfer is not installed.
         """
         EngineCapability().check_model(model)
+        check_config(config)
         shares_prefixes(model, None if config is None else config.enable_prefix_caching)
         check_weights(model, None if config is None else config.weight_dtype)
         # Of another engine some may be in fp8.

@@ -33,7 +33,7 @@ from mcore_inference.engine._shared_steps import SharedSteps, StepsTogether
 from mcore_inference.engine._step_log import StepLog
 from mcore_inference.engine._step_loop import StepLoop
 from mcore_inference.engine._verification import NgramProposals, Verification
-from mcore_inference.engine._weights import ModelWeights, WeightChunk, WeightPolicy, check_policy
+from mcore_inference.engine._weights import ModelWeights, WeightChunk, WeightPolicy, check_chunks, check_policy
 from mcore_inference.requests import DynamicInferenceRequestRecord, FinishReason, Prompt, QueueFullError
 from mcore_inference.sampling import SamplingParams
 from mcore_inference.scheduling import InferenceBatchDimensions
@@ -68,7 +68,8 @@ class DynamicInferenceEngine:
 
     Raises:
         ValueError: the model has a part that the engine does not serve (``EngineCapability``), cannot be served in its layout, or does
-            not fit the context, or the context has requests of another engine; or a number is out of its range.
+            not fit the context, or the context has requests of another engine; an argument is of
+            another type, or a number out of its range.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class DynamicInferenceEngine:
     ) -> None:
         EngineCapability().check_model(model)
         check_layout(model)
+        _check_kinds(context, tokenizer, execution)
         check_states(model, None if context.states is None else context.states.config)
         check_cache(model, context.cache, context.max_sequence_length)
         weight_dtype = context.config.weight_dtype
@@ -402,7 +404,7 @@ class DynamicInferenceEngine:
             and its ``error``, be it for its settings: a token that the vocabulary has not, a stop word without a tokenizer.
 
         Raises:
-            ValueError: the engine is busy with other requests, or the number of settings is not that of the prompts.
+            ValueError: the engine is busy with other requests, the prompts are no list, or their number is not that of the settings.
         """
         settings = settings_of(prompts, sampling_params)
         if self.has_unfinished_requests():
@@ -474,13 +476,15 @@ class DynamicInferenceEngine:
                 weights, or end before the load (``drain``), for which steps run here; ``step`` returns their records afterwards.
 
         Raises:
-            WeightLoadError: an unknown, repeated or missing name, another shape or kind of dtype. Where a bucket was copied before,
-                the engine refuses to step (``IncompleteWeightsError``) until a load succeeds; else it goes on with the old weights.
+            WeightLoadError: chunks are a mapping, or one is no pair; an unknown, repeated or missing name, another shape or kind
+                of dtype. Where a bucket was copied before, the engine refuses to step (``IncompleteWeightsError``) until a load succeeds;
+                else it goes on with the old weights.
             ValueError: an unknown policy, or a version that is none.
             RuntimeError: ``drain`` while the engine is suspended, or one that shares its experts cannot step.
             Exception: whatever ``chunks`` raises, or a step of ``drain``.
         """
         check_policy(in_flight)
+        check_chunks(chunks)
         following = self.next_weight_version if version is None else as_integer("version", version, 0, 2**63 - 1)
         if in_flight == "drain":
             self._drain()
@@ -603,3 +607,18 @@ class DynamicInferenceEngine:
         """
         self.suspend()
         self._executor.clear_graphs()
+
+
+def _check_kinds(context: object, tokenizer: object, execution: object) -> None:
+    if not isinstance(context, DynamicInferenceContext):
+        raise ValueError(f"context is a {type(context).__name__}; give DynamicInferenceContext.for_model(model)")
+    if execution is not None and not isinstance(execution, ExecutionConfig):
+        raise ValueError(f"execution is a {type(execution).__name__}; give ExecutionConfig(...), or None for the defaults")
+    if tokenizer is None:
+        return
+    if not isinstance(tokenizer, Tokenizer):
+        raise ValueError(
+            f"tokenizer is a {type(tokenizer).__name__}, which lacks a part of vocab_size, eod, tokenize and detokenize; wrap one of the "
+            "transformers library in TransformersTokenizer(...)"
+        )
+    as_integer("vocab_size of the tokenizer", tokenizer.vocab_size, 1, 2**31)

@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Prompts served to the end by an engine that nobody else uses."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from mcore_inference.requests import (
@@ -34,10 +34,13 @@ def settings_of(prompts: Sequence[Prompt], sampling_params: SamplingParams | Seq
     """The settings of each prompt.
 
     Raises:
-        ValueError: the prompts are one string, the number of settings is not that of the prompts, or one is no ``SamplingParams``.
+        ValueError: the prompts are one string or no list, their number is not that of the settings, or one is no ``SamplingParams``.
     """
     if isinstance(prompts, str):
         raise ValueError("prompts is one string; wrap it in a list")
+    # A matrix of token ids is fine.
+    if not isinstance(prompts, Collection):
+        raise ValueError(f"prompts is a {type(prompts).__name__}; give a list of them")
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         return [sampling_params or SamplingParams()] * len(prompts)
     settings = list(sampling_params)

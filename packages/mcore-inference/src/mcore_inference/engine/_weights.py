@@ -70,6 +70,18 @@ def ends_buffer(part: Tensor | WeightSlice) -> bool:
     return isinstance(part, WeightSlice) and part.ends_buffer
 
 
+def check_chunks(chunks: object) -> None:
+    """See that weights come as pairs; ``load`` looks at each of them.
+
+    Raises:
+        WeightLoadError: they are a mapping, such as a state dict, or cannot be iterated.
+    """
+    if isinstance(chunks, Mapping):
+        raise WeightLoadError(f"chunks is a {type(chunks).__name__}, whose iteration gives names alone; give its .items()")
+    if not isinstance(chunks, Iterable):
+        raise WeightLoadError(f"chunks is a {type(chunks).__name__}; give pairs of a global name and a tensor")
+
+
 def check_policy(policy: str) -> None:
     """See that a policy is one.
 
@@ -156,7 +168,10 @@ class ModelWeights:
         targets = self._targets()
         bucket: list[_Copy] = []
         num_bytes = 0
-        for name, part in chunks:
+        for chunk in chunks:
+            if not isinstance(chunk, Sequence) or isinstance(chunk, str) or len(chunk) != 2:
+                raise WeightLoadError(f"chunks holds a {type(chunk).__name__}; give pairs of a global name and a tensor")
+            name, part = chunk
             # One of another stage ends a buffer all the same.
             copy = None if name in self._elsewhere else _copy(targets, name, part)
             if copy is not None:

@@ -5,6 +5,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from mcore_inference._fields import check_fields
 from mcore_inference._stability import experimental_api
 
 __all__ = [
@@ -235,13 +236,16 @@ class ContextErrorFactory:
         """The error that was serialised.
 
         Raises:
-            ValueError: the type is not a context error.
+            ValueError: the type is not a context error, or a field is unknown or missing; names it.
         """
+        counts = ("max_request_count", "active_request_count")
+        check_fields("context error", data, ("type", "request_id", "message", "is_transient"), counts)
         cls = _WIRE_CLASSES.get(data["type"])
         if cls is None:
             raise ValueError(f"type={data['type']!r} is no context error; expected one of {sorted(_WIRE_CLASSES)}")
         request_id, message, is_transient = data["request_id"], data["message"], bool(data["is_transient"])
         if cls is ActiveRequestCountOverflowError:
+            check_fields(cls.__name__, data, {*data, *counts})
             return ActiveRequestCountOverflowError(
                 data["max_request_count"], data["active_request_count"], request_id=request_id, message=message, is_transient=is_transient
             )

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mcore_inference._fields import check_fields
 from mcore_inference.requests._errors import RequestError, recalled, recorded
 from mcore_inference.sampling import SamplingParams
 
@@ -189,12 +190,9 @@ class DynamicInferenceRequest:
         Raises:
             ValueError: a field is unknown or missing; names it. Data of another version are no request of this one.
         """
+        given = () if sampling_params is None else ("sampling_params",)
+        check_fields("DynamicInferenceRequest", data, set(cls.__dataclass_fields__) - {*given}, given)
         fields = dict(data) if sampling_params is None else {**data, "sampling_params": sampling_params}
-        known = set(cls.__dataclass_fields__)
-        if set(fields) != known:
-            unknown, missing = sorted(set(fields) - known), sorted(known - set(fields))
-            what = f"has no field {unknown[0]!r}" if unknown else f"needs a field {missing[0]!r}"
-            raise ValueError(f"a DynamicInferenceRequest of this version {what}; give what its own serialize() made")
         if sampling_params is None:
             fields["sampling_params"] = SamplingParams.deserialize(fields["sampling_params"])
         fields["status"] = Status[fields["status"]]
@@ -379,7 +377,8 @@ class DynamicInferenceRequestRecord:
 
     @classmethod
     def deserialize(cls, data: Mapping[str, Any], sampling_params: SamplingParams | None = None) -> "DynamicInferenceRequestRecord":
-        """A record from ``serialize``'s data; arguments as of ``DynamicInferenceRequest.deserialize``."""
+        """A record from ``serialize``'s data; arguments and errors as of ``DynamicInferenceRequest.deserialize``."""
+        check_fields("DynamicInferenceRequestRecord", data, ("requests", "generated_text", "latency", "time_to_first_token"))
         requests = [DynamicInferenceRequest.deserialize(request, sampling_params) for request in data["requests"]]
         return cls(
             requests=requests,

@@ -21,6 +21,7 @@ __all__ = [
 
 
 @experimental_api
+@runtime_checkable
 class Tokenizer(Protocol):
     """What the engine and the server need of a tokenizer; those of ``mcore_parallel.data`` conform.
 
