@@ -123,6 +123,38 @@ def test_stages_agree_on_the_smallest_memory(world: Callable[..., list[Any]]) ->
     assert world(check_unequal_memory) == [(9, 8), (9, 8)]
 
 
+def check_unequal_ranks() -> None:
+    for plan in (ParallelPlan(tp=2, sequence_parallel=False), ParallelPlan(pp=2)):
+        groups = ProcessGroups.build(plan)
+        other = groups.tp_pp.rank
+        model = GPTModel(CONFIG, groups, attention_core=PagedAttention(), dtype=torch.float64)
+        sizes = InferenceConfig(max_sequence_length=40, num_blocks=9, block_size_tokens=4, max_tokens=8, max_requests=4)
+        unequal: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+            ("max_sequence_length is .* from 39 to 40", {"max_sequence_length": 40 - other}, {}),
+            ("block_size_tokens is .* from 4 to 8", {"block_size_tokens": 4 + 4 * other}, {}),
+            ("vocab_size is .* from 63 to 64", {}, {"vocab_size": 64 - other}),
+            (f"seed is .* from {-(2**63)} to {2**63 - 1}", {}, {"seed": 2**63 - 1 if other else -(2**63)}),
+        ]
+        if plan.tp == 2:
+            # Stages agree on these.
+            unequal += [
+                ("num_blocks is .* from 9 to 20", {"num_blocks": 20 if other else 9}, {}),
+                ("max_requests is .* from 3 to 4", {"max_requests": 4 - other}, {}),
+                ("max_tokens is .* from 7 to 8", {"max_tokens": 8 - other}, {}),
+            ]
+        for words, differing, arguments in unequal:
+            context = DynamicInferenceContext.for_model(model, dataclasses.replace(sizes, **differing))
+            with pytest.raises(ValueError, match=f"{words} over the tp={plan.tp} pp={plan.pp} ranks of this engine.*give all of them the"):
+                DynamicInferenceEngine(model, context, **arguments)
+        context = DynamicInferenceContext.for_model(model, sizes)
+        DynamicInferenceEngine(model, context, seed=-(2**63)).generate(PROMPTS, settings())
+
+
+@pytest.mark.world(2, shared=True)
+def test_ranks_of_unequal_sizes_or_seeds_are_refused_by_the_field(world: Callable[..., list[Any]]) -> None:
+    world(check_unequal_ranks)
+
+
 def check_refused_layouts() -> None:
     cases = (
         (ParallelPlan(tp=2, sequence_parallel=True), "sequence_parallel"),

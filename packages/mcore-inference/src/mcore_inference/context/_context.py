@@ -77,7 +77,8 @@ class DynamicInferenceContext:
         ValueError: ``config`` is none; the memory does not hold two blocks beside the states, or tp does not divide the key-value heads;
             ``kv_cache_dtype`` for latent attention, or where no layer has keys and values; ``use_flashinfer_fused_rope=True`` without a
             rotation; ``expands_latents`` without latent attention; ``enable_prefix_caching=True`` of recurrent layers without chunked
-            prefill; ``prefix_caching_mamba_gb`` without recurrent layers, without ``enable_prefix_caching=True``, or less than one snapshot.
+            prefill; ``prefix_caching_mamba_gb`` without recurrent layers, without ``enable_prefix_caching=True``, or less than one
+            snapshot.
     """
 
     def __init__(

@@ -22,6 +22,7 @@ from mcore_inference._stability import experimental_api, internal_api
 from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.decoder import check_quantization, quantize_weights
 from mcore_inference.engine._admission import Admission
+from mcore_inference.engine._equal_ranks import check_equal_ranks
 from mcore_inference.engine._executor import ExecutionConfig, Executor
 from mcore_inference.engine._expert_balance import ExpertBalance, ExpertBalancing, check_experts
 from mcore_inference.engine._expert_peers import ExpertPeers
@@ -48,8 +49,9 @@ __all__ = ["DynamicInferenceEngine"]
 class DynamicInferenceEngine:
     """Serves many requests at once: each step computes a token for every running request and a part of the waiting prompts.
 
-    With tensor or pipeline parallelism every rank has an engine and makes the same calls in the same order; scheduling and sampling
-    are functions of those calls, so the ranks stay in step and return equal tokens. The last stage of a pipeline draws for the others.
+    With tensor or pipeline parallelism every rank has an engine, made by all together, and makes the same calls in the same order;
+    scheduling and sampling are functions of those calls, so the ranks stay in step and return equal tokens. Sizes and seeds that differ are
+    refused. The last stage of a pipeline draws for the others.
 
     Data-parallel ranks that share the experts of a mixture (``ep`` of dp ranks, with tp and pp or without) have requests of their own.
     They step together: ``step`` waits until all of them call it, and a rank without requests runs a dummy step while another has some.
@@ -69,7 +71,8 @@ class DynamicInferenceEngine:
     Raises:
         ValueError: the model has a part that the engine does not serve (``EngineCapability``), cannot be served in its layout, or does
             not fit the context, or the context has requests of another engine; an argument is of
-            another type, or a number out of its range.
+            another type, or a number out of its range; sizes or seeds of the ranks
+            differ.
     """
 
     def __init__(
@@ -118,7 +121,7 @@ class DynamicInferenceEngine:
         self._balance: ExpertBalance | None = None
         check_experts(model, execution.expert_balancing)
         runs_ahead = on_gpu and not speculates if execution.run_ahead is None else execution.run_ahead
-        self._executor = Executor(model, context, self.vocab_size, execution, lambda: self._prepare(execution.expert_balancing))
+        self._executor = Executor(model, context, self.vocab_size, execution, lambda: self._prepare(seed, execution.expert_balancing))
         ngrams = execution.speculation if isinstance(execution.speculation, NgramSpeculation) else None
         self._verification = Verification(context, self._admission, self._executor.drafts if ngrams is None else NgramProposals())
         self._loop = StepLoop(
@@ -137,8 +140,9 @@ class DynamicInferenceEngine:
             )  # fmt: skip
         self._intake = Intake(context, tokenizer, self.vocab_size, seed=seed, ngrams=ngrams, shares_prefixes=shares)
 
-    def _prepare(self, balancing: ExpertBalancing | None) -> None:
+    def _prepare(self, seed: int, balancing: ExpertBalancing | None) -> None:
         """Make context and weights those of this engine; what is refused is refused before, and leaves both as they were."""
+        check_equal_ranks(self.model.groups, self.context, vocab_size=self.vocab_size, seed=seed)
         self._owner = self.context.take_over()
         if self.context.config.weight_dtype is not None:
             quantize_weights(self.model, self.context.config.weight_dtype)
