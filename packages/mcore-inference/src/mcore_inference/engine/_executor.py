@@ -42,7 +42,8 @@ _LOG = logging.getLogger("mcore_inference.engine")
 @experimental_api
 @dataclass(frozen=True, kw_only=True)
 class ExecutionConfig:
-    """How an engine drives the device. The tokens do not depend on it.
+    """How an engine drives the device. The tokens do not depend on it, as far as the logits do not: in float64, or with a batch-invariant
+    backend; in fewer bits the last ones change with the kernels and the size of a step, and now and then a token.
 
     Raises:
         ValueError: a field is of another type or out of its range, or two exclude each other; names them.

@@ -43,7 +43,9 @@ class SamplingParams:
     """Sampling settings of one request, checked when they are made.
 
     Scores are treated in this order: repetition, presence and frequency penalties, logit bias, bad words, structured output, temperature,
-    min-p, top-k, top-p. Two requests with equal prompt, settings and seed give equal tokens, whatever they are batched with.
+    min-p, top-k, top-p. Two requests with equal prompt, settings and seed give equal tokens, whatever they are batched with, as far as
+    the logits are equal: in float64, or with a batch-invariant backend. In fewer bits the last ones change with the size of a step, and now
+    and then a token.
 
     Example:
         >>> SamplingParams(temperature=0.0, num_tokens_to_generate=4).is_greedy
