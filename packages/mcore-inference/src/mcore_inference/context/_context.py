@@ -220,8 +220,8 @@ class DynamicInferenceContext:
         """
         if self._slots:
             raise ValueError(
-                f"the context serves {len(self._slots)} requests of another engine; let that end or abort them first, or make a context "
-                "for each engine"
+                f"the context serves {len(self._slots)} requests of another engine; let that end or abort them, reset() the "
+                "context of an engine that is gone, or make a context for each engine"
             )
         self.reset()
         self._owner += 1
