@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -53,6 +54,7 @@ class World:
         """Plan and run one step; the requests that end."""
         plan, context = self.admission.plan(), self.context
         assert plan.work, "some request always advances"
+        self.check_joins(bool(plan.admitted))
         self.num_steps += 1
         assert sum(item.num_tokens for item in plan.work) <= context.max_tokens
         running = [entry.record.request_id for entry in self.admission.running]
@@ -92,6 +94,17 @@ class World:
         self.check()
         return ended
 
+    def check_joins(self, admits: bool) -> None:
+        """Where all decode, whether somebody joins is known without a plan."""
+        going_on = self.admission.going_on()
+        if going_on and all(self.admission.decodes(entry) for entry in going_on):
+            lines_R = np.array([self.context.line(entry.record.request_id) for entry in going_on])
+            inputs = (len(going_on), self.context.num_lacking(lines_R))
+            assert self.admission.joins_decoding(*inputs) == admits
+            self.admission.holds_queue = True
+            assert self.admission.joins_decoding(*inputs) == bool(self.admission.plan().admitted)
+            self.admission.holds_queue = False
+
     def advance_states(self, entry: ActiveRequest, start: int, end: int) -> None:
         """Of all layers, from the tokens before ``start`` to those before ``end``."""
         assert self.context.states is not None
@@ -106,7 +119,7 @@ class World:
         if entry in self.admission.running:
             self.admission.release(entry)
         else:
-            self.admission.waiting.remove(entry)
+            self.admission.remove(entry)
 
     def slot(self, number: int, position: int) -> int:
         size = self.context.block_size

@@ -483,9 +483,16 @@ class DynamicInferenceContext:
         """Where ``builder.last_tokens`` holds the request's last token."""
         return self._slots[request_id]
 
+    def num_lacking(self, lines_R: np.ndarray) -> int:
+        """Blocks that one more token of each of these lines takes."""
+        return len(self._lacking(lines_R))
+
+    def _lacking(self, lines_R: np.ndarray) -> np.ndarray:
+        return lines_R[self._num_cached[lines_R] >= self._num_blocks[lines_R] * self.block_size]
+
     def extend_lines(self, lines_R: np.ndarray) -> bool:
         """Make room for one more token of each of these lines; False, and nothing is taken, where too few blocks are free."""
-        lacking = lines_R[self._num_cached[lines_R] >= self._num_blocks[lines_R] * self.block_size]
+        lacking = self._lacking(lines_R)
         if len(lacking):
             blocks = self.allocator.allocate_memory_blocks(len(lacking))
             if blocks is None:

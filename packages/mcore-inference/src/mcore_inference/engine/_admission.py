@@ -7,11 +7,13 @@ import dataclasses
 import time
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._latencies import Latencies
 from mcore_inference.requests import Status
-from mcore_inference.scheduling import RequestView, StepPlan, plan_step
+from mcore_inference.scheduling import RequestView, StepPlan, first_chunk, plan_step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,13 +44,40 @@ class Admission:
         self.num_preemptions = 0
         self.num_released = 0
         """How often a request ceased to run."""
+        self.num_queue_changes = 0
+        """How often a request came to the queue or left it."""
         self.num_looked_up = self.num_found = 0
         """Tokens of admitted requests that were looked up in the cache, and those found there."""
         self.latencies = Latencies()
 
     def add(self, entry: ActiveRequest) -> None:
         """Queue a request; one that was preempted comes back to its place."""
+        self.num_queue_changes += 1
         bisect.insort(self.waiting, entry, key=lambda other: other.rank)
+
+    def remove(self, entry: ActiveRequest) -> None:
+        """Take a request out of the queue."""
+        self.num_queue_changes += 1
+        self.waiting.remove(entry)
+
+    def joins_decoding(self, num_decoding: int, num_new_blocks: int) -> bool:
+        """Whether ``plan`` would admit a request to a step in which all others decode.
+
+        Beside such requests nobody is passed over: only the keys of prompts in progress make a request wait for others. So the first in the
+        queue decides.
+
+        Args:
+            num_decoding: all running requests that are in the step.
+            num_new_blocks: that they take in it.
+        """
+        if not self.waiting or len(self.running) >= self._context.max_requests:
+            return False
+        head = next((entry for entry in self.waiting if entry.has_begun or not self.holds_queue), None)
+        if head is None:
+            return False
+        limits = self._context.limits()
+        budget, free = limits.max_tokens - num_decoding, limits.free_blocks - num_new_blocks
+        return first_chunk(self._waiting_view(head), limits, budget=budget, free=free, num_running=num_decoding)[0] > 0
 
     def plan(self, *, admits: bool = True) -> StepPlan:
         """The next step, without requests that only wait for their last results.
@@ -56,7 +85,7 @@ class Admission:
         Args:
             admits: False where no waiting request may join.
         """
-        running = self._going_on()
+        running = self.going_on()
         limits = self._context.limits()
         # What only waits for its results holds a place still.
         limits = dataclasses.replace(limits, max_requests=limits.max_requests - len(self.running) + len(running))
@@ -84,9 +113,12 @@ class Admission:
     @property
     def next_only_decodes(self) -> bool:
         """Whether the next step computes one drawn token of each of its requests."""
-        return all(self.decodes(entry) for entry in self._going_on()) and not (self.waiting and self.plan().admitted)
+        going_on = self.going_on()
+        lines_R = np.array([self._context.line(entry.record.request_id) for entry in going_on], dtype=np.int64)
+        decodes = all(self.decodes(entry) for entry in going_on)
+        return decodes and not self.joins_decoding(len(going_on), self._context.num_lacking(lines_R))
 
-    def _going_on(self) -> list[ActiveRequest]:
+    def going_on(self) -> list[ActiveRequest]:
         """Running requests with something to compute."""
         return [entry for entry in self.running if entry.num_left or self._is_computing(entry)]
 
@@ -116,7 +148,7 @@ class Admission:
             entry.was_admitted = True
             self.latencies.count_queue_time(time.monotonic() - entry.started)
         self._context.add_request(entry.record.request_id, prefix)
-        self.waiting.remove(entry)
+        self.remove(entry)
         bisect.insort(self.running, entry, key=lambda other: other.rank)
         if entry.shares_prefix:
             self.num_looked_up += entry.num_tokens

@@ -115,7 +115,7 @@ class LiveRequests:
         if entry in self._admission.running:
             self._admission.release(entry)
         elif entry in self._admission.waiting:
-            self._admission.waiting.remove(entry)
+            self._admission.remove(entry)
         reason = entry.finish(reason, error)
         self.finished_counts[reason.value] += 1
         if record.status is Status.COMPLETED:

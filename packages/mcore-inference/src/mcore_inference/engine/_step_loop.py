@@ -6,6 +6,8 @@ import logging
 from collections import deque
 from collections.abc import Mapping
 
+import numpy as np
+
 from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.engine._admission import Admission
 from mcore_inference.engine._decode_batch import DecodeBatch
@@ -60,6 +62,8 @@ class StepLoop:
         """The oldest first."""
         self._batch: DecodeBatch | None = None
         self._num_released = 0
+        self._closed_state: tuple[int, ...] | None = None
+        """Of queue and blocks, when nobody could join the batch."""
         self.step_count = 0
         """Steps that were launched."""
         self.log: StepLog | None = None
@@ -105,7 +109,7 @@ class StepLoop:
                 self._in_flight.append(executor.decode(batch))
                 return True
             # Its rows would lag behind what this step draws.
-            self._batch = None
+            self.forget_batch()
             plan = self._plan(drafts, admits)
             blamed = [requests.entries[item.request_id] for item in plan.work]
             for request_id in plan.preempted:
@@ -134,21 +138,36 @@ class StepLoop:
 
     def forget_batch(self) -> None:
         """Plan the next step afresh: requests or what the cache holds of them are no longer what they were."""
-        self._batch = None
+        self._batch = self._closed_state = None
 
     def _decoding(self, admits: bool) -> DecodeBatch | None:
         """The running requests as one batch, when all of them decode and nobody can join."""
-        running = self._admission.running
-        if admits and self._admission.waiting and len(running) < self._context.max_requests:
-            return None
         if self._batch is None or not self._batch.steps_left or self._num_released != self._admission.num_released:
-            self._batch = None
-            going_on = [entry for entry in running if entry.num_left]
+            self.forget_batch()
+            going_on = self._admission.going_on()
             # The youngest are the ones whose prompts may not be computed.
-            if going_on and all(entry.grammar is None and self._admission.decodes(entry) for entry in reversed(going_on)):
-                self._batch = self._executor.batch(going_on)
-                self._num_released = self._admission.num_released
+            if not going_on or not all(entry.grammar is None and self._admission.decodes(entry) for entry in reversed(going_on)):
+                return None
+            if admits and self._joins(np.array([self._context.line(entry.record.request_id) for entry in going_on])):
+                return None
+            self._batch = self._executor.batch(going_on)
+            self._num_released = self._admission.num_released
+        elif admits and self._joins(self._batch.lines_R):
+            return None
         return self._batch
+
+    def _joins(self, lines_R: np.ndarray) -> bool:
+        """Whether a waiting request can join these lines, which decode; asked again where the queue or the free blocks have changed."""
+        admission = self._admission
+        if not admission.waiting:
+            return False
+        num_new = self._context.num_lacking(lines_R)
+        state = (admission.num_queue_changes, admission.holds_queue, self._context.allocator.total_avail, num_new)
+        if state != self._closed_state:
+            if admission.joins_decoding(len(lines_R), num_new):
+                return True
+            self._closed_state = state
+        return False
 
     def _plan(self, drafts: Mapping[int, int], admits: bool) -> StepPlan:
         if self._num_batches == 1 and any(entry.grammar is not None for entry in self._admission.running):

@@ -5,7 +5,7 @@
 from mcore_inference.scheduling._batch_dimensions import InferenceBatchDimensions, match_graph_config
 from mcore_inference.scheduling._drafts import plan_drafts
 from mcore_inference.scheduling._graph_dimensions import CUDAGraphBatchDimensionBuilder
-from mcore_inference.scheduling._scheduler import Limits, RequestView, StepPlan, Work, plan_step
+from mcore_inference.scheduling._scheduler import Limits, RequestView, StepPlan, Work, first_chunk, plan_step
 
 __all__ = [
     "CUDAGraphBatchDimensionBuilder",
@@ -14,6 +14,7 @@ __all__ = [
     "RequestView",
     "StepPlan",
     "Work",
+    "first_chunk",
     "match_graph_config",
     "plan_drafts",
     "plan_step",

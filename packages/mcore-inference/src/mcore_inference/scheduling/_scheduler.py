@@ -5,9 +5,9 @@
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from mcore_inference._stability import experimental_api
+from mcore_inference._stability import experimental_api, internal_api
 
-__all__ = ["Limits", "RequestView", "StepPlan", "Work", "plan_step"]
+__all__ = ["Limits", "RequestView", "StepPlan", "Work", "first_chunk", "plan_step"]
 
 
 @experimental_api
@@ -141,12 +141,8 @@ def plan_step(
             # A block with the last token would be computed in any case.
             if view.num_missing > limits.block_size and is_coming:
                 continue
-            num_tokens = min(view.max_chunk, budget)
-            in_parts = num_tokens < view.max_chunk
-            needed = limits.blocks(view.num_cached + num_tokens) - view.num_blocks
-            reserve = limits.reserve_blocks if num_running else 0
-            no_parts = in_parts and not limits.chunked_prefill and view.num_missing <= limits.max_tokens
-            if num_tokens < 1 or needed + reserve > free or no_parts:
+            num_tokens, needed = first_chunk(view, limits, budget=budget, free=free, num_running=num_running)
+            if not num_tokens:
                 break
             work[view.request_id] = Work(request_id=view.request_id, num_tokens=num_tokens, is_last=num_tokens == view.num_missing)
             admitted.append(view.request_id)
@@ -160,6 +156,25 @@ def plan_step(
     # Python's sort is stable: age decides inside each kind.
     ordered = sorted(work.values(), key=lambda item: item.num_tokens > 1)
     return StepPlan(work=tuple(ordered), admitted=tuple(admitted), preempted=tuple(preempted))
+
+
+@internal_api
+def first_chunk(view: RequestView, limits: Limits, *, budget: int, free: int, num_running: int) -> tuple[int, int]:
+    """Tokens with which a waiting request joins a step, and the blocks that they take; 0 tokens where it does not fit.
+
+    Args:
+        view: of the request.
+        limits: of the step.
+        budget: tokens of the step that are left.
+        free: blocks that are left.
+        num_running: requests that run beside it.
+    """
+    num_tokens = min(view.max_chunk, budget)
+    needed = limits.blocks(view.num_cached + num_tokens) - view.num_blocks
+    reserve = limits.reserve_blocks if num_running else 0
+    no_parts = num_tokens < view.max_chunk and not limits.chunked_prefill and view.num_missing <= limits.max_tokens
+    fits = num_tokens >= 1 and needed + reserve <= free and not no_parts
+    return (num_tokens, needed) if fits else (0, 0)
 
 
 def _kept_keys(view: RequestView, block_size: int) -> list[Hashable]:
