@@ -4,6 +4,7 @@
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -152,6 +153,33 @@ def test_what_is_not_streamed_comes_in_one_increment(engine: DynamicInferenceEng
             assert increment.text == wanted.generated_text
             assert increment.record is not None
             assert len([increment async for increment in streamed]) > 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_a_step_looks_at_the_streams_that_it_brought_tokens_and_at_no_other(make_model: Make, make_engine: Make, run_ahead: bool) -> None:
+    """Neither those of waiting requests, nor whole ones before their end."""
+    engine = make_engine(make_model(vocab_size=272, layers=1), ByteTokenizer(), max_requests=2, run_ahead=run_ahead)
+    params = SamplingParams(num_tokens_to_generate=5, ignore_eos=True, temperature=0.0)
+    visits = Counter[int]()
+
+    async def main() -> None:
+        with EngineRunner(engine) as runner:
+            gained = runner._gained
+            runner._gained = lambda number, record, *, ended: (visits.update([number]), gained(number, record, ended=ended))[1]
+            await runner.pause()
+            streams = [await runner.submit("abc", params, stream=number != 3) for number in range(12)]
+            gone = await runner.submit("abc", params)
+            gone.abort()
+            await runner.unpause()
+            increments = [[increment async for increment in stream] for stream in streams]
+            for parts in increments:
+                record = parts[-1].record
+                assert record is not None and "".join(part.text for part in parts) == record.generated_text
+                assert [token for part in parts for token in part.tokens] == record.generated_tokens and len(record.generated_tokens) == 5
+            # One of the last step of each, which ends it.
+            assert visits == {stream.request_id: 1 if stream.whole else 5 for stream in streams} | {gone.request_id: 1}
 
     asyncio.run(main())
 

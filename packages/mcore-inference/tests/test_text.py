@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mcore_inference import BosTokenizer, ChatTokenizer, TextStream, ToolChatTokenizer, TransformersTokenizer, chat_tokens
-from mcore_inference.text import TokenBytes
+from mcore_inference.text import TokenBytes, TokenTexts
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.data.tokenizers import train_bpe
 
@@ -94,6 +94,39 @@ def test_words_that_were_complete_before_any_could_stop_are_text(seed: int) -> N
         stream = TextStream(BYTES, stops, keeps_stop_word=keeps)
         taken = next((n for n, token in enumerate(BYTES.tokenize(text), 1) if stream.push(token, may_stop=n >= first)), len(text))
         assert (stream.finish(), taken, stream.stopped) == (text[: end if keeps else cut], end, bool(ends))
+
+
+def test_the_text_of_a_token_alone_is_asked_for_once_and_texts_stay_what_they_were() -> None:
+    class Counting(ByteTokenizer):
+        num_calls = 0
+
+        def detokenize(self, ids: list[int], skip_special: bool = True) -> str:
+            self.num_calls += 1
+            if 7 in ids:
+                raise KeyError("no text for 7")
+            return super().detokenize(ids, skip_special)
+
+    rng, tokenizer, length = random.Random(3), Counting(), 400
+    texts = TokenTexts(tokenizer)
+    assert (texts.vocab_size, texts.eod, texts.tokenize("ab")) == (tokenizer.vocab_size, tokenizer.eod, [97, 98])
+    for stops, keeps in (((), False), (("ab", "b c"), False), (("ca",), True)):
+        tokens = BYTES.tokenize("".join(rng.choices("abc \u00e9\U0001f600", k=length)))[:length]
+        plain, remembering = (TextStream(source, stops, keeps_stop_word=keeps) for source in (BYTES, texts))
+        tokenizer.num_calls = 0
+        for token in tokens:
+            # Some match where the text must not end yet.
+            may_stop = rng.random() < 0.5
+            assert plain.push(token, may_stop=may_stop) == remembering.push(token, may_stop=may_stop)
+            assert plain.text == remembering.text
+            if plain.stopped:
+                break
+        assert plain.finish() == remembering.finish()
+        if not stops:
+            # Parts of a character are decoded together until it is whole.
+            assert length < tokenizer.num_calls < 1.5 * length
+    for _ in range(2):
+        with pytest.raises(KeyError, match="no text for 7"):
+            texts.detokenize([7])
 
 
 def test_a_chat_without_template_is_written_line_by_line() -> None:

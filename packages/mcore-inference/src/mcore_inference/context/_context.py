@@ -19,7 +19,7 @@ from mcore_inference._capability import (
     head_rotation,
     shares_prefixes,
 )
-from mcore_inference._stability import experimental_api
+from mcore_inference._stability import experimental_api, internal_api
 from mcore_inference.attention import HeadRotation, PageFormat
 from mcore_inference.cache import (
     BlockAllocator,
@@ -483,6 +483,7 @@ class DynamicInferenceContext:
         """Where ``builder.last_tokens`` holds the request's last token."""
         return self._slots[request_id]
 
+    @internal_api
     def num_lacking(self, lines_R: np.ndarray) -> int:
         """Blocks that one more token of each of these lines takes."""
         return len(self._lacking(lines_R))

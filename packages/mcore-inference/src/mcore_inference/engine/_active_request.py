@@ -58,6 +58,8 @@ class ActiveRequest:
     ended: bool = False
     was_admitted: bool = False
     """Whether it ran once."""
+    is_watched: bool = False
+    """Whether somebody asks after each step what it gained."""
     last_tokens_at: float | None = None
     """Monotonic seconds at which a step brought tokens of it last."""
 

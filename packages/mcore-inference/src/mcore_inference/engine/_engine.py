@@ -394,6 +394,18 @@ class DynamicInferenceEngine:
         """Records of the requests that ended since the last call, without a step."""
         return self._requests.take_ended()
 
+    @internal_api
+    def watch(self, request_id: int) -> None:
+        """Let ``take_grown`` return a request that has not ended; nothing happens when it has."""
+        entry = self._requests.entries.get(request_id)
+        if entry is not None:
+            entry.is_watched = True
+
+    @internal_api
+    def take_grown(self) -> list[DynamicInferenceRequestRecord]:
+        """Records of the watched requests that got tokens since the last call, and have not ended; others cost nothing here."""
+        return self._requests.take_grown()
+
     def generate(
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[DynamicInferenceRequestRecord]:

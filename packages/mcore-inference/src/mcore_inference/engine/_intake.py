@@ -18,7 +18,7 @@ from mcore_inference.requests import (
 from mcore_inference.sampling import SamplingParams, request_seed
 from mcore_inference.speculation import NgramDrafter, NgramSpeculation
 from mcore_inference.structured import GrammarCompiler
-from mcore_inference.text import TextStream, Tokenizer
+from mcore_inference.text import TextStream, Tokenizer, TokenTexts
 
 
 class Intake:
@@ -45,6 +45,7 @@ class Intake:
     ) -> None:
         self._context, self._tokenizer, self._vocab_size = context, tokenizer, vocab_size
         self._seed, self._ngrams, self._shares_prefixes = seed, ngrams, shares_prefixes
+        self._texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._grammars = GrammarCompiler(tokenizer, vocab_size)
 
     def make(self, prompt: Prompt, params: SamplingParams, *, number: int, order: int, priority: int) -> ActiveRequest:
@@ -76,7 +77,7 @@ class Intake:
             seed=request_seed(self._seed, number) if params.seed is None else params.seed,
             stop_ids=stop_ids,
             bad_words=bad_word_tokens(params, stop_ids, self._tokenizer, self._vocab_size),
-            text=None if self._tokenizer is None else _text_of(self._tokenizer, params),
+            text=None if self._texts is None else _text_of(self._texts, params),
             started=time.monotonic(),
             grammar=grammar,
             drafter=None if self._ngrams is None or grammar is not None else NgramDrafter(self._ngrams, tokens),

@@ -25,6 +25,8 @@ class LiveRequests:
         self._admission = admission
         self._arrivals = itertools.count()
         self._ended: list[DynamicInferenceRequestRecord] = []
+        self._grown: dict[int, DynamicInferenceRequestRecord] = {}
+        """Watched ones with tokens that were not asked for."""
         self.entries: dict[int, ActiveRequest] = {}
         """By number, in the order of arrival."""
         self.finished_counts: Counter[str] = Counter()
@@ -88,6 +90,8 @@ class LiveRequests:
         end = entry.append(*draw)
         if waits:
             self.latencies.count_first_token(entry.record)
+        if entry.is_watched:
+            self._grown[entry.record.request_id] = entry.record
         if end is not None:
             self.end(entry, *end)
         elif entry.drafter is not None:
@@ -112,6 +116,7 @@ class LiveRequests:
         """The only way out of the engine."""
         record = entry.record
         del self.entries[record.request_id]
+        self._grown.pop(record.request_id, None)
         if entry in self._admission.running:
             self._admission.release(entry)
         elif entry in self._admission.waiting:
@@ -126,6 +131,11 @@ class LiveRequests:
         """Records of those that ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
+
+    def take_grown(self) -> list[DynamicInferenceRequestRecord]:
+        """Records of the watched requests that got tokens since the last call, and have not ended."""
+        grown, self._grown = self._grown, {}
+        return list(grown.values())
 
     def put_back(self, ended: Sequence[DynamicInferenceRequestRecord]) -> None:
         """Let the next ``take_ended`` return these again, first."""

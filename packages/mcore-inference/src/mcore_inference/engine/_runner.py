@@ -186,6 +186,8 @@ class EngineRunner:
                 )
             increments.request_id = self._calls.add_request(prompt, sampling_params, priority=priority)
             self._streams[increments.request_id] = increments
+            if stream:
+                self.engine.watch(increments.request_id)
 
         added = self._queue(add)
         try:
@@ -461,13 +463,12 @@ class EngineRunner:
             _LOG.exception("a step failed and ended %d requests", len(finished))
         self._failed_in_a_row = 0 if failure is None else self._failed_in_a_row + 1
         self._progress = time.monotonic()
-        ended = {record.request_id: record for record in finished}
         news: list[News] = []
-        for request_id, stream in list(self._streams.items()):
-            if request_id in ended:
-                news += self._gained(request_id, ended[request_id], ended=True)
-            elif not stream.whole:
-                news += self._gained(request_id, self.engine.get_request(request_id), ended=False)
+        # A request that waits, or whose stream is whole, costs nothing here.
+        for record in self.engine.take_grown():
+            news += self._gained(record.request_id, record, ended=False)
+        for record in finished:
+            news += self._gained(record.request_id, record, ended=True)
         deliver(news)
         if failure is not None and (self._failed_in_a_row >= self._max_failed_steps or isinstance(failure, RankFailedError)):
             raise failure

@@ -4,6 +4,7 @@
 
 from mcore_inference.text._stream import TextStream
 from mcore_inference.text._token_bytes import TokenBytes
+from mcore_inference.text._token_texts import TokenTexts
 from mcore_inference.text._tokenizer import (
     BosTokenizer,
     ChatTokenizer,
@@ -23,6 +24,7 @@ __all__ = [
     "StopTokenizer",
     "TextStream",
     "TokenBytes",
+    "TokenTexts",
     "Tokenizer",
     "ToolChatTokenizer",
     "TransformersTokenizer",

@@ -83,6 +83,9 @@ class TextStream:
         return new
 
     def _accept(self, new: str, may_stop: bool) -> bool:
+        if not self._stop_words:
+            self.text += new
+            return False
         old = len(self._pending)
         self._pending += new
         if may_stop:
@@ -93,7 +96,7 @@ class TextStream:
                 self.text += self._pending[: begin - length if self._keeps_stop_word else begin]
                 self._pending, self.stopped = "", True
                 return True
-        held = self._held_back() if self._stop_words else 0
+        held = self._held_back()
         split = len(self._pending) - held
         self.text += self._pending[:split]
         self._pending = self._pending[split:]
