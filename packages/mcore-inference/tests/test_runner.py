@@ -184,6 +184,32 @@ def test_a_step_looks_at_the_streams_that_it_brought_tokens_and_at_no_other(make
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_streams_of_requests_that_give_way_join_to_their_records(make_model: Make, make_engine: Make, run_ahead: bool) -> None:
+    """Increments are made in the loop's thread, of lists that the engine's thread goes on to fill."""
+    engine = make_engine(
+        make_model(vocab_size=272, layers=1), ByteTokenizer(), num_blocks=8, block_size_tokens=4, watermark=0.0, run_ahead=run_ahead
+    )
+    params = SamplingParams(num_tokens_to_generate=18, ignore_eos=True, seed=1, return_log_probs=True, top_n_logprobs=2)
+
+    async def main() -> None:
+        with EngineRunner(engine) as runner:
+            await runner.pause()
+            streams = [await runner.submit("abcd", params) for _ in range(4)]
+            await runner.unpause()
+            for stream in streams:
+                parts = [increment async for increment in stream]
+                record = parts[-1].record
+                assert record is not None and len(record.generated_tokens) == 18
+                assert [token for part in parts for token in part.tokens] == record.generated_tokens
+                assert [value for part in parts for value in part.log_probs] == record.generated_log_probs
+                assert [best for part in parts for best in part.top_n_logprobs] == record.generated_top_n_logprobs
+                assert "".join(part.text for part in parts) == record.generated_text
+
+    asyncio.run(main())
+    assert engine.num_preemptions > 0
+
+
 def test_a_refused_request_raises_in_the_caller_and_the_runner_goes_on(engine: DynamicInferenceEngine) -> None:
     async def main() -> None:
         with EngineRunner(engine) as runner:

@@ -19,7 +19,7 @@ from mcore_inference.engine._engine import DynamicInferenceEngine
 from mcore_inference.engine._lockstep import LockstepLeader, rank_name, ranks_of
 from mcore_inference.engine._lockstep_config import LockstepConfig
 from mcore_inference.engine._shared_loads import SharedLoad, SharedLoads
-from mcore_inference.engine._stream import Increment, News, RequestStream, Result, call_in, deliver, settle, settle_all
+from mcore_inference.engine._stream import Growth, Increment, News, RequestStream, Result, call_in, deliver, settle, settle_all
 from mcore_inference.engine._weights import WeightChunk, WeightPolicy, check_policy
 from mcore_inference.requests import DynamicInferenceRequestRecord, EngineDeadError, QueueFullError, RankFailedError
 from mcore_inference.sampling import SamplingParams
@@ -507,8 +507,13 @@ class EngineRunner:
         stream = self._streams.get(request_id)
         if stream is None:
             return []
-        tokens, values, best = record.since(stream.num_tokens)
         text = record.generated_text[stream.num_characters :]
+        if not ended and len(record.requests) == 1:
+            # The usual case, which a step meets for each of its streams.
+            first, end = stream.num_tokens, len(record.requests[0].generated_tokens)
+            stream.num_tokens, stream.num_characters = end, stream.num_characters + len(text)
+            return [(stream, Growth(record.requests[0], first, end, text))] if text or end > first else []
+        tokens, values, best = record.since(stream.num_tokens)
         if ended:
             self._streams.pop(request_id, None)
         if not (tokens or text or ended):

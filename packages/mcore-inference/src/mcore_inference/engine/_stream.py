@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from mcore_inference._stability import experimental_api, internal_api
 from mcore_inference.engine._queue import asyncio_Queue, asyncio_QueueShutDown
-from mcore_inference.requests import DynamicInferenceRequestRecord
+from mcore_inference.requests import DynamicInferenceRequest, DynamicInferenceRequestRecord
 
-__all__ = ["EndingQueue", "Increment", "News", "RequestStream", "Result", "call_in", "deliver", "settle", "settle_all"]
+__all__ = ["EndingQueue", "Growth", "Increment", "News", "RequestStream", "Result", "call_in", "deliver", "settle", "settle_all"]
 
 
 @experimental_api
@@ -134,15 +134,33 @@ class RequestStream:
             take(item)
 
 
-News = tuple[RequestStream, Increment | Exception]
+class Growth(NamedTuple):
+    """What a request gained, as places in lists that only grow: the thread of the event loop makes an increment of it."""
+
+    segment: DynamicInferenceRequest
+    first: int
+    end: int
+    text: str
+
+    def increment(self) -> Increment:
+        segment, part = self.segment, slice(self.first, self.end)
+        return Increment(
+            tokens=segment.generated_tokens[part],
+            log_probs=segment.generated_log_probs[part],
+            top_n_logprobs=segment.generated_top_n_logprobs[part],
+            text=self.text,
+        )
+
+
+News = tuple[RequestStream, Increment | Growth | Exception]
 
 
 @internal_api
 def deliver(news: Iterable[News]) -> None:
     """Put into streams what is new, with one call into each event loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[News]] = {}
-    for stream, item in news:
-        by_loop.setdefault(stream.loop, []).append((stream, item))
+    for item in news:
+        by_loop.setdefault(item[0].loop, []).append(item)
     for loop, items in by_loop.items():
         call_in(loop, _put_all, items)
 
@@ -176,7 +194,7 @@ def _joined(parts: Sequence[Increment]) -> Increment:
 
 def _put_all(items: Iterable[News]) -> None:
     for stream, item in items:
-        stream.put(item)
+        stream.put(item.increment() if isinstance(item, Growth) else item)
 
 
 def _settle_all(results: Iterable[Result]) -> None:
