@@ -43,7 +43,9 @@ def reward(judge: ProcessJudge, golden: str, response: str) -> float:
         (r"2\sqrt{2}", r"\sqrt{8}", 1.0), ("x^2+2x+1", "(x+1)^2", 1.0), (r"\{1,2\}", r"\{2,1\}", 1.0), ("(1,2)", "(2,1)", 0.25),
         ("[1,2)", "[1,2)", 1.0), ("[1,2)", "[1,2]", 0.25), (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}", 1.0),
         ("1/2", "0.5", 1.0), ("5", "x=5", 1.0), ("5", "6", 0.25), ("5", r"\frac{", 0.25), ("5", " ", 0.25),
-        (r"\frac{\pi}{4}", r"\arctan 1", 1.0),
+        (r"\frac{\pi}{4}", r"\arctan 1", 1.0), ("-0.5", r"-\frac{1}{2}", 1.0), ("(-0.5,3)", r"(-\frac{1}{2},3)", 1.0),
+        ("3/2", r"1\frac{1}{2}", 1.0), ("57", "5 7", 0.25), ("530", r"5\text{ hours }30\text{ minutes}", 0.25),
+        ("100200", "100, 200", 0.25),
     ],
 )  # fmt: skip
 def test_answers_are_compared_as_expressions(judge: ProcessJudge, golden: str, answer: str, wanted: float) -> None:

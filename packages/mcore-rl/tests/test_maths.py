@@ -23,12 +23,20 @@ from mcore_rl.envs._maths_answer import same_answer, split_answer
         ("1,000", "1000", True), ("1,000,000.50", "1000000.5", True), ("10,00", "1000", False), ("$1,250", "1250", True),
         (r"\$18", "18", True), ("18 dollars", "18", True), (r"18 \text{ cm}", "18", True), ("18cm", "18", True), ("18x", "18", False),
         ("50%", "50", True), (r"50\%", "50", True), (r"90^\circ", "90", True), (r"90^{\circ}", "90", True),
-        ("1/2", "0.5", True), (r"\frac{1}{2}", "1/2", True), (r"\dfrac12", "0.5", True), (r"-\frac{3}{4}", "-3/4", False),
+        ("1/2", "0.5", True), (r"\frac{1}{2}", "1/2", True), (r"\dfrac12", "0.5", True), (r"-\frac{3}{4}", "-3/4", True),
         (r"\frac{-3}{4}", "-0.75", True), ("2/4", "1/2", True), ("1/3", "0.333333", False), ("1/0", "0", False), ("1/0", "1/0", True),
         (r"\sqrt{2}", r"\sqrt {2}", True), (r"\sqrt{2}", r"\sqrt{3}", False), (r"2\pi", r"2 \pi", True), ("x = 5", "5", True),
         ("(1, 2)", "(1,2)", True), ("(1, 1/2)", "(1.0, 0.5)", True), ("(1, 2)", "(2, 1)", False), ("[1, 2)", "(1, 2)", False),
         (r"\left(1, 2\right)", "(1,2)", True), (r"\text{Tuesday}", "tuesday", True), ("yes", "no", False), ("", "", False),
         ("\u0664", "4", True), ("1e3", "1000", False), ("nan", "nan", True), ("9**9**9", "9", False),
+        (r"-\frac{1}{2}", "-0.5", True), (r"-\frac{1}{2}", r"\frac{-1}{2}", True), (r"-\frac{-1}{2}", "1/2", True),
+        (r"(-\frac{1}{2},3)", "(-0.5,3)", True), (r"-\frac{1}{2}", "0.5", False), (r"1\frac{1}{2}", "3/2", True),
+        (r"1\frac12", "11/2", False),
+        (r"-1\dfrac{1}{2}", "-1.5", True), ("1 1/2", "5.5", False), ("1 1/2", "11/2", False), (r"2^3\frac{1}{2}", r"2^{3}1/2", False),
+        ("5 7", "57", False), (r"5 \text{ or } 7", "57", False), (r"5\text{ hours }30\text{ minutes}", "530", False), ("5~7", "57", False),
+        (r"90^\circ 30", "9030", False), (r"1\,000", "1000", True), (r"1,\!000", "1000", True), (r"5\,7", "57", False),
+        ("100, 200", "100200", False), ("100, 200", "100,200", True), (r"(\text{A})", r"(\text{B})", False), (r"(\text{A})", "(A)", True),
+        (r"(5\text{ cm}, 3\text{ cm})", "(5, 3)", True), (r"\text{about }5", "5", True), (r"5\text{ cm}^2", "52", False),
     ],
 )  # fmt: skip
 def test_answers_are_the_same_by_value(answer: str, golden: str, same: bool) -> None:
@@ -42,6 +50,7 @@ def test_answers_are_the_same_by_value(answer: str, golden: str, same: bool) -> 
         ("<answer>3</answer> no, <answer>4</answer> it is", "4"),
         (r"\boxed{3}, then \boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}"),
         (r"\boxed{3} <answer>4</answer>", "4"),
+        (r"\boxed{3} <answer>$\boxed{\frac{1}{2}}$</answer>", r"\frac{1}{2}"),
         (r"\boxed{3", None),
         ("<answer>4", None),
         ("4</answer>", None),
@@ -169,6 +178,7 @@ def test_rewards_are_of_right_and_of_well_formed_answers(environment: Maths) -> 
     ("response", "reward"),
     [
         (r"so \(\boxed{G}\).", 1.0), (r"$\boxed{G}$ is the answer", 0.5), (r"<answer>G</answer>", 1.0), ("<answer>G</answer> or so", 0.5),
+        (r"<answer>$\boxed{G}$</answer>.", 1.0), (r"<answer>\boxed{G}</answer> or so", 0.5), (r"<answer>\boxed{G} or so</answer>", 0.5),
         ("Answer: $G$", 1.0), ("Answer: G\nNo.", 0.5), (r"\boxed{99}", 0.1), (r"\boxed{99} it is", 0.1), ("G", -0.5), ("", -0.5),
     ],
 )  # fmt: skip
