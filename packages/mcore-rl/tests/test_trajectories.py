@@ -4,6 +4,7 @@
 
 import dataclasses
 import random
+import re
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -118,6 +119,17 @@ def test_all_micro_batches_go_to_the_device_in_one_copy_a_field() -> None:
         counts.append(copies.count)
     # tokens, labels, mask, valid and three extras
     assert counts == [7, 7]
+
+
+def test_advantages_of_packed_rollouts_come_in_the_order_of_rollouts() -> None:
+    lengths, advantages = (3, 5, 2, 4), [0.5, -1.0, 2.0, 0.25]
+    context = PackingContext.pack([rollout(2, n) for n in lengths], PackingConfig(bin_size=8))
+    assert context.rollouts != (0, 1, 2, 3)
+    [example] = re.findall(r"batches = (context.*)", PackingContext.__doc__ or "")
+    batches = eval(example, {"context": context, "advantages": advantages})
+    values = context.of_rollouts([batch.extras["advantages"] for batch in batches])
+    found = {number: value[value != 0].tolist() for number, value in zip(context.rollouts, values, strict=True)}
+    assert found == {number: [advantage] * length for number, (advantage, length) in enumerate(zip(advantages, lengths, strict=True))}
 
 
 def test_batches_that_changed_place_are_the_same() -> None:

@@ -61,7 +61,7 @@ class PackingContext(TrajectoryBatches):
 
     Example:
         >>> context = PackingContext.pack(rollouts, PackingConfig(bin_size=4096))
-        >>> batches = context.with_advantages(advantages).batches
+        >>> batches = context.with_advantages([advantages[number] for number in context.rollouts]).batches
     """
 
     bins: tuple[tuple[int, ...], ...]

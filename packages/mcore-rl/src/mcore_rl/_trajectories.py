@@ -66,10 +66,13 @@ class TrajectoryBatches:
 
     batches: list[Batch]
     places: list[Place]
-    """One a rollout, in their order."""
+    """One a rollout, in their order; of a `PackingContext` in the order of its ``rollouts``."""
 
     def with_advantages(self, advantages: Sequence[float]) -> Self:
         """With one advantage a rollout, at each of its tokens that counts.
+
+        Args:
+            advantages: in the order of ``places``, which packing changes: of a `PackingContext` those of its ``rollouts``.
 
         Raises:
             ValueError: lists of different lengths.
