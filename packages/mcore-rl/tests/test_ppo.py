@@ -36,8 +36,10 @@ from mcore_rl import (
     grpo_iteration,
     refit,
 )
-from mcore_rl._critic import estimate, with_estimates
+from mcore_rl._critic import estimate, token_rewards, with_estimates
+from mcore_rl._header import RolloutHeader
 from mcore_rl._trajectories import TrajectoryBatches, place_rows, write_batches
+from mcore_rl._update import MiniBatch, _estimated, _kl_sums
 from mcore_rl.envs import CharacterShare
 
 SMALL = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, ffn_hidden_size=16, vocab_size=16, init_method_std=0.6)
@@ -93,6 +95,11 @@ def labelled(number: int, seed: int) -> torch.Tensor:
 
 
 def arranged(arrangement: str, aggregation: Aggregation) -> list[Batch]:
+    written, numbers = with_scores(arrangement, aggregation)
+    return with_estimates(written, estimate(written, [REWARDS[number] for number in numbers], GAE, 0.3)).batches
+
+
+def with_scores(arrangement: str, aggregation: Aggregation) -> tuple[Any, list[int]]:
     style = BatchStyle(aggregation=aggregation, dtype=torch.float64)
     if arrangement == "packed":
         written: Any = PackingContext.pack(rollouts(), PackingConfig(bin_size=10), style)
@@ -106,7 +113,28 @@ def arranged(arrangement: str, aggregation: Aggregation) -> list[Batch]:
         for number, place in zip(numbers, written.places, strict=True):
             values[place.batch].view(-1)[place.start : place.start + place.num_labels] = labelled(number, seed)
         written = written.with_extra(name, values)
-    return with_estimates(written, estimate(written, [REWARDS[number] for number in numbers], GAE, 0.3)).batches
+    return written, numbers
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
+def test_the_divergence_in_rewards_is_of_the_estimator_asked_for(estimator: str) -> None:
+    written, numbers = with_scores("packed", Aggregation())
+    expected = []
+    for number in numbers:
+        delta = (labelled(number, 2) - labelled(number, 1))[torch.tensor(MASKS[number][1:]).bool()]
+        expected.append({"k1": -delta, "k2": delta**2 / 2, "k3": delta.exp() - delta - 1, "abs": delta.abs()}[estimator])
+    sums = _kl_sums(len(MASKS), [MiniBatch(numbers, written)], ProcessGroups.single(), estimator)
+    assert [sums[number] for number in numbers] == pytest.approx([gaps.sum().item() for gaps in expected])
+    for rewards, gaps in zip(token_rewards(written, [0.0] * len(numbers), 0.5, estimator), expected, strict=True):
+        torch.testing.assert_close(rewards, -0.5 * gaps)
+    # What a configuration asks for comes to both places, through the update.
+    config = dataclasses.replace(CONFIG, kl_in_reward=0.5, kl_in_reward_estimator=estimator, gae=GAEConfig(lam=1.0, whiten=False))
+    headers = [RolloutHeader.of(one) for one in rollouts()]
+    [part] = _estimated(config, headers, [MiniBatch(numbers, written)], ProcessGroups.single())
+    values = part.written.of_rollouts([batch.extras["returns"] for batch in part.written.batches])
+    for number, returns, gaps in zip(numbers, values, expected, strict=True):
+        counted = returns[torch.tensor(MASKS[number][1:]).bool()]
+        torch.testing.assert_close(counted[:1].double(), (REWARDS[number] - 0.5 * gaps.sum()).reshape(1)[: len(counted)])
 
 
 def critic_model() -> GPTModel:

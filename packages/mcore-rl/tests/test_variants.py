@@ -386,6 +386,16 @@ def test_the_mismatch_is_reported() -> None:
         ),
         (
             GRPOConfig,
+            {"num_groups": 3, "group_size": 3, "seq_len": 8, "kl_in_reward": 0.1, "kl_in_reward_estimator": "k4"},
+            "kl_in_reward_estimator='k4' must be one of k1, k2, k3",
+        ),
+        (
+            GRPOConfig,
+            {"num_groups": 3, "group_size": 3, "seq_len": 8, "kl_in_reward_estimator": "k3"},
+            "kl_in_reward_estimator='k3' has no effect without kl_in_reward",
+        ),
+        (
+            GRPOConfig,
             {"num_groups": 3, "group_size": 3, "seq_len": 8, "reward_clip": (1.0, 1.0)},
             "must be two finite numbers in ascending",
         ),

@@ -248,8 +248,8 @@ class RLConfig:
     """Weights for the difference between engine and trainer; None for none."""
     kl_beta: float = 0.0
     """Of the divergence from the reference, in the loss."""
-    kl_estimator: str = "k3"
-    """k1, k2, k3 or abs."""
+    kl_estimator: str | None = None
+    """k1, k2, k3 or abs, of both; None for k3 in the loss and k1 in the reward."""
     kl_in_reward: float = 0.0
     """Of the divergence from the reference, in the reward."""
     reference: str = ""
@@ -321,7 +321,7 @@ class RLConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
         if self.old_logprobs not in ("trainer", "inference"):
             raise ValueError(f"old_logprobs={self.old_logprobs!r} must be trainer or inference")
-        if self.kl_estimator != RLConfig.kl_estimator and not (self.kl_beta or self.kl_in_reward):
+        if self.kl_estimator is not None and not (self.kl_beta or self.kl_in_reward):
             raise ValueError(f"kl_estimator={self.kl_estimator!r} has no effect without a divergence; set kl_beta, or leave it out")
         if self.imitation_lr_schedule not in ("constant", "cosine"):
             raise ValueError(f"imitation_lr_schedule={self.imitation_lr_schedule!r} must be constant or cosine")
@@ -496,6 +496,8 @@ class RLConfig:
         names = {item.name for item in dataclasses.fields(self)}
         shared: dict[str, Any] = {item.name: getattr(self, item.name) for item in dataclasses.fields(GRPOConfig) if item.name in names}
         shared |= {"seq_len": seq_len, "micro_batch_size": micro_batch_size, **ids}
+        if self.kl_in_reward and self.kl_estimator is not None:
+            shared["kl_in_reward_estimator"] = self.kl_estimator
         return GRPOConfig(**shared, num_mini_batches=count // global_batch_size)
 
     def objective(self) -> GRPOObjective | DPOObjective:
@@ -509,7 +511,7 @@ class RLConfig:
         return GRPOObjective(
             policy=self.policy,
             kl_beta=self.kl_beta,
-            kl_estimator=self.kl_estimator,
+            kl_estimator=self.kl_estimator or GRPOObjective.kl_estimator,
             entropy_weight=self.entropy_weight,
             temperature=1.0 if self.generation_args.temperature is None else self.generation_args.temperature,
             correction=self.correction,

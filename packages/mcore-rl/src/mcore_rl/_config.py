@@ -9,6 +9,7 @@ from mcore_rl._advantage import AdvantageConfig
 from mcore_rl._aggregation import Aggregation
 from mcore_rl._fields import check_finite, check_integers
 from mcore_rl._gae import GAEConfig
+from mcore_rl._kl import check_estimator
 from mcore_rl._memory import MemorySwitch
 from mcore_rl._packing import PackingConfig
 from mcore_rl._shaping import OverlongPenalty
@@ -51,8 +52,11 @@ class GRPOConfig:
     packing: PackingConfig | None = None
     """Bins instead of ``micro_batch_size`` rows of ``seq_len``."""
     kl_in_reward: float = 0.0
-    """Times the sum over an answer of old - ref log-probabilities, taken from its reward, with ``gae`` token by token; needs a
-    reference."""
+    """Times the divergence of the old log-probabilities from the reference's, summed over an answer and taken from its reward, with
+    ``gae`` token by token; needs a reference."""
+    kl_in_reward_estimator: str = "k1"
+    """Of ``kl_in_reward``: k1 (old - ref, whose gradient as a reward is that of the divergence), k2, k3 or abs (`kl_estimate`). That of
+    ``kl_beta`` is ``GRPOObjective.kl_estimator``."""
     reward_clip: tuple[float, float] | None = None
     """Rewards below the first number count as it, and above the second as that; they are reported as they were. None for no limits."""
     overlong: OverlongPenalty | None = None
@@ -78,6 +82,11 @@ class GRPOConfig:
         check_integers(self, 0, "pad_id", *(name for name in ("bos_id", "eod_id") if getattr(self, name) is not None))
         check_finite(self, 1, "max_filter_ratio")
         check_finite(self, 0, "kl_in_reward")
+        check_estimator(self.kl_in_reward_estimator, "kl_in_reward_estimator")
+        if not self.kl_in_reward and self.kl_in_reward_estimator != GRPOConfig.kl_in_reward_estimator:
+            raise ValueError(
+                f"kl_in_reward_estimator={self.kl_in_reward_estimator!r} has no effect without kl_in_reward; set it, or leave this out"
+            )
         if not self.filter_equal_groups and self.max_filter_ratio != GRPOConfig.max_filter_ratio:
             raise ValueError(
                 f"max_filter_ratio={self.max_filter_ratio} has no effect without filter_equal_groups; set it to True, or leave this at "

@@ -16,6 +16,7 @@ from mcore_parallel.optim import ConstantSchedule, Rate
 from mcore_parallel.training import Batch, GradSync, LossReport, Optimizer, score
 from mcore_rl._aggregation import weighted_report
 from mcore_rl._gae import GAEConfig
+from mcore_rl._kl import kl_estimate
 from mcore_rl._stability import experimental_api
 
 if TYPE_CHECKING:
@@ -98,20 +99,23 @@ class Critic:
         return score(self.model, batches, self.objective.values, groups=groups)
 
 
-def token_rewards(written: "TrajectoryBatches", rewards: Sequence[float], kl_in_reward: float) -> list[Tensor]:
-    """Of the tokens that count of each rollout: its reward at the last one, and ``kl_in_reward`` times old - ref taken from each."""
+def token_rewards(written: "TrajectoryBatches", rewards: Sequence[float], kl_in_reward: float, kl_estimator: str) -> list[Tensor]:
+    """Of the tokens that count of each rollout: its reward at the last one, and ``kl_in_reward`` times the divergence of old from ref taken
+    from each."""
     own = [torch.zeros(len(part), dtype=torch.float64, device=part.device) for part in _counted(written, "old_values")]
     if kl_in_reward:
         pairs = zip(_counted(written, "old_logprobs"), _counted(written, "ref_logprobs"), strict=True)
-        own = [-kl_in_reward * (old - ref).double() for old, ref in pairs]
+        own = [-kl_in_reward * kl_estimate(old.double(), ref.double(), kl_estimator) for old, ref in pairs]
     for part, reward in zip(own, rewards, strict=True):
         part[-1:] += reward
     return own
 
 
-def estimate(written: "TrajectoryBatches", rewards: Sequence[float], gae: GAEConfig, kl_in_reward: float) -> list[tuple[Tensor, Tensor]]:
+def estimate(
+    written: "TrajectoryBatches", rewards: Sequence[float], gae: GAEConfig, kl_in_reward: float, kl_estimator: str = "k1"
+) -> list[tuple[Tensor, Tensor]]:
     """Advantages and returns of the tokens that count of each rollout."""
-    return gae.estimate(token_rewards(written, rewards, kl_in_reward), _counted(written, "old_values"))
+    return gae.estimate(token_rewards(written, rewards, kl_in_reward, kl_estimator), _counted(written, "old_values"))
 
 
 def with_estimates(written: "TrajectoryBatches", estimates: Sequence[tuple[Tensor, Tensor]]) -> "TrajectoryBatches":

@@ -35,7 +35,7 @@ def kl_estimate(current: Tensor, reference: Tensor, estimator: str = "k3") -> Te
     return delta.square() / 2 if estimator == "k2" else delta.exp() - delta - 1
 
 
-def check_estimator(estimator: str) -> None:
-    """Refuse what is no estimator."""
+def check_estimator(estimator: str, name: str = "kl_estimator") -> None:
+    """Refuse what is no estimator in field ``name``."""
     if estimator not in KL_ESTIMATORS:
-        raise ValueError(f"kl_estimator={estimator!r} must be one of {', '.join(KL_ESTIMATORS)}")
+        raise ValueError(f"{name}={estimator!r} must be one of {', '.join(KL_ESTIMATORS)}")

@@ -84,7 +84,7 @@ class GRPOObjective:
     kl_beta: float = 0.0
     """Of the divergence in the loss; 0 needs no reference log-probabilities."""
     kl_estimator: str = "k3"
-    """k1, k2, k3 or abs (`kl_estimate`)."""
+    """Of ``kl_beta`` and of the metric ``kl``: k1, k2, k3 or abs (`kl_estimate`); ``GRPOConfig.kl_in_reward_estimator`` is the reward's."""
     entropy_weight: float = 0.0
     """Of the entropy of each token's whole distribution."""
     temperature: float = 1.0

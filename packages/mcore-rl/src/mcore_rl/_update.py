@@ -20,6 +20,7 @@ from mcore_rl._config import GRPOConfig
 from mcore_rl._correction import MismatchReport, MismatchTotals
 from mcore_rl._critic import Critic, estimate, with_estimates
 from mcore_rl._header import RolloutHeader
+from mcore_rl._kl import kl_estimate
 from mcore_rl._objective import GRPOObjective
 from mcore_rl._packed import write_bins
 from mcore_rl._reference import FrozenWeights, token_logprobs
@@ -255,7 +256,7 @@ def _advantages(config: GRPOConfig, collected: Collection, parts: Sequence[MiniB
     """One a rollout, in order, the same on every rank."""
     rewards = [[_shaped(config, header) for header in group] for group in collected.groups]
     if config.kl_in_reward:
-        taken = iter(_kl_sums(sum(map(len, rewards)), parts, groups))
+        taken = iter(_kl_sums(sum(map(len, rewards)), parts, groups, config.kl_in_reward_estimator))
         rewards = [[reward - config.kl_in_reward * next(taken) for reward in group] for group in rewards]
     env_ids = [group[0].env_id if group else "" for group in collected.groups]
     return [advantage for group in config.advantage.advantages(rewards, env_ids) for advantage in group]
@@ -265,7 +266,14 @@ def _estimated(config: GRPOConfig, headers: Sequence[RolloutHeader], parts: Sequ
     """With advantages and returns of each token; the advantages are whitened over those of all parts and ranks."""
     assert config.gae is not None
     estimates = [
-        estimate(part.written, [_shaped(config, headers[i]) for i in part.numbers], config.gae, config.kl_in_reward) for part in parts
+        estimate(
+            part.written,
+            [_shaped(config, headers[i]) for i in part.numbers],
+            config.gae,
+            config.kl_in_reward,
+            config.kl_in_reward_estimator,
+        )
+        for part in parts
     ]
     if config.gae.whiten and parts:
         device = parts[0].written.batches[0].tokens.device
@@ -291,15 +299,15 @@ def _shaped(config: GRPOConfig, header: RolloutHeader) -> float:
     return config.clipped(header.reward) + (0.0 if config.overlong is None else config.overlong(header.num_generated))
 
 
-def _kl_sums(count: int, parts: Sequence[MiniBatch], groups: ProcessGroups) -> list[float]:
-    """Sum of old - ref over the tokens that count of each rollout, those of all ranks."""
+def _kl_sums(count: int, parts: Sequence[MiniBatch], groups: ProcessGroups, estimator: str) -> list[float]:
+    """Sum of the divergence of old from ref over the tokens that count of each rollout, those of all ranks."""
     sums = [0.0] * count
     for part in parts:
-        gaps = [
-            torch.where(batch.loss_mask != 0, batch.extras["old_logprobs"] - batch.extras["ref_logprobs"], 0)
-            for batch in part.written.batches
-        ]
+        gaps = []
+        for batch in part.written.batches:
+            old, reference = batch.extras["old_logprobs"].double(), batch.extras["ref_logprobs"].double()
+            gaps.append(torch.where(batch.loss_mask != 0, kl_estimate(old, reference, estimator), 0))
         for number, gap in zip(part.numbers, part.written.of_rollouts(gaps), strict=True):
-            sums[number] = gap.double().sum().item()
+            sums[number] = gap.sum().item()
     device = parts[0].written.batches[0].tokens.device if parts else "cpu"
     return all_reduce(torch.tensor(sums, dtype=torch.float64, device=device), groups.dp).tolist()
