@@ -384,6 +384,8 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
         ("rl.imitation_steps=0 rl.imitation_tries=4", "rl.imitation_tries=4: it has no effect without imitation; set rl.imitation_steps"),
         ("rl.imitation_steps=0 rl.imitation_lr=1e-2", "rl.imitation_lr=1e-2: it has no effect without imitation"),
         ("rl.imitation_steps=0 rl.imitation_lr_schedule=cosine", "rl.imitation_lr_schedule=cosine: it has no effect without imitation"),
+        ("rl.mixture=[arithmetic] rl.environment=maths", "rl.environment=maths: it has no effect beside rl.mixture; name it there, or"),
+        ("rl.old_logprobs=inference rl.correction.veto=0.1", "rl.correction.veto=0.1: it has no effect beside rl.old_logprobs=inference"),
         ("rl.kl_beta=0 rl.kl_estimator=k1", "kl_estimator='k1' has no effect without a divergence; set kl_beta, or leave it out"),
         (
             "rl.mixture=[countdown,arithmetic] rl.code.time_s=1",

@@ -188,7 +188,10 @@ def test_servers_hold_conversations(published: Path, tmp_path: Path) -> None:
     engine = open_engine(published, "cpu", cache_gb=0.05, max_length=256)
     with serve(engine, token="key", weights=WeightFolders(root=root, read=lambda folder: import_hf(folder).tensors)) as server:
         served = (f"rl.served.urls=[{server.url}]", f"rl.served.folder={root / 'run'}", f"rl.served.api_key_file={secret}")
-        assert reinforce.main([str(published), *words(f"rl.environment={NODDING}", *served, f"output={tmp_path / 'run'}")]) == 0
+        assert (
+            reinforce.main([str(published), *words(f"rl.environment={NODDING}", "rl.cache_gb=1", *served, f"output={tmp_path / 'run'}")])
+            == 0
+        )
     for row in rows(tmp_path / "run"):
         assert row["num_turns"] > 1 and row["num_dropped"] == 0 and row["logprob_mismatch"] < 1e-4
 
@@ -199,7 +202,7 @@ def test_servers_hold_conversations(published: Path, tmp_path: Path) -> None:
         ("data.tokenizer=byte", "environment 'calculator' holds conversations, and data.tokenizer=byte has no chat template; name a"),
         ("data.tokenizer=bare", "environment 'calculator' holds conversations, and data.tokenizer=bare has no chat template; name a"),
         (
-            "rl.mixture=[calculator,arithmetic] rl.imitation_steps=2",
+            "rl.environment=countdown rl.mixture=[calculator,arithmetic] rl.imitation_steps=2",
             "rl.imitation_steps is for single answers or for conversations, and environment 'multi_task' has both; leave it out",
         ),
         ("train.seq_len=32", "train.seq_len=32 must hold a problem, and none of the first 2 fits: the last has"),

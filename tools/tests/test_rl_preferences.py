@@ -45,7 +45,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-FILE = ("rl.imitation_steps=0", "rl.dpo.num_evaluation=4", "train.steps=8")
+FILE = ("rl.imitation_steps=0", "rl.group_size=8", "rl.dpo.num_evaluation=4", "train.steps=8")
 
 
 def test_pairs_of_a_file_are_preferred_more_and_more(base: Path, pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,11 +149,21 @@ def test_teachers_are_in_the_layout_of_the_policy(base: Path, plan: str, tmp_pat
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ("rl.dpo.path=no/such/file data.tokenizer={base}/tokenizer", "'no/such/file' is no file; name one of JSON lines with prompt"),
-        ("rl.dpo.path={pairs}", "rl.dpo.path has pairs for a model that can read; name it as MODEL, or set data.tokenizer"),
+        (
+            "rl.group_size=8 rl.dpo.path=no/such/file data.tokenizer={base}/tokenizer",
+            "'no/such/file' is no file; name one of JSON lines with prompt",
+        ),
+        ("rl.group_size=8 rl.dpo.path={pairs}", "rl.dpo.path has pairs for a model that can read; name it as MODEL, or set data.tokenizer"),
         ("rl.dpo.beta=0", "beta=0.0 must be positive"),
         ("rl.dpo.beta=0.1 rl.kl_beta=0.1", "kl_beta=0.1 has no effect beside dpo; leave it at 0.0"),
         ("rl.dpo.beta=0.1 rl.gae.lam=1", "has no effect beside dpo; leave it at None"),
+        ("rl.dpo.path={pairs}", "rl.group_size=4: it has no effect beside rl.dpo.path, whose pairs nobody draws; set rl.dpo.beta without"),
+        *(
+            (f"rl.group_size=8 rl.dpo.path={{pairs}} {change}", f"{change}: it has no effect beside rl.dpo.path")
+            for change in ("rl.cache_gb=3", "rl.max_requests=7", "rl.environment=maths", "rl.mixture=[maths,code]")
+        ),
+        ("rl.group_size=8 rl.dpo.path={pairs} rl.generation_args.temperature=0.7", "generation_args.temperature=0.7: it has no effect"),
+        ("rl.dpo.path={pairs} rl.memory.stream_optimizer=true", "memory.stream_optimizer is for a run that draws answers, and dpo.path"),
         ("rl.dpo.num_evaluation=3", "counts pairs of dpo.path=''; name a file, or set it to 0"),
         ("rl.dpo.beta=0.1 train.micro_batch_size=1", "must be even: a pair has two answers"),
         ("rl.dpo.beta=0.1 train.global_batch_size=16", "rl.num_groups=4 * 2 = 8 answers must be a multiple of train.global_batch_size=16"),

@@ -117,7 +117,7 @@ def test_a_mixture_takes_no_dense_reference_and_pairs_take_one(other: Path, tmp_
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text('{"prompt": "1 2=3:", "chosen": "1+2", "rejected": "1-2"}\n' * 4)
     preferences = ("rl.kl_beta=0", f"rl.dpo.path={pairs}", f"data.tokenizer={other}/tokenizer", "rl.num_groups=4")
-    assert run(tmp_path / "pairs", *preferences, "train.global_batch_size=8", f"rl.reference={other}") == 0
+    assert run(tmp_path / "pairs", *preferences, "rl.group_size=8", "train.global_batch_size=8", f"rl.reference={other}") == 0
     # Beside its first weights a policy has no margin yet.
     assert abs(rows(tmp_path / "pairs")[0]["margin"]) > 1e-4
 

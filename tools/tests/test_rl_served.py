@@ -78,6 +78,11 @@ def test_evaluations_of_a_server_change_nothing_that_is_trained(tmp_path: Path) 
         ("rl.served.urls=[]", "served.urls=[] must name at least one server"),
         ("rl.served.urls=[http://127.0.0.1:9] rl.served.kind=tgi", "served.kind='tgi' must be one of mcore, vllm, sglang"),
         ("rl.served.urls=[http://127.0.0.1:9] rl.memory.suspend_engine=true", "memory.suspend_engine needs engines of the run itself"),
+        (
+            "rl.served.urls=[http://127.0.0.1:9] rl.cache_gb=3",
+            "rl.cache_gb=3: it has no effect beside rl.served, whose servers have limits",
+        ),
+        ("rl.served.urls=[http://127.0.0.1:9] rl.max_requests=7", "rl.max_requests=7: it has no effect beside rl.served"),
         ("rl.served.urls=[http://127.0.0.1:9] rl.placement.num_engines=1", "placement needs engines of the run itself"),
         ("rl.served.urls=[http://127.0.0.1:9] rl.served.timeout_s=5", "http://127.0.0.1:9 was lost"),
         ("rl.served.urls=[http://127.0.0.1:9] rl.served.api_key_file=nowhere", "rl.served.api_key_file='nowhere' cannot be read"),

@@ -29,6 +29,7 @@ from mcore_rl import (
     GRPOObjective,
     InferenceInterface,
     Learner,
+    MemorySwitch,
     PackingConfig,
     PreferencePairs,
     dpo_iteration,
@@ -168,6 +169,7 @@ def test_pairs_that_do_not_come_are_an_error(pairs: Nobody, error: type[Exceptio
         ({"advantage": AdvantageConfig(scale="none")}, {}, "advantage=.* has no effect on pairs"),
         ({"reward_clip": (-1.0, 1.0)}, {}, "reward_clip=.* has no effect on pairs"),
         ({"aggregation": Aggregation(mode="sequence_mean")}, {}, "aggregation=.* has no effect on pairs"),
+        ({"memory": MemorySwitch(stream_optimizer=True)}, {}, "memory=.*stream_optimizer=True.* has no effect without an engine"),
     ],
 )
 def test_what_pairs_cannot_be_trained_with_is_refused(config: dict[str, Any], changes: dict[str, Any], message: str) -> None:

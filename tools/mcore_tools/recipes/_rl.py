@@ -375,6 +375,9 @@ class RLConfig:
             raise ValueError(f"{named[0]}={getattr(self, named[0])} has no effect beside {name}; leave it at {defaults[named[0]]}")
         if self.dpo is not None and self.dpo.path and (self.imitation_steps or self.eval_samples or self.judges is not None):
             raise ValueError("imitation_steps, eval_samples and judges are for an environment, and dpo.path has none; leave them out")
+        if not self.needs_engine and self.placement is None and self.memory != MemorySwitch():
+            name = next(item.name for item in dataclasses.fields(self.memory) if getattr(self.memory, item.name))
+            raise ValueError(f"memory.{name} is for a run that draws answers, and dpo.path needs none; leave it at its default")
 
     def _check_reference(self) -> None:
         """Which weights it has, and when they are left for later ones."""

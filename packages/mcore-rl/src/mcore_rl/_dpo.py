@@ -18,6 +18,7 @@ from mcore_rl._config import GRPOConfig
 from mcore_rl._engine_share import draw_share
 from mcore_rl._loop import IterationReport, iteration_report
 from mcore_rl._lost import check_all_lost, last_reason
+from mcore_rl._memory import MemorySwitch
 from mcore_rl._policy_forward import check_policy_forward
 from mcore_rl._preference import DPOObjective, pair_batches
 from mcore_rl._reference import with_old_logprobs, with_ref_logprobs
@@ -51,7 +52,7 @@ def dpo_iteration(
     ``learner.objective``, a `DPOObjective`, beside ``learner.reference``. The rewards of the report are those of the answers in the pairs.
 
     Args:
-        config: ``num_groups`` pairs, rows, updates; what is for advantages stays at its default.
+        config: ``num_groups`` pairs, rows, updates; what is for advantages stays at its default, and so does ``memory`` without an engine.
         pairs: makes them (`BestAndWorst`), or has them (`PreferencePairs`).
         interface: answers; None where ``pairs`` asks nobody.
         engine: takes over the new weights; None where nobody is asked.
@@ -64,6 +65,8 @@ def dpo_iteration(
         RuntimeError: the pairs of some rank failed, or there is none.
     """
     check_pairs(config, learner)
+    if engine is None and config.memory != MemorySwitch():
+        raise ValueError(f"memory={config.memory} has no effect without an engine; pass one, or leave it out")
     model, groups = learner.model, learner.groups
     parts = {"optimizer": learner.optimizer, "sync": learner.sync, "engine": engine}
     begin = time.perf_counter()
