@@ -386,6 +386,9 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
         ("rl.imitation_steps=0 rl.imitation_lr_schedule=cosine", "rl.imitation_lr_schedule=cosine: it has no effect without imitation"),
         ("rl.mixture=[arithmetic] rl.environment=maths", "rl.environment=maths: it has no effect beside rl.mixture; name it there, or"),
         ("rl.old_logprobs=inference rl.correction.veto=0.1", "rl.correction.veto=0.1: it has no effect beside rl.old_logprobs=inference"),
+        ("rl.imitation_lr=inf", "imitation_lr=inf must be a finite number above 0"),
+        ("rl.cache_gb=inf", "cache_gb=inf must be a finite number above 0"),
+        ("rl.rollout_timeout_s=inf", "rollout_timeout_s=inf must be a finite number above 0"),
         ("rl.kl_beta=0 rl.kl_estimator=k1", "kl_estimator='k1' has no effect without a divergence; set kl_beta, or leave it out"),
         (
             "rl.mixture=[countdown,arithmetic] rl.code.time_s=1",

@@ -133,6 +133,7 @@ def test_fully_sharded_trainers_learn_from_an_engine_elsewhere(kind: str, tmp_pa
     [
         ("rl.placement.num_engines=1", "1 ranks of plan and rl.placement.num_engines=1 are 2, but the world has 1; start 2 with torchrun"),
         ("rl.placement.num_engines=0", "placement.num_engines=0 must be at least 1"),
+        ("rl.placement.num_engines=1 rl.placement.timeout_s=inf", "placement.timeout_s=inf a finite number above 0"),
         ("rl.placement.num_engines=3", "num_groups=2 must be at least placement.num_engines=3"),
         ("rl.placement.num_engines=1 rl.placement.timeout_s=600", "placement.timeout_s=600 must be above rollout_timeout_s=600"),
         ("rl.placement.num_engines=1 rl.memory.suspend_engine=true", "memory needs no engines of their own ranks"),

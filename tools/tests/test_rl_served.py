@@ -82,6 +82,7 @@ def test_evaluations_of_a_server_change_nothing_that_is_trained(tmp_path: Path) 
             "rl.served.urls=[http://127.0.0.1:9] rl.cache_gb=3",
             "rl.cache_gb=3: it has no effect beside rl.served, whose servers have limits",
         ),
+        ("rl.served.urls=[http://127.0.0.1:9] rl.served.timeout_s=inf", "served.timeout_s=inf a finite number above 0"),
         ("rl.served.urls=[http://127.0.0.1:9] rl.max_requests=7", "rl.max_requests=7: it has no effect beside rl.served"),
         ("rl.served.urls=[http://127.0.0.1:9] rl.placement.num_engines=1", "placement needs engines of the run itself"),
         ("rl.served.urls=[http://127.0.0.1:9] rl.served.timeout_s=5", "http://127.0.0.1:9 was lost"),

@@ -4,6 +4,7 @@
 
 import asyncio
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -348,6 +349,8 @@ def test_sizes_that_cannot_learn_are_refused() -> None:
         GRPOConfig(num_groups=1, group_size=2, seq_len=8, generation_args=GenericGenerationArgs(temperature=0.0))
     with pytest.raises(ValueError, match="rollout_timeout_s=0 must be positive"):
         GRPOConfig(num_groups=1, group_size=2, seq_len=8, rollout_timeout_s=0)
+    with pytest.raises(ValueError, match="rollout_timeout_s=inf must be positive and finite"):
+        GRPOConfig(num_groups=1, group_size=2, seq_len=8, rollout_timeout_s=math.inf)
     with pytest.raises(ValueError, match="max_filter_ratio=2.0 has no effect without filter_equal_groups"):
         GRPOConfig(num_groups=1, group_size=2, seq_len=8, max_filter_ratio=2.0)
     with pytest.raises(ValueError, match="filter_equal_groups=True replaces every group of group_size=1"):

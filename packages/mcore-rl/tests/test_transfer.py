@@ -398,3 +398,5 @@ def test_another_model_is_refused_on_every_rank_by_name(world) -> None:
 def test_numbers_that_are_not_positive_are_refused() -> None:
     with pytest.raises(ValueError, match="bucket_bytes=0 and timeout_s=1 must be positive"):
         WeightTransfer(bucket_bytes=0, timeout_s=1)
+    with pytest.raises(ValueError, match="timeout_s=inf must be positive and finite"):
+        WeightTransfer(timeout_s=float("inf"))

@@ -121,10 +121,10 @@ class PlacementConfig:
     and evaluations."""
 
     def __post_init__(self) -> None:
-        if self.num_engines < 1 or self.max_lag < 0 or not self.timeout_s > 0:
+        if self.num_engines < 1 or self.max_lag < 0 or not 0 < self.timeout_s < math.inf:
             raise ValueError(
                 f"placement.num_engines={self.num_engines} must be at least 1, placement.max_lag={self.max_lag} at least 0, and "
-                f"placement.timeout_s={self.timeout_s} above 0"
+                f"placement.timeout_s={self.timeout_s} a finite number above 0"
             )
 
 
@@ -168,9 +168,10 @@ class ServedConfig:
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"served.{name}={getattr(self, name)!r} must be one of {', '.join(values)}")
-        if self.max_concurrency < 1 or not self.timeout_s > 0:
+        if self.max_concurrency < 1 or not 0 < self.timeout_s < math.inf:
             raise ValueError(
-                f"served.max_concurrency={self.max_concurrency} must be at least 1, and served.timeout_s={self.timeout_s} above 0"
+                f"served.max_concurrency={self.max_concurrency} must be at least 1, and served.timeout_s={self.timeout_s} a finite number "
+                "above 0"
             )
 
 
@@ -327,9 +328,9 @@ class RLConfig:
             raise ValueError(f"imitation_lr_schedule={self.imitation_lr_schedule!r} must be constant or cosine")
         if self.imitation_steps and (silent := [name for name in self.environments if name in ("character_share", "code")]):
             raise ValueError(f"imitation_steps needs an environment that shows answers, which {silent[0]} does not; set it to 0")
-        for name in ("cache_gb", "imitation_lr"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        for name in ("cache_gb", "imitation_lr", "rollout_timeout_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be a finite number above 0")
         if self.generation_args.max_tokens is None or self.generation_args.max_tokens < 1:
             raise ValueError(f"generation_args.max_tokens={self.generation_args.max_tokens} must be at least 1")
         if self.dpo is None and not self.teacher and (name := self.generation_args.truncated_by):

@@ -109,8 +109,8 @@ class GRPOConfig:
                 f"packing.bin_size={self.packing.bin_size} must be at least seq_len={self.seq_len}, as long as a trajectory may "
                 "be; raise packing.bin_size, or lower seq_len"
             )
-        if not self.rollout_timeout_s > 0:
-            raise ValueError(f"rollout_timeout_s={self.rollout_timeout_s} must be positive")
+        if not 0 < self.rollout_timeout_s < math.inf:
+            raise ValueError(f"rollout_timeout_s={self.rollout_timeout_s} must be positive and finite")
         if self.temperature == 0:
             raise ValueError("temperature=0 in generation_args draws the same answer every time; choose one above 0")
 

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Trainer and engines on ranks of their own: the ones generate while the others train."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -96,8 +97,8 @@ class DisjointLoop:
         if (learner is not None) != placement.trains or (server is not None) == placement.trains:
             half, part = ("trains", "learner") if placement.trains else ("serves", "server")
             raise ValueError(f"rank {placement.world.rank} {half}: pass {part}, and nothing else")
-        if max_lag < 0 or not timeout_s > 0:
-            raise ValueError(f"max_lag={max_lag} must not be negative, and timeout_s={timeout_s} must be positive")
+        if max_lag < 0 or not 0 < timeout_s < math.inf:
+            raise ValueError(f"max_lag={max_lag} must not be negative, and timeout_s={timeout_s} must be positive and finite")
         if timeout_s <= config.rollout_timeout_s:
             raise ValueError(
                 f"timeout_s={timeout_s:g} must be above rollout_timeout_s={config.rollout_timeout_s:g} of the config: trainers wait for "

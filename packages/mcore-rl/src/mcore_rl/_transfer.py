@@ -3,6 +3,7 @@
 """Weights from the ranks of a trained model to engines on the same ranks or on others, by a plan, in buckets."""
 
 import functools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -92,12 +93,12 @@ class WeightTransfer:
         timeout_s: limit of waiting for all ranks to come, and of each bucket; after it the rank that is waited for is named.
 
     Raises:
-        ValueError: a number that is not positive.
+        ValueError: a number that is not positive and finite.
     """
 
     def __init__(self, *, bucket_bytes: int = 1 << 28, timeout_s: float = 600.0) -> None:
-        if bucket_bytes < 1 or not timeout_s > 0:
-            raise ValueError(f"bucket_bytes={bucket_bytes} and timeout_s={timeout_s} must be positive")
+        if bucket_bytes < 1 or not 0 < timeout_s < math.inf:
+            raise ValueError(f"bucket_bytes={bucket_bytes} and timeout_s={timeout_s} must be positive and finite")
         self.bucket_bytes, self.timeout_s = bucket_bytes, timeout_s
         self._layout: list[Any] | None = None
         self._schedule: Schedule | None = None
