@@ -24,6 +24,7 @@ from mcore_rl import (
     ChatInferenceInterface,
     Conversation,
     EnvironmentServer,
+    Episode,
     GenericGenerationArgs,
     InferenceInterface,
     InferenceRequest,
@@ -31,6 +32,7 @@ from mcore_rl import (
     JudgeLimits,
     JudgeProcessError,
     NumberedAgent,
+    NumberedConversations,
     Problem,
     ProcessJudge,
     RemoteEnvironment,
@@ -354,6 +356,70 @@ def test_the_environment_of_a_mixture_that_takes_long_is_named(how: str, caplog:
         assert "environment 'hostile_tool' took longer than judge_timeout_s=0.05" in caplog.text.replace("\\", "")
 
 
+class Levels(NumberedConversations):
+    """Problems of two names, which ``env_ids`` says, or does not. The first answer is replied to by an iterator, the second by None."""
+
+    names: tuple[str, ...] = ("easy", "hard")
+
+    def __init__(self) -> None:
+        super().__init__("levels", max_turns=4)
+
+    @property
+    def env_ids(self) -> tuple[str, ...]:
+        return self.names
+
+    def problem(self, number: int) -> Problem:
+        return Problem(problem_id=str(number), prompt="?", env_id=("easy", "hard")[number % 2])
+
+    def begin(self, problem: Problem) -> Episode:
+        return _Level(problem)
+
+
+class Unsaid(Levels):
+    names = ("levels",)
+
+
+class _Level(Episode):
+    def __init__(self, problem: Problem) -> None:
+        self._name, self._num_answers = problem.env_id, 0
+
+    async def start(self) -> list[dict[str, str]]:
+        return [{"role": "user", "content": self._name}]
+
+    async def reply(self, answer: str) -> Any:
+        self._num_answers += 1
+        return ({"role": "user", "content": text} for text in ("go", "on")) if self._num_answers == 1 else None
+
+    async def reward(self) -> float:
+        return float(self._num_answers)
+
+
+def of_levels() -> WeightedMultiTask:
+    return WeightedMultiTask([Levels(), Arithmetic(SUMS)], [1, 0])
+
+
+def of_unsaid() -> WeightedMultiTask:
+    return WeightedMultiTask([Unsaid(), Arithmetic(SUMS)], [1, 0])
+
+
+@pytest.mark.parametrize("how", ["here", "processes", "http"])
+@pytest.mark.parametrize("make", [Levels, Unsaid, of_levels])
+def test_problems_with_names_of_their_own_are_conversations_and_no_reply_ends_them(how: str, make: Any) -> None:
+    with elsewhere(how, make, JudgeLimits(num_workers=1)) as environment:
+        [first], [second] = (played(environment, ["a", "b"]) for _ in range(2))
+        assert [(one.env_id, one.reward, sum(one.generation_mask)) for one in (first, second)] == [("easy", 2.0, 4), ("hard", 2.0, 4)]
+        text = TOKENIZER.detokenize(first.trajectory)
+        assert "easy" in text and "go" in text and "on" in text
+        assert environment.holds_conversations and (make is Unsaid or {"easy", "hard"} <= set(environment.env_ids))
+
+
+def test_a_name_that_no_environment_of_a_mixture_has_is_refused() -> None:
+    words = "has env_id='easy', which is none of levels, arithmetic; name it in env_ids of its environment"
+    with elsewhere("http", of_unsaid, JudgeLimits(num_workers=1)) as environment, pytest.raises(ValueError, match=words):
+        played(environment, ["a", "b"])
+    assert played(of_unsaid(), ["a", "b"])[0].reward == 2.0
+
+
 TURN = {"answer": "good", "replies": [{"role": "tool", "content": "1: 1"}]}
 SAID = {"problem": dataclasses.asdict(PROBLEM), "opening": OPENING, "turns": [TURN]}
 
@@ -385,11 +451,6 @@ def said(**changes: Any) -> dict[str, Any]:
         ("reply", said(turns=[TURN | {"replies": []}]), "the last turn of a conversation has no replies, which ends it; ask"),
         ("reward", {"conversation": SAID | {"turns": [TURN] * 5}}, "a conversation of 5 turns is longer than max_turns=4"),
         ("reward", said(), "a message has an unknown field 'answer'"),
-        (
-            "reward",
-            {"conversation": SAID | {"problem": SAID["problem"] | {"env_id": "x"}}},
-            "problem '7' is one of a single answer; ask /reward",
-        ),
         ("attempt", {"problem": SAID["problem"]}, "a message has no seed"),
     ],
 )

@@ -115,14 +115,14 @@ def _optional_fields(message: Any) -> dict[str, type]:
     return {name: kind for name, kind in _CHAT_OPTIONAL.items() if isinstance(message, dict) and name in message}
 
 
-def as_chat(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What an environment says, as it comes out of a message.
+def as_chat(messages: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    """What an environment says, as it comes out of a message; nothing of None.
 
     Raises:
         RuntimeError: no messages of a chat.
     """
     try:
-        return read_chat(json.loads(json.dumps(list(messages), allow_nan=False)))
+        return read_chat(json.loads(json.dumps(list(messages or ()), allow_nan=False)))
     except (TypeError, ValueError, RecursionError) as error:
         raise RuntimeError(f"the environment says what is no message: {error}") from None
 

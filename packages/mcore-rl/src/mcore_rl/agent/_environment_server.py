@@ -159,7 +159,7 @@ class EnvironmentServer:
             env_id=own.env_id,
             num_problems=own.num_problems(),
             num_evaluation=own.num_problems(validation=True),
-            turn_limits={**dict.fromkeys(own.env_ids), **own.turn_limits},
+            turn_limits=own.turn_limits,
             tools=list(own.tools),
             prompt_timeout_s=own.prompt_timeout_s,
             answer_timeout_s=own.answer_timeout_s,
@@ -207,7 +207,7 @@ class EnvironmentServer:
 
     def _check_turns(self, problem: Problem, num_turns: int) -> None:
         """Whether a problem is one of a conversation of so many turns."""
-        limits = self.environment.turn_limits.get(problem.env_id or self.environment.env_id)
+        limits = self.environment._limits_of(problem)
         if limits is None:
             raise MessageError(f"problem {problem.problem_id!r} is one of a single answer; ask /reward")
         if num_turns > limits.max_turns:

@@ -39,7 +39,7 @@ class HeldElsewhere(NumberedProblems):
         """How good a single answer is."""
 
     async def _play(self, interface: InferenceInterface, problem: Problem, args: GenericGenerationArgs, draw: str | None = None) -> Attempt:
-        limits = self.turn_limits.get(problem.env_id or self.env_id)
+        limits = self._limits_of(problem)
         if limits is None:
             return await super()._play(interface, problem, args, draw)
         return await hold(self, interface, lambda: _Episode(self, problem), problem, args, limits, draw)
@@ -47,7 +47,7 @@ class HeldElsewhere(NumberedProblems):
 
 def is_conversation(environment: NumberedAgent, problem: Problem) -> bool:
     """Whether an environment's problem is one of several turns."""
-    return environment.turn_limits.get(problem.env_id or environment.env_id) is not None
+    return environment._limits_of(problem) is not None
 
 
 class _Episode(Episode):

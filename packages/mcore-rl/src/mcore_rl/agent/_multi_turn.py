@@ -130,7 +130,7 @@ async def hold(
         experts = _recorded(experts, answer)
         versions = None if versions is None or answer.weight_versions is None else [*versions, *answer.weight_versions]
         responses.append(answer.response)
-        replies = await agent._asked(episode.reply(answer.response), "reply")
+        replies = await agent._asked(_replies(episode, answer.response), "reply")
         if not replies or reason == "length" or len(responses) == limits.max_turns:
             break
         following = _encoded(functools.partial(interface.encode_replies, answer, replies))
@@ -158,6 +158,11 @@ async def _begun(begin: Callable[[], Episode]) -> tuple[Episode, Sequence[Mappin
     """An episode and its first messages."""
     episode = begin()
     return episode, await episode.start()
+
+
+async def _replies(episode: Episode, answer: str) -> Sequence[Mapping[str, Any]]:
+    """What is said to an answer, of an iterator, too; nothing of None."""
+    return list(await episode.reply(answer) or ())
 
 
 def _encoded(encode: Callable[[], list[int]]) -> list[int]:

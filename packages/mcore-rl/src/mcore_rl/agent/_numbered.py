@@ -46,7 +46,26 @@ class NumberedAgent(JudgedAgent):
     @property
     def turn_limits(self) -> Mapping[str, TurnLimits | None]:
         """Of each environment that it is made of, by name, how long its conversations are; None for one of single answers."""
-        return {self.env_id: None}
+        return dict.fromkeys(self.env_ids)
+
+    def _limits_of(self, problem: Problem) -> TurnLimits | None:
+        """How long conversations about a problem are; None for one of a single answer. A name of the problem's own counts as the
+        environment's.
+
+        Raises:
+            ValueError: this is a mixture, and the problem has a name that none of its environments has.
+        """
+        known = self.turn_limits
+        for name in (problem.env_id, self.env_id):
+            if name in known:
+                return known[name]
+        first, *others = known.values()
+        if any(other != first for other in others):
+            raise ValueError(
+                f"problem {problem.problem_id!r} has env_id={problem.env_id!r}, which is none of {', '.join(known)}; name it in env_ids of "
+                "its environment"
+            )
+        return first
 
     @property
     def holds_conversations(self) -> bool:
@@ -60,7 +79,7 @@ class NumberedAgent(JudgedAgent):
 
     @property
     def env_ids(self) -> tuple[str, ...]:
-        """Names that its rollouts have: its own, or those of the environments that it is made of."""
+        """Names that its rollouts have: its own, those of the environments that it is made of, or those that its problems set."""
         return (self.env_id,)
 
     @abstractmethod
@@ -173,7 +192,7 @@ class NumberedConversations(NumberedAgent, MultiTurnAgent):
 
     @property
     def turn_limits(self) -> Mapping[str, TurnLimits | None]:
-        return {self.env_id: TurnLimits(max_turns=self.max_turns, max_tokens=self.max_tokens)}
+        return dict.fromkeys(self.env_ids, TurnLimits(max_turns=self.max_turns, max_tokens=self.max_tokens))
 
     @functools.cached_property
     def _episodes(self) -> ConversationMemory[Episode]:
