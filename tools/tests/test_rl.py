@@ -372,6 +372,7 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
         ),
         ("rl.mixture=[countdown,countdown]", "must be one or more, of different env_id"),
         ("rl.environment=maths rl.maths.path=no/such/file", "maths.path='no/such/file' is no file; name one of JSON lines"),
+        ("rl.environment=maths rl.maths.num_evaluation=54 rl.imitation_steps=0", "environment 'maths' has no problems to train on; lower"),
         ("rl.environment=no.such.module:Task", "cannot be made: No module named 'no'"),
         ("rl.critic.lr=1e-3", "critic has no effect without gae"),
         ("rl.gae.lam=1 rl.critic.lr=inf", "critic.lr=inf must be a finite number above 0"),

@@ -5,13 +5,14 @@
 import asyncio
 import dataclasses
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mcore_rl import Problem
+from mcore_rl import Problem, WeightedMultiTask
 from mcore_rl.envs import Maths, MathsConfig
 from mcore_rl.envs._maths_answer import same_answer, split_answer
 
@@ -195,6 +196,59 @@ def test_the_first_problems_of_a_file_are_evaluated_a_fifth_of_it_and_128_at_mos
         evaluated, trained = environment.get_dataset(validation=True), environment.get_dataset()
         assert [one.golden for one in evaluated] == [str(n) for n in range(wanted)]
         assert sorted(int(one.golden) for one in trained) == list(range(wanted, count))
+
+
+def two_files(folder: Path) -> tuple[str, str]:
+    """Problems 0 to 9, and problems 8 to 12."""
+    paths = []
+    for name, numbers in (("dapo", range(10)), ("aime", range(8, 13))):
+        paths.append(folder / f"{name}.jsonl")
+        paths[-1].write_text("\n".join(json.dumps({"problem": f"{n}?", "answer": str(n)}) for n in numbers))
+    return str(paths[0]), str(paths[1])
+
+
+@pytest.mark.parametrize(("num_evaluation", "evaluated"), [(None, ["8", "9", "10", "11", "12"]), (2, ["8", "9"])])
+def test_a_file_of_its_own_is_evaluated_and_nothing_of_it_is_trained_on(
+    tmp_path: Path, num_evaluation: int | None, evaluated: list[str]
+) -> None:
+    trained, own = two_files(tmp_path)
+    config = MathsConfig(
+        path=trained, evaluation_path=own, num_evaluation=num_evaluation, prompt="{question}", evaluation_prompt="{question} Box it."
+    )
+    environment = config.build()
+    kept, rest = environment.get_dataset(validation=True), environment.get_dataset()
+    assert [one.golden for one in kept] == evaluated and {one.prompt[-8:] for one in kept} == {" Box it."}
+    assert sorted(one.prompt for one in rest) == [f"{n}?" for n in range(8)]
+    assert len({one.problem_id for one in (*kept, *rest)}) == len(kept) + len(rest)
+
+
+def test_an_environment_of_evaluations_alone_has_weight_0_and_a_name_of_its_own(tmp_path: Path) -> None:
+    trained, own = two_files(tmp_path)
+    dapo, aime = MathsConfig(path=trained).build(), MathsConfig(path=own, env_id="aime", num_evaluation=5).build()
+    mixed = WeightedMultiTask([dapo, aime], [1, 0])
+    assert mixed.env_ids == ("maths", "aime") and {mixed.problem(n).env_id for n in range(8)} == {"maths"}
+    evaluated = asyncio.run(mixed.evaluation_prompts(5))
+    assert [one.problem_id for one in evaluated if one.env_id == "aime"] == [f"aime/aime/{n}" for n in range(5)]
+    with pytest.raises(ValueError, match="environment 'aime' has no problems to train on; give it weight 0"):
+        WeightedMultiTask([dapo, aime], [1, 1])
+    with pytest.raises(ValueError, match="environment 'aime' evaluates all problems of its file; train on another one"):
+        aime.problem(0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"env_id": "a/b"}, "env_id='a/b' must be a name without /"),
+        ({"evaluation_prompt": "{question}"}, "evaluation_prompt='{question}' must hold {question}, and is for an evaluation_path"),
+        ({"evaluation_path": "no/file"}, "maths.evaluation_path='no/file' is no file"),
+        ({"evaluation_path": "AIME", "num_evaluation": 6}, "has 5 problems, and num_evaluation=6; lower it"),
+        ({"path": "AIME", "num_evaluation": 6}, "has 5 problems, num_evaluation=6 of which are kept back; lower it"),
+    ],
+)
+def test_evaluations_that_cannot_be_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    _, own = two_files(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        MathsConfig(**{name: own if value == "AIME" else value for name, value in fields.items()}).build()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ def build_environment(config: RLConfig) -> NumberedAgent:
     environments = [_build(config, name) for name in config.environments]
     weights = config.mixture_weights or [1.0] * len(environments)
     environment = WeightedMultiTask(environments, weights) if config.mixture else environments[0]
+    if not config.mixture and environment.num_problems() < 1:
+        raise ValueError(f"environment {environment.env_id!r} has no problems to train on; lower num_evaluation, or name another file")
     # A row to imitate is a text or a conversation, and a run makes rows of one kind.
     if config.imitation_steps > 0 and environment.holds_conversations and not all(environment.turn_limits.values()):
         raise ValueError(

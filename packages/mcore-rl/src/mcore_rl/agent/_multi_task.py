@@ -53,6 +53,9 @@ class WeightedMultiTask(NumberedProblems):
         if not names or len(set(names)) < len(names) or any("/" in name for name in names):
             raise ValueError(f"environments={names} must be one or more, of different env_id without a /; pass another env_id")
         self._shares = _whole_shares(names, weights)
+        for environment, share in zip(environments, self._shares, strict=True):
+            if share and environment.num_problems() < 1:
+                raise ValueError(f"environment {environment.env_id!r} has no problems to train on; give it weight 0")
         limits = {
             name: max(getattr(environment, name) for environment in environments)
             for name in ("prompt_timeout_s", "answer_timeout_s", "judge_timeout_s")

@@ -21,7 +21,7 @@ from typing import Any
 from mcore_rl import _confine
 from mcore_rl._stability import experimental_api
 from mcore_rl.agent import NumberedProblems, Problem
-from mcore_rl.envs._file_order import FileOrder
+from mcore_rl.envs._file_order import FileOrder, check_env_id
 
 _OWN = Path(__file__).with_name("code.jsonl")
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
@@ -38,6 +38,8 @@ class CodeConfig:
         ValueError: a field out of its range.
     """
 
+    env_id: str = "code"
+    """Under which rewards are reported."""
     path: str = ""
     """JSON lines with ``question`` and ``tests``, a list of {"input": TEXT, "output": TEXT}; empty for the 36 of this package."""
     prompt: str = "{question}\nWrite a Python program that reads standard input, in a block of ```python.\n"
@@ -51,11 +53,12 @@ class CodeConfig:
     max_programs: int = 4
     """Programs that run at a time."""
     num_evaluation: int | None = None
-    """Problems at the beginning of the file that are not trained on; None for a fifth of it, 128 at most."""
+    """Problems at the beginning of the file that are not trained on, or all of them; None for a fifth of it, 128 at most."""
     seed: int = 0
     """Of the order, another one each time that the file is seen."""
 
     def __post_init__(self) -> None:
+        check_env_id(self.env_id)
         if "{question}" not in self.prompt:
             raise ValueError(f"prompt={self.prompt!r} must hold {{question}}")
         if not (math.isfinite(self.format_reward) and 0 <= self.format_reward < 1):
@@ -94,10 +97,10 @@ class Code(NumberedProblems):
     """
 
     def __init__(self, config: CodeConfig) -> None:
-        super().__init__("code")
+        super().__init__(config.env_id)
         self.config = config
         self._rows = _read(Path(config.path or _OWN))
-        self._order = FileOrder("code", config.path or "code.jsonl", len(self._rows), config.num_evaluation, config.seed)
+        self._order = FileOrder(self.env_id, config.path or "code.jsonl", len(self._rows), config.num_evaluation, config.seed)
         self._room: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     def problem(self, number: int) -> Problem:
@@ -106,7 +109,7 @@ class Code(NumberedProblems):
         order, first = self._order, self.FIRST_EVALUATION
         row = order.trained(number) if number < first else order.evaluated(number - first)
         question, tests = self._rows[row]
-        return Problem(problem_id=f"code/{row}", prompt=config.prompt.replace("{question}", question), golden=json.dumps(tests))
+        return Problem(problem_id=f"{self.env_id}/{row}", prompt=config.prompt.replace("{question}", question), golden=json.dumps(tests))
 
     def num_problems(self, *, validation: bool = False) -> int:
         return self._order.num_evaluation if validation else self._order.num_trained

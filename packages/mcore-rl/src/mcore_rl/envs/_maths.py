@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mcore_rl._stability import experimental_api
 from mcore_rl.agent import NumberedProblems, Problem
-from mcore_rl.envs._file_order import FileOrder
+from mcore_rl.envs._file_order import FileOrder, check_env_id
 from mcore_rl.envs._math_verify import MathVerify
 from mcore_rl.envs._maths_answer import same_answer, split_answer
 from mcore_rl.envs._maths_file import read_problems
@@ -26,6 +26,8 @@ class MathsConfig:
         ValueError: a field out of its range.
     """
 
+    env_id: str = "maths"
+    """Under which rewards are reported."""
     path: str = ""
     """JSON lines with a question and an answer, in the columns of GSM8K, MATH, DAPO, AIME, Big-Math, OpenMathInstruct and their like; of
     an answer with ``\\boxed`` what the last one holds, of one with ``####`` what stands behind it. A question counts once. Empty for the 54
@@ -39,6 +41,11 @@ class MathsConfig:
     matrices by that library (extra ``maths``), in processes with limits (`mcore_rl.ProcessJudge`)."""
     prompt: str = "{question}\nThink step by step, and put the final answer in \\boxed{}.\n"
     """With {question}."""
+    evaluation_path: str = ""
+    """A file of its own for evaluations, as AIME beside DAPO: no problem of it is trained on, and all of ``path`` are else. Empty for the
+    first problems of ``path``."""
+    evaluation_prompt: str = ""
+    """Of ``evaluation_path``, with {question}; empty for ``prompt``."""
     format_reward: float = 0.0
     """Of a wrong answer in tags or in a box."""
     negative_reward: float = 0.0
@@ -46,13 +53,17 @@ class MathsConfig:
     partial_end_reward: float | None = None
     """Of the right answer with text behind it, from ``format_reward`` to 1; None for 1."""
     num_evaluation: int | None = None
-    """Problems at the beginning of the file that are not trained on; None for a fifth of it, 128 at most."""
+    """Problems at the beginning of the file that are not trained on, or all of them; None for a fifth of it, 128 at most. With
+    ``evaluation_path`` those at the beginning of that; None for all."""
     seed: int = 0
     """Of the order, another one each time that the file is seen."""
 
     def __post_init__(self) -> None:
+        check_env_id(self.env_id)
         if "{question}" not in self.prompt:
             raise ValueError(f"prompt={self.prompt!r} must hold {{question}}")
+        if self.evaluation_prompt and ("{question}" not in self.evaluation_prompt or not self.evaluation_path):
+            raise ValueError(f"evaluation_prompt={self.evaluation_prompt!r} must hold {{question}}, and is for an evaluation_path")
         if self.judge not in ("own", "math-verify"):
             raise ValueError(f"judge={self.judge!r} must be own or math-verify")
         if not (math.isfinite(self.format_reward) and 0 <= self.format_reward < 1):
@@ -91,11 +102,18 @@ class Maths(NumberedProblems):
     """
 
     def __init__(self, config: MathsConfig) -> None:
-        super().__init__("maths")
+        super().__init__(config.env_id)
         self.config = config
         self._same = MathVerify().same if config.judge == "math-verify" else same_answer
-        self._rows = read_problems(Path(config.path or _OWN), config.question_field, config.answer_field)
-        self._order = FileOrder("maths", config.path or "maths.jsonl", len(self._rows), config.num_evaluation, config.seed)
+        columns, path, num_evaluation = (config.question_field, config.answer_field), config.path or "maths.jsonl", config.num_evaluation
+        self._rows = read_problems(Path(config.path or _OWN), *columns)
+        if config.evaluation_path:
+            evaluated = read_problems(Path(config.evaluation_path), *columns, name="maths.evaluation_path")
+            if not 1 <= (num_evaluation := num_evaluation or len(evaluated)) <= len(evaluated):
+                raise ValueError(f"{config.evaluation_path} has {len(evaluated)} problems, and num_evaluation={num_evaluation}; lower it")
+            questions = {question for question, _ in evaluated}
+            self._rows = evaluated[:num_evaluation] + [row for row in self._rows if row[0] not in questions]
+        self._order = FileOrder(self.env_id, path, len(self._rows), num_evaluation, config.seed)
 
     def problem(self, number: int) -> Problem:
         """Problem ``number``: each of the file once, then again in another order."""
@@ -103,7 +121,8 @@ class Maths(NumberedProblems):
         order, first = self._order, self.FIRST_EVALUATION
         row = order.trained(number) if number < first else order.evaluated(number - first)
         question, answer = self._rows[row]
-        return Problem(problem_id=f"maths/{row}", prompt=config.prompt.replace("{question}", question), golden=answer)
+        prompt = config.prompt if number < first else config.evaluation_prompt or config.prompt
+        return Problem(problem_id=f"{self.env_id}/{row}", prompt=prompt.replace("{question}", question), golden=answer)
 
     def attempt(self, problem: Problem, generator: random.Random) -> str:
         """The answer to some problem of the file."""

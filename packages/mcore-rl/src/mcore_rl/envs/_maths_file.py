@@ -15,20 +15,21 @@ _ANSWERS = ("answer", "expected_answer", "ground_truth", "reward_model.ground_tr
 _PROSE = "solution"
 
 
-def read_problems(path: Path, question: str = "", answer: str = "") -> list[tuple[str, str]]:
+def read_problems(path: Path, question: str = "", answer: str = "", *, name: str = "maths.path") -> list[tuple[str, str]]:
     """Questions and final answers of JSON lines; a question that comes again counts once, with its first answer.
 
     Args:
         path: the file.
         question: field of the question, a.b for field b of field a; empty for question, problem or prompt, whichever is there first.
         answer: field of the answer; empty for answer, expected_answer, ground_truth, reward_model.ground_truth or solution.
+        name: of the field that names the file, for errors.
 
     Raises:
         ValueError: no file, or a line that is no problem; names file and line.
         OSError: the file cannot be read.
     """
     if not path.is_file():
-        raise ValueError(f"maths.path={str(path)!r} is no file; name one of JSON lines with question and answer")
+        raise ValueError(f"{name}={str(path)!r} is no file; name one of JSON lines with question and answer")
     rows: dict[str, str] = {}
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
