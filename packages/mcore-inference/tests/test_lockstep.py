@@ -5,6 +5,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import os
 import signal
 import time
@@ -30,6 +31,8 @@ from mcore_inference import (
     PagedAttention,
     RankFailedError,
     SamplingParams,
+    StructuredOutput,
+    StructuredOutputError,
     WeightLoadError,
     WeightSlice,
     follow_runner,
@@ -72,6 +75,44 @@ def expects_rank_failure(rank: int, words: str) -> Iterator[None]:
 
 def slow_down(engine: DynamicInferenceEngine, seconds: float) -> None:
     engine.model.register_forward_pre_hook(lambda *_: time.sleep(seconds))
+
+
+# -- forms -------------------------------------------------------------------------------------------------------------
+
+
+def check_forms() -> list[Any]:
+    """A core that is busy makes masks of this rank seem slow; a form that takes too much work does on all ranks."""
+    engine = split_engine()
+    if engine.model.groups.tp.rank == 1:
+        hours = itertools.count(0, 3600)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(time, "thread_time", lambda: float(next(hours)))
+            follow_runner(engine, PATIENT)
+        return []
+
+    async def ask(runner: EngineRunner, regex: str, seed: int) -> list[Any]:
+        form = SamplingParams(num_tokens_to_generate=12, seed=seed, structured_output=StructuredOutput(regex=regex))
+        record = await (await runner.submit("what a", form, stream=False)).record()
+        return [record.generated_text, record.finish_reason, type(record.error)]
+
+    async def main() -> list[Any]:
+        with EngineRunner(engine, lockstep=PATIENT) as runner:
+            costly = [await ask(runner, "x(a{900}){1000}", seed) for seed in range(3)]
+            # The last of these are near what a mask may take.
+            near = [await ask(runner, f"x(a{{{count}}}){{1000}}", 0) for count in (100, 200, 300, 400)]
+            answers = [*costly, *near, await ask(runner, "[ab]{4}", 1)]
+            assert runner.failure is None and runner.health().alive
+            return answers
+
+    return asyncio.run(main())
+
+
+@pytest.mark.world(2)
+def test_a_mask_that_takes_too_much_ends_its_request_on_all_ranks_alike(world: World) -> None:
+    answers = world(check_forms)[0]
+    assert answers[:3] == [["x", FinishReason.ERROR, StructuredOutputError]] * 3
+    assert all(text.startswith("x") for text, _, _ in answers[3:-1])
+    assert len(answers[-1][0]) == 4 and answers[-1][1] is FinishReason.STOP
 
 
 # -- over HTTP -----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
 
 import builtins
 import functools
+import itertools
 import json
 import os
 import re
@@ -28,7 +29,7 @@ from mcore_inference import (
     TransformersTokenizer,
 )
 from mcore_inference.sampling import Draws, keep_allowed
-from mcore_inference.structured import GrammarCompiler, _llguidance
+from mcore_inference.structured import GrammarCompiler
 from mcore_inference.structured._bounds import on_deep_stack
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.data.tokenizers import train_bpe
@@ -307,12 +308,63 @@ def test_an_ambiguous_grammar_ends_by_an_error_before_it_stalls_the_engine(make_
     assert worst < 0.1
 
 
-def test_a_mask_that_takes_too_long_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_that_takes_too_much_work_ends_its_request_at_the_same_token_each_time(make_model: Make, make_engine: Make) -> None:
+    compiler = GrammarCompiler(ByteTokenizer(), 272)
+    for number in range(3):
+        # What one of them has used up is not missing to the next.
+        matcher = compiler.matcher(StructuredOutput(regex="x(a{900}){1000}"), number)
+        with pytest.raises(StructuredOutputError, match=f"request {number}: structured_output cannot go on.*too many expressions"):
+            matcher.accept(ord("x"))
+    engine = make_engine(make_model(vocab_size=272), ByteTokenizer(), max_sequence_length=128)
+    good = SamplingParams(seed=2, num_tokens_to_generate=20, ignore_eos=True)
+    (alone,) = engine.generate(["x"], good)
+    beside, ended = engine.generate(["x", "y"], [good, params(regex="x(a{900}){1000}")])
+    assert isinstance(ended.error, StructuredOutputError) and ended.num_generated == 1
+    assert beside.error is None and beside.generated_tokens == alone.generated_tokens
+
+
+def test_no_clock_decides_whether_an_output_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks with a core of their own each go on alike."""
     matcher = GrammarCompiler(ByteTokenizer(), 272).matcher(StructuredOutput(regex="a+"), 3)
+    hours = itertools.count(0, 3600)
+    monkeypatch.setattr(time, "thread_time", lambda: float(next(hours)))
     matcher.accept(97)
-    monkeypatch.setattr(_llguidance, "_MAX_TOKEN_S", 0.0)
-    with pytest.raises(StructuredOutputError, match=r"request 3: structured_output took .* for a token"):
-        matcher.accept(97)
+    assert matcher.may_end
+
+
+def multiples(*values: float, key: str = "anyOf") -> str:
+    return json.dumps({key: [{"type": "number", "multipleOf": value} for value in values]})
+
+
+@pytest.mark.parametrize(
+    ("form", "word"),
+    [
+        ({"json_schema": multiples(*range(90001, 90011))}, "is at most 10000, and multipleOf=9000"),
+        ({"json_schema": multiples(997, 991, key="allOf")}, "multipleOf=99"),
+        ({"json_schema": multiples(1048576)}, "multipleOf=1048576"),
+        ({"json_schema": multiples(300.007)}, r"multipleOf=300\.007"),
+        ({"json_schema": multiples(90001).replace("multipleOf", "multiple\\u004ff")}, "multipleOf=90001"),
+        ({"grammar": f"start: %json {multiples(90001)}"}, "multipleOf=90001"),
+        ({"grammar": "start: A\nA: /(a{2003})*/ & /(a{1999})*/"}, "operator &"),
+        ({"grammar": "start: A\nA: ~/(a{2003})*/"}, "operator ~"),
+        ({"grammar": 'start: A | <#>\nA: "/" /(a{2003})*/ & /(a{1999})*/ // "\n'}, "operator &"),
+    ],
+)
+def test_forms_that_nothing_bounds_the_compilation_of_are_refused(form: dict[str, Any], word: str) -> None:
+    with pytest.raises(StructuredOutputError, match=f"(?s){next(iter(form))} is refused.*{word}"):
+        GrammarCompiler(ByteTokenizer(), 272).matcher(StructuredOutput(**form), 0)
+
+
+def test_usual_multiples_and_operators_that_are_text_are_compiled() -> None:
+    compiler = GrammarCompiler(ByteTokenizer(), 272)
+    for form in (
+        {"json_schema": multiples(5, 10, 15, 60, 100, 1000, 0.01, 0.25)},
+        {"json_schema": multiples(9999)},
+        {"json_schema": {"type": "object", "properties": {"multipleOf": {"type": "integer", "multipleOf": 7}}}},
+        {"grammar": 'start: "a&b" /c&~d/ "e" ~ 3 // & ~\n# &'},
+        {"json_schema": {"enum": [f"value number {number} of many" for number in range(5000)]}},
+    ):
+        assert compiler.matcher(StructuredOutput(**form), 0).allowed(()).any()  # type: ignore[arg-type]
 
 
 def test_objects_of_very_many_properties_are_refused_before_they_are_compiled() -> None:

@@ -58,8 +58,7 @@ class Intake:
         stop_ids = stop_tokens(params, self._tokenizer, self._vocab_size)
         wanted = params.budget(len(tokens))
         budget = self._context.check_fits(len(tokens), wanted, number)
-        form = params.structured_output
-        grammar = None if form is None else self._grammars.matcher(form, number)
+        bad_words = bad_word_tokens(params, stop_ids, self._tokenizer, self._vocab_size)
         request = DynamicInferenceRequest(
             request_id=number,
             prompt_tokens=tokens,
@@ -69,6 +68,9 @@ class Intake:
             prompt=prompt if isinstance(prompt, str) else None,
             priority=priority,
         )
+        form = params.structured_output
+        # Last: other ranks compile the forms of what is accepted, and keep as many.
+        grammar = None if form is None else self._grammars.matcher(form, number)
         entry = ActiveRequest(
             chain=PrefixChain(self._context.block_size) if self._shares_prefixes else None,
             record=DynamicInferenceRequestRecord.from_request(request),
@@ -76,7 +78,7 @@ class Intake:
             order=order,
             seed=request_seed(self._seed, number) if params.seed is None else params.seed,
             stop_ids=stop_ids,
-            bad_words=bad_word_tokens(params, stop_ids, self._tokenizer, self._vocab_size),
+            bad_words=bad_words,
             text=None if self._texts is None else _text_of(self._texts, params),
             started=time.monotonic(),
             grammar=grammar,
