@@ -3,9 +3,11 @@
 """An engine in its thread, seen from event loops."""
 
 import asyncio
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from mcore_inference import (
     StepFailedError,
     get_asyncio_loop,
 )
+from mcore_inference.engine import _runner
 from mcore_parallel import named_shards
 from mcore_parallel.data import ByteTokenizer
 
@@ -447,6 +450,63 @@ def test_a_step_that_hangs_shows_in_health(engine: DynamicInferenceEngine, outpu
         runner.close()
 
     asyncio.run(main())
+
+
+def test_a_request_that_hangs_on_its_way_in_shows_in_health_and_a_function_does_not(
+    engine: DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only command of an idle engine, such as a form whose compilation does not end."""
+    entered, may_end, add = threading.Event(), threading.Event(), engine.add_request
+
+    def hang(*arguments: Any, **options: Any) -> Any:
+        entered.set()
+        assert may_end.wait(30)
+        return add(*arguments, **options)
+
+    monkeypatch.setattr(engine, "add_request", hang)
+
+    async def main() -> None:
+        with EngineRunner(engine, stall_timeout_s=0.05) as runner:
+            task = asyncio.ensure_future(runner.submit("a", SamplingParams(num_tokens_to_generate=1)))
+            assert await asyncio.to_thread(entered.wait, 30)
+            while (health := runner.health()).alive:
+                await asyncio.sleep(0.01)
+            assert health.last_step_age_s is not None and health.last_step_age_s > 0.05 and not health.unfinished_requests
+            may_end.set()
+            await (await task).record()
+            assert runner.health().alive
+            # To free or take a cache, and to load weights, may take longer than a step.
+            entered.clear()
+            may_end.clear()
+            call = asyncio.ensure_future(runner.call(lambda: (entered.set(), may_end.wait(30))))
+            assert await asyncio.to_thread(entered.wait, 30)
+            await asyncio.sleep(0.2)
+            assert (health := runner.health()).alive and health.last_step_age_s is not None and health.last_step_age_s > 0.05
+            monkeypatch.setattr(_runner, "_LONG_CALL_S", 0.1)
+            assert not runner.health().alive
+            may_end.set()
+            await call
+
+    asyncio.run(main())
+
+
+def test_many_short_commands_are_no_long_one(engine: DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of requests that came at once; each takes less than a step may."""
+    clock, ages = itertools.count(0, 1), list[float | None]()
+    with EngineRunner(engine, stall_timeout_s=3.5) as runner:
+
+        async def main() -> None:
+            started, may_begin = threading.Event(), threading.Event()
+            first = asyncio.ensure_future(runner.call(lambda: (started.set(), may_begin.wait(30))))
+            assert await asyncio.to_thread(started.wait, 30)
+            monkeypatch.setattr(_runner, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+            calls = [asyncio.ensure_future(runner.call(lambda: ages.append(runner.health().last_step_age_s))) for _ in range(20)]
+            await asyncio.sleep(0)
+            may_begin.set()
+            await asyncio.gather(first, *calls)
+
+        asyncio.run(main())
+    assert len(ages) == 20 and all(age is not None and age < 3.5 for age in ages[1:])
 
 
 def test_an_engine_that_hangs_is_given_up_by_whoever_sees_it(

@@ -32,6 +32,8 @@ _WARM_STALL_S = 3.5
 """That a step may take on a GPU that has nothing to compile: with the ways to a server's ``/health`` it is red within 5 s."""
 _COLD_STALL_S = 60.0
 """That a step may take which compiles, or is of a CPU."""
+_LONG_CALL_S = 120.0
+"""That a function run between two steps may take: to free or take a cache, copy weights, or what others ask for."""
 _LAST_STEP_S = 5.0
 """That the step of an engine that is given up gets to end; it may never do so."""
 _LOG = logging.getLogger("mcore_inference.engine")
@@ -58,6 +60,8 @@ class _Command:
     run: Callable[[], None]
     refuse: Callable[[], None]
     """Instead of ``run``, when the engine ended before."""
+    may_take_long: bool = False
+    """More than a step."""
 
 
 @experimental_api
@@ -112,6 +116,8 @@ class EngineRunner:
         self._commands: list[_Command] = []
         self._begun: list[_Command] = []
         """Taken from ``_commands`` to be run."""
+        self._running: _Command | None = None
+        """Of these."""
         self._results: list[Result] = []
         """Of those that were run since results were last given out."""
         self._waiting: list[tuple[Callable[[], bool], _Command]] = []
@@ -204,9 +210,9 @@ class EngineRunner:
         Raises:
             EngineDeadError: the engine failed or was closed.
         """
-        return await self._queue(function)
+        return await self._queue(function, may_take_long=True)
 
-    def _queue(self, function: Callable[[], Any]) -> "asyncio.Future[Any]":
+    def _queue(self, function: Callable[[], Any], *, may_take_long: bool = False) -> "asyncio.Future[Any]":
         """The result of a function that is run between two steps."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Any] = loop.create_future()
@@ -222,7 +228,7 @@ class EngineRunner:
         def refuse() -> None:
             call_in(loop, settle, result, None, self._dead())
 
-        self._send(_Command(command, refuse))
+        self._send(_Command(command, refuse, may_take_long))
         return result
 
     async def load_weights(
@@ -418,12 +424,19 @@ class EngineRunner:
         return _WARM_STALL_S if self.engine.is_warm and self.engine.context.device.type == "cuda" else _COLD_STALL_S
 
     def health(self) -> EngineHealth:
-        """Liveness by progress: a thread that hangs in a step is dead after ``stall_timeout_s``, one that waits for weights after a minute
-        at least."""
+        """Liveness by progress: a thread that hangs in a step, or with one request that comes or goes, is dead after ``stall_timeout_s``.
+
+        One that waits for weights is after a minute at least, and one that runs what ``call``, ``suspend``, ``resume`` or ``load_weights``
+        gave it after two.
+        """
         waits = self._paused or (self._peers is not None and self._peers.last.hold is not None)
-        busy = bool(self._commands or (self._streams and not waits))
+        busy = bool(self._commands or self._begun or (self._streams and not waits))
         age = time.monotonic() - self._progress if busy else None
-        patience_s = max(self.stall_timeout_s, _WEIGHTS_S) if self._awaits_weights else self.stall_timeout_s
+        command, patience_s = self._running, self.stall_timeout_s
+        if command is not None and command.may_take_long:
+            patience_s = max(patience_s, _LONG_CALL_S)
+        elif self._awaits_weights:
+            patience_s = max(patience_s, _WEIGHTS_S)
         alive = self._thread.is_alive() and not self._closing and (age is None or age < patience_s)
         failure = None if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
         return EngineHealth(alive=alive, last_step_age_s=age, unfinished_requests=len(self._streams), failure=failure)
@@ -483,7 +496,11 @@ class EngineRunner:
                 return False
             self._begun, self._commands = self._commands, []
         for command in self._begun:
+            self._running = command
             command.run()
+            # Many short ones are no long one.
+            self._progress = time.monotonic()
+        self._running = None
         self._give_results()
         self._begun = []
         return True
