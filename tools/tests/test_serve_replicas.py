@@ -3,6 +3,7 @@
 """Engines in processes of their own that die, and what becomes of the server over them. The processes only speak as engines do."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -10,23 +11,34 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from mcore_inference import CoordinatorError, EngineDeadError
+from mcore_inference import (
+    CoordinatorError,
+    DynamicInferenceContext,
+    DynamicInferenceEngine,
+    EngineDeadError,
+    InferenceConfig,
+    PagedAttention,
+)
 from mcore_inference.coordinator import (
     CoordinatedRunner,
     CoordinatorConfig,
     CoordinatorSecurity,
     DataParallelInferenceCoordinator,
+    EngineWorker,
     InferenceClient,
 )
 from mcore_inference.coordinator._core import CoordinatorCore
 from mcore_inference.coordinator._messages import PROTOCOL
-from mcore_inference.server import serve_runner
+from mcore_inference.server import ServerLimits, serve_runner
+from mcore_parallel import ProcessGroups
 from mcore_parallel.data import ByteTokenizer
-from mcore_tools.serving import EngineLayout, Job, _replicas, coordinated
+from mcore_parallel.models import GPTModel, TransformerConfig
+from mcore_tools.serving import EngineLayout, Job, _replicas, coordinated, work_for
 from mcore_tools.serving._replicas import Replicas
 
 ONE = EngineLayout(tp=1, pp=1, num_sharing=1)
@@ -211,3 +223,36 @@ def test_engines_of_other_hosts_get_no_secret_to_control_others(tmp_path: Path) 
                     await client.stop_engines()
 
         asyncio.run(asyncio.wait_for(ask(), 20))
+
+
+@pytest.mark.parametrize(("fails", "code"), [(True, 75), (False, 0)])
+def test_a_worker_that_fails_ends_its_process_as_a_failed_engine_does(
+    fails: bool, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By exit code 75, for whoever starts it again; a stop of all engines is no failure."""
+    config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=64)
+    model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), seed=0)
+    sizes = InferenceConfig(max_sequence_length=16, num_blocks=4, block_size_tokens=8)
+    engine = DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes))
+
+    async def stop(address: str) -> None:
+        async with InferenceClient(address) as client:
+            with contextlib.suppress(CoordinatorError):
+                await client.stop_engines()
+
+    async def fail(self: EngineWorker, signal: object) -> None:
+        raise RuntimeError("no such signal")
+
+    if fails:
+        monkeypatch.setattr(EngineWorker, "_obey", fail)
+    with DataParallelInferenceCoordinator() as coordinator:
+
+        def drive() -> None:
+            coordinator.wait_for_engines(1)
+            asyncio.run(stop(coordinator.address))
+
+        with ThreadPoolExecutor(1) as pool:
+            driven = pool.submit(drive)
+            assert work_for(engine, Job.named(coordinator.address), "dp-0", ServerLimits()) == code
+            driven.result(timeout=30)
+    assert ("worker dp-0 ended" in caplog.text) == fails

@@ -229,6 +229,29 @@ def test_suspended_engines_hold_no_cache_and_lose_nothing(runners: list[EngineRu
         asyncio.run(ask(serve(stack, runners).address))
 
 
+def test_a_resume_that_fails_on_one_engine_leaves_all_suspended_and_may_be_sent_again(
+    runners: list[EngineRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask(address: str) -> None:
+        async with InferenceClient(address) as client:
+            await client.suspend_engines()
+            with monkeypatch.context() as full:
+
+                def fail() -> None:
+                    raise torch.OutOfMemoryError("no room")
+
+                full.setattr(runners[1].engine, "resume", fail)
+                with pytest.raises(CoordinatorError, match=r"resume failed, .* stay suspended \(dp-1: OutOfMemoryError: no room\)"):
+                    await client.resume_engines()
+            assert (await client.status()).state == "suspended"
+            await client.resume_engines()
+            assert len((await client.add_request("x", TEN)).generated_tokens) == 10
+            assert {engine.name for engine in (await client.status()).engines} == {"dp-0", "dp-1"}
+
+    with ExitStack() as stack:
+        asyncio.run(ask(serve(stack, runners).address))
+
+
 def weights_of(engine: Any) -> list[tuple[str, torch.Tensor]]:
     return [(shard.name, shard.parameter.detach().clone()) for shard in named_shards(engine.model)]
 

@@ -232,6 +232,50 @@ def test_signals_are_acknowledged_when_every_engine_has() -> None:
     assert group.got(b"c1", SignalAck)[0].call == 9 and len(group.got(b"e0", Pause)) == 1
 
 
+def test_a_signal_that_fails_on_one_engine_leaves_all_as_they_were() -> None:
+    group = Group(engines=2, clients=1)
+    for call, signal in enumerate((Pause, Suspend)):
+        group.send(b"c0", signal(call=call))
+        for peer in (b"e0", b"e1"):
+            group.send(peer, SignalAck(call=group.got(peer, signal)[0].call))
+    assert group.core.state is GroupState.SUSPENDED
+    for _ in range(2):
+        group.send(b"c0", Resume(call=7))
+        group.send(b"e0", SignalAck(call=group.got(b"e0", Resume)[-1].call))
+        group.send(b"e1", SignalAck(call=group.got(b"e1", Resume)[-1].call, error="OutOfMemoryError: no room"))
+        refusal = group.got(b"c0", Refusal)[-1]
+        assert refusal.call == 7
+        assert refusal.message == "resume failed, and the engines stay suspended (dp-1: OutOfMemoryError: no room)"
+        assert group.core.state is GroupState.SUSPENDED and group.core.num_engines == 2
+        group.send(b"e0", SignalAck(call=group.got(b"e0", Suspend)[-1].call))
+    assert [len(group.got(peer, Suspend)) for peer in (b"e0", b"e1")] == [3, 1]
+    group.send(b"c0", Resume(call=8))
+    for peer in (b"e0", b"e1"):
+        group.send(peer, SignalAck(call=group.got(peer, Resume)[-1].call))
+    assert group.got(b"c0", SignalAck)[-1].call == 8 and group.core.state is GroupState.PAUSED
+
+
+def test_an_engine_that_fails_to_become_what_the_others_are_is_given_up() -> None:
+    group = Group(engines=1, clients=1)
+    group.send(b"e1", register("dp-1", state="suspended"))
+    signals = [*group.got(b"e1", Resume), *group.got(b"e1", Unpause)]
+    assert len(signals) == 2
+    group.send(b"e1", SignalAck(call=signals[0].call, error="OutOfMemoryError: no room"))
+    assert "a signal failed there: OutOfMemoryError: no room" in group.got(b"e1", Refusal)[0].message
+    assert group.core.num_engines == 1
+    # Of one that has another name, the second is of no engine any more.
+    group.send(b"e1", SignalAck(call=signals[1].call, error="ValueError"))
+    assert group.core.num_engines == 1
+
+
+def test_a_stop_that_fails_on_an_engine_is_one_all_the_same() -> None:
+    group = Group(engines=2, clients=1)
+    group.send(b"c0", Stop(call=1))
+    group.send(b"e0", SignalAck(call=group.got(b"e0", Stop)[0].call, error="RuntimeError"))
+    group.send(b"e1", SignalAck(call=group.got(b"e1", Stop)[0].call))
+    assert group.core.state is GroupState.STOPPED and group.got(b"c0", SignalAck)[0].call == 1
+
+
 def test_signals_that_do_not_fit_are_refused_with_the_state() -> None:
     group = Group(engines=1, clients=1)
     group.send(b"c0", Suspend(call=3))

@@ -253,7 +253,7 @@ def work_for(engine: DynamicInferenceEngine, job: Job, name: str, limits: "Serve
             once.
 
     Returns:
-        Exit code: 0, or 75 when the engine was given up: it failed, or a step hangs.
+        Exit code: 0, or 75 when the engine was given up: it failed, or a step hangs, or what worked for the coordinator failed.
     """
     # Slow to import, and only for who serves.
     from mcore_inference.server import StopSignals
@@ -283,4 +283,4 @@ def work_for(engine: DynamicInferenceEngine, job: Job, name: str, limits: "Serve
             # Of an engine that the coordinator had not taken yet.
             while runner.others_have_work and not hurries() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
-        return 0 if runner.failure is None else STALLED_EXIT_CODE
+        return 0 if runner.failure is None and worker.failure is None else STALLED_EXIT_CODE

@@ -264,7 +264,9 @@ class CoordinatorCore:
         elif isinstance(message, EngineReply | Failure):
             self._requests.finish(peer, engine, message, now)
         elif isinstance(message, SignalAck):
-            self._operations.acknowledge(peer, message, now)
+            if not self._operations.acknowledge(peer, engine, message, now) and message.error:
+                # It is not what the others are.
+                self._lose(peer, f"a signal failed there: {message.error}", now)
         elif isinstance(message, WeightAck):
             self._operations.weights_taken(peer, engine, message, now)
         elif isinstance(message, Report):

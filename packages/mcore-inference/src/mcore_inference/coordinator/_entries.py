@@ -100,5 +100,7 @@ class Operation:
     deadline: float
     lost: list[str] = field(default_factory=list)
     """Engines that were lost meanwhile."""
+    failed: dict[bytes, str] = field(default_factory=dict)
+    """Engines on which it did not take effect, with their names and reasons."""
     load: Load | None = None
     """Of a signal that brings weights."""

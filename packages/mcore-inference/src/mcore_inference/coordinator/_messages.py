@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from mcore_inference._stability import experimental_api
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Version that both sides name when they meet."""
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Default of the longest message: a record with log-probabilities, the tokens of a step, a bucket of weights."""
@@ -113,6 +113,8 @@ class SignalAck(Message, tag=6):
     """A signal took effect: on this engine, or (coordinator to client) on all of them."""
 
     call: Number
+    error: str = ""
+    """Of an engine, why it did not; the engine is as it was."""
 
 
 class Unpause(Signal, tag=7):

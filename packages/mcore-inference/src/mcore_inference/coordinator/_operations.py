@@ -19,7 +19,7 @@ from mcore_inference.coordinator._messages import (
     WireChunk,
 )
 from mcore_inference.coordinator._open_requests import OpenRequests
-from mcore_inference.coordinator._states import GroupState, state_after
+from mcore_inference.coordinator._states import GroupState, signals_between, state_after
 
 _BUCKET_BYTES = 16 * 2**20
 """Of weights: what each engine and the coordinator hold of a load."""
@@ -48,11 +48,16 @@ class Operations:
             self._signals.append((client, signal))
             self._begin_next(now)
 
-    def acknowledge(self, peer: bytes, message: SignalAck, now: float) -> None:
+    def acknowledge(self, peer: bytes, engine: Engine, message: SignalAck, now: float) -> bool:
+        """Whether it is of the signal in progress."""
         operation = self._group.operation
-        if operation is not None and operation.number == message.call:
-            operation.waiting.discard(peer)
-            self._finish(now)
+        if operation is None or operation.number != message.call:
+            return False
+        if message.error:
+            operation.failed[peer] = f"{engine.name}: {message.error}"
+        operation.waiting.discard(peer)
+        self._finish(now)
+        return True
 
     def late(self, now: float) -> list[tuple[bytes, str]]:
         """Engines that did not answer in time, each with what is to be said of it; where the client of a load is late, that is given up."""
@@ -125,7 +130,12 @@ class Operations:
         if operation.load is not None:
             self._advance_load(operation, operation.load, now)
             return
-        group.operation, group.state = None, operation.target
+        group.operation = None
+        if operation.failed and operation.target is not GroupState.STOPPED:
+            self._undo(operation)
+            self._begin_next(now)
+            return
+        group.state = operation.target
         if isinstance(operation.signal, Stop):
             self._requests.stop()
             for peer in list(group.engines):
@@ -136,6 +146,17 @@ class Operations:
         else:
             group.send(operation.client, SignalAck(call=operation.signal.call))
         self._begin_next(now)
+
+    def _undo(self, operation: Operation) -> None:
+        """Lead the engines back on which a signal took effect that failed on others."""
+        group = self._group
+        for peer in group.engines:
+            if peer not in operation.failed:
+                for signal in signals_between(operation.target, group.state):
+                    group.send(peer, signal(call=group.next_number()))
+        reasons = "; ".join(sorted([*operation.failed.values(), *operation.lost]))
+        text = f"{name_of(operation.signal)} failed, and the engines stay {group.state} ({reasons})"
+        group.send(operation.client, Refusal(call=operation.signal.call, message=text))
 
     # -- weights -----------------------------------------------------------------------------------------------------
 

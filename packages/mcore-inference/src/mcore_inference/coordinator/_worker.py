@@ -152,8 +152,13 @@ class EngineWorker:
         """Why the coordinator does not take this engine, such as a wrong secret; None while nothing is wrong."""
         return self._refusal
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the thread; None while it runs, and after a stop or ``close``."""
+        return self._failure
+
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until a stop of all engines; False when the time is over before."""
+        """Wait until a stop of all engines, or what ends the thread (``failure``); False when the time is over before."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -351,7 +356,18 @@ class EngineWorker:
         return acknowledged.done()
 
     async def _obey(self, signal: Signal) -> None:
-        state = state_after(type(signal), self._state)
+        error = ""
+        try:
+            await self._move(state_after(type(signal), self._state))
+        except EngineDeadError:
+            raise
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+            _LOG.exception("%s stays %s: a signal failed", self.name, self._state)
+        await self._send(SignalAck(call=signal.call, error=error))
+
+    async def _move(self, state: GroupState) -> None:
+        """To another state; the engine stays in its own where that fails."""
         if state is not self._state:
             if state is GroupState.STOPPED:
                 await self._abort_all()
@@ -364,7 +380,6 @@ class EngineWorker:
             else:
                 await self.runner.pause()
             self._state = state
-        await self._send(SignalAck(call=signal.call))
 
     async def _abort_all(self) -> None:
         if self._load is not None:
