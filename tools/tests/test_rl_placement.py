@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """``mcore rl`` whose trainer and engines have ranks of their own: the same numbers by turns, a bound on their lag, and runs that go on."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,14 @@ import pytest
 import torch
 
 from mcore_ckpt import CheckpointManager
+from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_tools import reinforce
 from mcore_tools.launch import launch
 from mcore_tools.recipes import override, recipe
-from mcore_tools.rl import reinforce_rank
+from mcore_tools.rl import _run, reinforce_rank
 from mcore_tools.rl._engines import watched
+from mcore_tools.rl._evaluation import evaluation_names
+from mcore_tools.rl._halves import Halves
 from tests.support.commands import run_ranks
 from tests.support.countdown import PACE, QUIET, SIZES, countdown_words, num_taken, rows
 
@@ -51,11 +55,62 @@ def test_by_turns_halves_under_torchrun_learn_what_one_rank_learns(tmp_path: Pat
 def test_guard_waits_for_answers_as_long_as_they_may_take() -> None:
     beside = recipe("countdown_tiny")
     apart = override(beside, ["plan.dp=1", "rl.placement.num_engines=1", "rl.placement.timeout_s=700"])
-    for config, wait_s in ((beside, 900.0), (apart, 1000.0)):
+    # An evaluation that draws has its limit twice: for the most likely answers, and for those that it draws.
+    samples = [override(config, ["rl.eval_samples=2", "train.eval_interval=1"]) for config in (beside, apart)]
+    for config, wait_s in ((beside, 900.0), (apart, 1000.0), (samples[0], 1500.0), (samples[1], 1600.0)):
         told: dict[str, Any] = {}
         watchdog: Any = SimpleNamespace(watch=lambda numbers, told=told, **options: told.update(options, numbers=numbers) or numbers)
         assert watched(config, range(4, 7), watchdog) == watched(config, range(4, 7), None) == range(4, 7)
         assert told == {"numbers": range(4, 7), "start": 4, "wait_s": wait_s}
+
+
+def evaluate_apart() -> dict[str, float]:
+    """The first rank has its answers once the other one, which has its own, is seen to wait for it outside of a collective."""
+    config = override(recipe("countdown_tiny"), ["plan.dp=2", "train.micro_batch_size=32", "rl.eval_samples=2", "train.eval_interval=1"])
+    groups = ProcessGroups.build(ParallelPlan(dp=2))
+    assert groups.world.pg is not None
+    store, is_first = groups.world.pg.get_group_store(), groups.world.is_first
+
+    def share(*_: Any) -> list[list[float]]:
+        deadline = time.monotonic() + 30
+        while is_first and not store.add("mcore_rl rendezvous/1", 0):
+            assert time.monotonic() < deadline, "the other rank is in a collective"
+            time.sleep(0.01)
+        return [[1.0, 2.0] for _ in evaluation_names(config, ["countdown"])]
+
+    _run.evaluation_share = share
+    nothing: Any = None
+    environment = SimpleNamespace(env_ids=["countdown"])
+    run: Any = SimpleNamespace(
+        config=config, rl=config.rl, halves=None, pairs=None, environment=environment, evaluator=environment, engine=nothing,
+        engines=groups.world, device=torch.device("cpu"), parts=SimpleNamespace(groups=groups, optimizer=nothing, sync=nothing),
+    )  # fmt: skip
+    return _run._Run.evaluate(run)
+
+
+@pytest.mark.world(2)
+def test_ranks_wait_for_answers_of_an_evaluation_outside_of_a_collective(world) -> None:
+    first, second = world(evaluate_apart)
+    assert first == second and first["eval/reward"] == 0.5
+
+
+class WaitingPlacement(SimpleNamespace):
+    """A placement that notes how long it waits for an evaluation."""
+
+    def gather(self, value: Any, timeout_s: float, purpose: str) -> list[Any]:
+        self.waited_s = timeout_s
+        return [None, value]
+
+
+@pytest.mark.parametrize(("samples", "waited_s"), [(0, 700.0), (2, 1300.0)])
+def test_trainers_wait_for_both_parts_of_an_evaluation(samples: int, waited_s: float) -> None:
+    changes = ["rl.placement.num_engines=1", "rl.placement.timeout_s=700", f"rl.eval_samples={samples}", "train.eval_interval=1"]
+    config = override(recipe("countdown_tiny"), changes)
+    assert config.rl is not None
+    placement = WaitingPlacement(num_trainers=1)
+    halves: Any = SimpleNamespace(config=config, settings=config.rl.placement, placement=placement)
+    Halves.evaluated(halves, ["countdown"], [[1.0, 2.0] for _ in evaluation_names(config, ["countdown"])])
+    assert placement.waited_s == waited_s
 
 
 @pytest.mark.gpu

@@ -118,7 +118,7 @@ class PlacementConfig:
     """Answers in flight go on while weights come, where the engines are ahead; False: a refit waits for them. Pairs always do."""
     timeout_s: float = 3600.0
     """Limit of waiting for the other half, in seconds, above ``rollout_timeout_s``; the rank that is waited for is named. It covers saves
-    and evaluations."""
+    and evaluations, for which ``eval_samples`` adds ``rollout_timeout_s``."""
 
     def __post_init__(self) -> None:
         if self.num_engines < 1 or self.max_lag < 0 or not 0 < self.timeout_s < math.inf:
@@ -277,7 +277,7 @@ class RLConfig:
     router_replay: bool = False
     """The learner sends each token to the experts that the engine sent it to."""
     rollout_timeout_s: float = 600.0
-    """Limit of all answers of an iteration, in seconds."""
+    """Limit of all answers of an iteration, in seconds; of an evaluation, that of the most likely ones, and again of those it draws."""
     eval_samples: int = 0
     """Answers that are drawn to each problem of an evaluation, beside the most likely one, for pass@k; 0 for none."""
     eval_on_start: bool = False

@@ -31,6 +31,12 @@ def engine_patience(config: RunConfig) -> LockstepConfig:
     return LockstepConfig(join_timeout_s=limit_s, silence_timeout_s=limit_s, step_timeout_s=limit_s)
 
 
+def sampling_limit_s(config: RunConfig) -> float:
+    """Of an evaluation, for what it draws after its most likely answers, which have as long."""
+    assert config.rl is not None
+    return config.rl.rollout_timeout_s if config.rl.eval_samples else 0.0
+
+
 def watched(config: RunConfig, numbers: range, watchdog: Watchdog | None) -> Iterable[int]:
     """The numbers of iterations, watched by ``guard``: a rank may wait for answers, or follow its engine's first one, for as long as the
     limits of answers say, with neither step nor collective of training."""
@@ -38,8 +44,8 @@ def watched(config: RunConfig, numbers: range, watchdog: Watchdog | None) -> Ite
     if watchdog is None:
         return numbers
     placement = config.rl.placement
-    wait_s = config.guard.limit_s + (config.rl.rollout_timeout_s if placement is None else placement.timeout_s)
-    return watchdog.watch(numbers, start=numbers.start, wait_s=wait_s)
+    answers_s = config.rl.rollout_timeout_s if placement is None else placement.timeout_s
+    return watchdog.watch(numbers, start=numbers.start, wait_s=config.guard.limit_s + answers_s + sampling_limit_s(config))
 
 
 def sharing_engines(groups: ProcessGroups | None, world: Group) -> Group:

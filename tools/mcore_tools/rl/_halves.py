@@ -18,7 +18,7 @@ from mcore_rl import BestAndWorst, DisjointLoop, GRPOConfig, Learner, Placement,
 from mcore_tools.recipes import RunConfig
 from mcore_tools.rl._attempts import attempt_seed
 from mcore_tools.rl._conversations import local_interfaces, open_policy_tokenizer
-from mcore_tools.rl._engines import watched
+from mcore_tools.rl._engines import sampling_limit_s, watched
 from mcore_tools.rl._environment import close_environment, open_environment
 from mcore_tools.rl._evaluation import evaluation_means, evaluation_sums, num_problems
 from mcore_tools.serving import build_engine
@@ -54,7 +54,8 @@ class Halves:
 
     def evaluated(self, env_ids: Sequence[str], sums: list[list[float]] | None = None) -> dict[str, float]:
         """The numbers of an evaluation of these environments on every rank; ``sums`` are those of a rank with an engine."""
-        shares = self.gather(sums, "answers of an evaluation")[self.placement.num_trainers :]
+        limit_s = self.settings.timeout_s + sampling_limit_s(self.config)
+        shares = self.placement.gather(sums, limit_s, "answers of an evaluation")[self.placement.num_trainers :]
         totals = [[sum(column) for column in zip(*rows, strict=True)] for rows in zip(*shares, strict=True)]
         return dict(evaluation_means(self.config, env_ids, totals))
 

@@ -32,6 +32,7 @@ from mcore_rl import (
     grpo_iteration,
     preference_margins,
     refit,
+    rendezvous,
 )
 from mcore_tools.assembly import Parts, schedule
 from mcore_tools.exit_code import under_way
@@ -40,7 +41,7 @@ from mcore_tools.reports import EXAMPLES, History
 from mcore_tools.rl._attempts import attempt_seed, begin_attempt
 from mcore_tools.rl._conversations import local_interfaces, open_policy_tokenizer, prompt_length, served_interface
 from mcore_tools.rl._critic import RunCritic
-from mcore_tools.rl._engines import asks_engine, engine_groups, engine_patience, sharing_engines, step_may_hang, watched
+from mcore_tools.rl._engines import asks_engine, engine_groups, engine_patience, sampling_limit_s, sharing_engines, step_may_hang, watched
 from mcore_tools.rl._environment import build_environment, close_environment, open_environment
 from mcore_tools.rl._evaluation import evaluation_means, evaluation_share, num_problems
 from mcore_tools.rl._examples import write_examples
@@ -364,6 +365,9 @@ class _Run:
         with self.rl.memory.generating(optimizer=self.parts.optimizer, sync=self.parts.sync, engine=self.engine):
             count = num_problems(self.config, self.engines.rank, self.engines.size)
             sums = evaluation_share(self.config, self.environment, self.evaluator, count)
+        # In a collective ranks would wait for each other no longer than those of a step of training.
+        limit_s = self.rl.rollout_timeout_s + sampling_limit_s(self.config) + self.config.guard.limit_s
+        rendezvous(world, limit_s, "answers of an evaluation")
         totals = all_reduce(torch.tensor(sums, dtype=torch.float64, device=self.device), world).tolist()
         return dict(evaluation_means(self.config, env_ids, totals))
 

@@ -24,6 +24,7 @@ from mcore_rl._ray_workers import RayOptions, RayWorkerError, RayWorkers
 from mcore_rl._reference import FrozenWeights, with_old_logprobs, with_ref_logprobs
 from mcore_rl._refit import WeightSink, gather_weights
 from mcore_rl._refit_plan import RefitPlan, RefitPlanError, WeightCopy, WeightFill, WeightShard, plan_refit
+from mcore_rl._rendezvous import rendezvous
 from mcore_rl._rollout_statistics import EnvironmentReport
 from mcore_rl._served_weights import ServedWeights, ServedWeightsError
 from mcore_rl._shaping import OverlongPenalty
@@ -188,6 +189,7 @@ __all__ = [
     "preference_margins",
     "recite",
     "refit",
+    "rendezvous",
     "rollout_batches",
     "with_old_logprobs",
     "with_ref_logprobs",

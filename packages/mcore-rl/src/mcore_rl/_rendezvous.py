@@ -7,6 +7,7 @@ import time
 from mcore_parallel import Group
 from mcore_rl._ended import absence, announce, ended
 from mcore_rl._placement import RankTimeoutError
+from mcore_rl._stability import experimental_api
 
 _PREFIX = "mcore_rl rendezvous"
 _FIRST_POLL_S, _LONGEST_POLL_S = 1e-3, 0.05
@@ -14,6 +15,7 @@ _LOOK_S = 1.0
 """Between two looks whether those who are missing live."""
 
 
+@experimental_api
 def rendezvous(group: Group, timeout_s: float, purpose: str) -> None:
     """Wait until all ranks of a group are here; over its store, so that nothing is queued on a device meanwhile.
 
