@@ -207,7 +207,8 @@ class RunCheckpoints:
                 folder = source.folder(step)
             else:
                 extra = load(stored, folder, strict=strict, group=self._group)
-        left = [] if strict else [name for name in find_mismatches(wanted, folder).unexpected if not name.startswith(_OPTIMIZER)]
+        unexpected = () if strict else find_mismatches(wanted, folder, group=self._group).unexpected
+        left = [name for name in unexpected if not name.startswith(_OPTIMIZER)]
         if left:
             named = ", ".join(left[:8]) + (" ..." if len(left) > 8 else "")
             raise ValueError(
