@@ -143,22 +143,24 @@ def test_one_step_off_a_run_stops_and_goes_on_without_losing_problems(layout: st
 # Any text earns something there, without imitation.
 SHARE = ("rl.environment=character_share", "rl.imitation_steps=0", "data.tokenizer=byte", "rl.kl_beta=0", "train.eval_interval=0")
 KINDS = {
-    "ppo": (("rl.gae.lam=0.95", "rl.critic.warmup_steps=1"), ("critic/loss", "critic/value")),
+    "ppo": (("load.path=OTHER/checkpoints", "rl.gae.lam=0.95", "rl.critic.warmup_steps=1"), ("critic/loss", "critic/value")),
     "dpo": (("rl.dpo.beta=0.1",), ("loss", "margin", "chosen_reward")),
-    "teacher": (("rl.teacher=TEACHER",), ("loss", "logits_distillation_loss")),
+    "teacher": (("rl.teacher=OTHER",), ("loss", "logits_distillation_loss")),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_by_turns_other_learners_learn_what_one_rank_learns(kind: str, tmp_path: Path) -> None:
     changes, names = KINDS[kind]
-    changes = (*SHARE, "train.steps=2", *(change.replace("TEACHER", str(tmp_path / "teacher")) for change in changes))
-    if kind == "teacher":
-        assert reinforce.main(words(tmp_path / "teacher", *SHARE, "train.steps=1", "train.seed=7")) == 0
+    changes = (*SHARE, "train.steps=2", "rl.eval_on_start=true", *(change.replace("OTHER", str(tmp_path / "other")) for change in changes))
+    if "OTHER" in str(KINDS[kind]):
+        assert reinforce.main(words(tmp_path / "other", *SHARE, "train.steps=1", "train.seed=7")) == 0
     assert reinforce.main(words(tmp_path / "beside", *changes)) == 0
     config = override(recipe("countdown_tiny"), [*TINY, *changes, *APART, "rl.placement.max_lag=0", f"output={tmp_path / 'apart'}"])
     assert [done.stopped_at for done in launch(reinforce_rank, 2, config=config, kind="cpu")] == [None, None]
-    beside, apart = rows(tmp_path / "beside"), rows(tmp_path / "apart")
+    (start, *beside), (apart_start, *apart) = rows(tmp_path / "beside"), rows(tmp_path / "apart")
+    # Of the policy's weights; those of another run differ from those that the engine is made with.
+    assert start["step"] == 0 and start["eval/reward"] > 0 and apart_start == start
     names = ("step", "reward", "num_rollouts", *names)
     assert_same(beside, apart, names)
     assert apart[0][names[-1]] != apart[1][names[-1]]

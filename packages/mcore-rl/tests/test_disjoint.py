@@ -158,6 +158,22 @@ def test_engines_elsewhere_have_the_weights_of_engines_beside_the_trainer(world,
         assert weights.keys() == beside.keys() and all(torch.equal(weights[name], beside[name]) for name in beside)
 
 
+def begin(max_lag: int) -> tuple[int, dict[str, Tensor]]:
+    with loop_of(ParallelPlan(), max_lag=max_lag, timeout_s=30.0) as loop:
+        for _ in range(2):
+            loop.begin()
+        model: Any = loop._server.engine if loop._learner is None else loop._learner  # type: ignore[union-attr]
+        return loop.version, {name: value.detach().clone() for name, value in model.model.named_parameters()}
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_engines_have_the_weights_before_the_first_iteration_for_whoever_asks_them(world, max_lag: int) -> None:
+    (first, trained), (second, served) = world(begin, max_lag=max_lag)
+    assert first == second == 0 and trained.keys() == served.keys()
+    assert all(torch.equal(served[name], value) for name, value in trained.items())
+
+
 def carry_in_buckets_of_two_sizes(trainer_bytes: int, server_bytes: int) -> dict[str, Tensor]:
     placement, sink = Placement.split(ParallelPlan()), Whole()
     transfer = WeightTransfer(bucket_bytes=trainer_bytes if placement.trains else server_bytes, timeout_s=5.0)

@@ -121,6 +121,7 @@ def serve_half(
     with contextlib.ExitStack() as stack, halves.loop(run_grpo(config, tokenizer), server=server) as loop:
         stack.callback(close_environment, environment)
         if rl.eval_on_start and not first:
+            loop.begin()
             evaluated()
         for step in watched(config, numbers, watchdog):
             # The learning rate is the other half's matter.

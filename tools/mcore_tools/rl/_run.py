@@ -294,6 +294,8 @@ class _Run:
         numbers = range(self.state.step + 1, train.steps + 1)
         reward, saved = float("nan"), self.state.step
         if self.rl.eval_on_start and not self.state.step:
+            if self.loop is not None:
+                self.loop.begin()
             self.first |= self.evaluate()
             for writer in writers:
                 writer.write(0, self.first)

@@ -61,7 +61,8 @@ class DisjointLoop:
 
     With ``max_lag=0`` the halves take turns: rollouts of the newest weights, then updates. With 1 the engines draw the next rollouts
     while the trainers learn from the last ones, which were begun with the weights before (one step off); with more they stay so many
-    iterations ahead. The importance correction of the objective weighs what older weights drew. The first iteration begins with a refit.
+    iterations ahead. The importance correction of the objective weighs what older weights drew. The first iteration begins with a refit,
+    which ``begin`` makes for whoever asks the engines before it.
 
     With ``partial`` engines never wait: they draw while weights come, and answers in flight keep their tokens and go on with the new ones
     (``TokenRollout.weight_versions``). Groups are handed over in the order in which they were posed, each once: in a thread, which also
@@ -136,6 +137,18 @@ class DisjointLoop:
         if self._handover is not None:
             self._handover.close()
 
+    def begin(self) -> None:
+        """The first refit, for whoever asks the engines before the first iteration, as an evaluation does; without effect behind it. Every
+        rank calls it, or leaves it to ``iterate``.
+
+        Raises:
+            RankTimeoutError, RefitTimeoutError: a rank did not come within ``timeout_s``; named.
+            ValueError: the engines draw from more or fewer ids than the policy.
+        """
+        if self.version < 0:
+            self._check_vocabularies()
+            self._refit()
+
     def iterate(self, lr: float, *, train_policy: bool = True) -> IterationReport:
         """One iteration; the same report on every rank, but for ``updates``, which only those that train have.
 
@@ -150,9 +163,7 @@ class DisjointLoop:
         """
         if self._learner is not None and not train_policy and self._learner.critic is None:
             raise ValueError("train_policy=False leaves nothing to train without a critic; pass Learner(critic=...)")
-        if self.version < 0:
-            self._check_vocabularies()
-            self._refit()
+        self.begin()
         came = time.perf_counter()
         if self.partial:
             batch = self._take()
