@@ -32,6 +32,7 @@ from mcore_rl import (
     MemorySwitch,
     PackingConfig,
     PreferencePairs,
+    _dpo,
     dpo_iteration,
     grpo_iteration,
     preference_margins,
@@ -135,7 +136,7 @@ class Nobody(ContrastiveRolloutGenerator):
         self.wait_s, self.failure = wait_s, failure
 
     async def get_contrastive_rollouts(
-        self, interface: InferenceInterface, *, num_pairs: int, args: GenericGenerationArgs
+        self, interface: InferenceInterface, *, num_pairs: int, args: GenericGenerationArgs, timeout_s: float | None = None
     ) -> list[ContrastiveRollout]:
         await asyncio.sleep(self.wait_s)
         if self.failure is not None:
@@ -152,7 +153,9 @@ class Nobody(ContrastiveRolloutGenerator):
     ],
     ids=["none", "late", "failed"],
 )
-def test_pairs_that_do_not_come_are_an_error(pairs: Nobody, error: type[Exception], message: str) -> None:
+def test_pairs_that_do_not_come_are_an_error(pairs: Nobody, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The late one does not keep its time.
+    monkeypatch.setattr(_dpo, "_GRACE_S", 0.0)
     config = dataclasses.replace(CONFIG, rollout_timeout_s=0.2 if pairs.wait_s else 60.0)
     with pytest.raises(error, match=message):
         dpo_iteration(config, pairs=pairs, interface=None, engine=None, learner=learner(ProcessGroups.single()), lr=1e-3)

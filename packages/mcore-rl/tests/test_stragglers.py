@@ -22,6 +22,7 @@ from mcore_parallel import ProcessGroups
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_rl import (
+    BestAndWorst,
     GenericGenerationArgs,
     GRPOConfig,
     InferenceInterface,
@@ -29,12 +30,14 @@ from mcore_rl import (
     InferenceResponse,
     LostError,
     MegatronLocal,
+    NumberedProblems,
     PackingConfig,
     Problem,
     RewardOnlyAgent,
     TokenRollout,
 )
-from mcore_rl._collect import draw, exchange
+from mcore_rl._collect import draw, exchange, run_async
+from mcore_rl._dpo import ask_pairs
 from mcore_rl._loop import rollout_means
 from mcore_rl.agent import _judged
 from mcore_rl.envs import CharacterShare
@@ -75,6 +78,67 @@ def test_one_of_64_that_never_ends_costs_itself() -> None:
         assert time.perf_counter() - begin < 15
         assert sorted(map(len, groups)) == [7] + [8] * 7
         assert interface.running == 0
+
+
+class Outcomes(NumberedProblems):
+    """Of problem n: answers that differ, that earn the same, or that are all lost; the pair, equal and lost ones of `outcomes` in turn."""
+
+    def __init__(self, *outcomes: str) -> None:
+        super().__init__("outcomes")
+        self.outcomes, self.num_judged = outcomes, 0
+
+    def problem(self, number: int) -> Problem:
+        return Problem(problem_id=self.outcomes[number % len(self.outcomes)], prompt="x")
+
+    async def get_reward(self, response: str, problem: Problem) -> float:
+        if problem.problem_id == "lost":
+            raise RuntimeError("judge fell over")
+        self.num_judged += 1
+        return float(self.num_judged) if problem.problem_id == "pair" else 1.0
+
+
+def test_an_answer_that_never_ends_costs_none_of_the_pairs() -> None:
+    config = GRPOConfig(num_groups=8, group_size=8, seq_len=8, rollout_timeout_s=1.5)
+    interface, pairs = OneNeverEnds(3), BestAndWorst(Outcomes("pair"), group_size=8)
+    drawn = run_async(ask_pairs(config, pairs, interface, 8))
+    assert [len(pair) for pair in drawn.groups] == [2] * 8 and drawn.lost is None
+    assert (drawn.num_filtered, drawn.num_unpaired, interface.running) == (0, 0, 0)
+
+
+class NothingEnds(InferenceInterface):
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    async def agenerate(self, request: InferenceRequest) -> list[list[InferenceResponse]]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+def test_where_no_pair_is_there_in_time_the_error_says_so() -> None:
+    config = GRPOConfig(num_groups=2, group_size=2, seq_len=8, rollout_timeout_s=0.1)
+    drawn = run_async(ask_pairs(config, BestAndWorst(Outcomes("pair"), group_size=2), NothingEnds(), 2))
+    with pytest.raises(RuntimeError, match="no pair of 2 is left.*2 of 2 pairs were not there within rollout_timeout_s=0.1; raise it"):
+        exchange(config, drawn, ProcessGroups.single(), torch.device("cpu"), pairs=True)
+
+
+@pytest.mark.parametrize(
+    ("max_filter_ratio", "outcomes", "num_rollouts", "num_filtered", "num_dropped"),
+    [
+        (1.0, ["pair", "equal", "lost", "pair"], 4, 1, 2),
+        # The equal one is replaced, the lost one is not.
+        (1.5, ["pair", "equal", "lost", "pair", "pair", "lost"], 6, 1, 2),
+        (1.5, ["pair", "equal", "equal", "pair", "equal", "equal"], 4, 4, 0),
+        (1.25, ["pair", "equal", "lost", "pair", "pair"], 6, 1, 2),
+    ],
+)
+def test_groups_of_equal_rewards_are_no_lost_pairs(
+    max_filter_ratio: float, outcomes: list[str], num_rollouts: int, num_filtered: int, num_dropped: int
+) -> None:
+    config = GRPOConfig(num_groups=4, group_size=2, seq_len=8)
+    pairs = BestAndWorst(Outcomes(*outcomes), group_size=2, max_filter_ratio=max_filter_ratio)
+    drawn = run_async(ask_pairs(config, pairs, OneNeverEnds(-1), 4))
+    means = rollout_means(config, exchange(config, drawn, ProcessGroups.single(), torch.device("cpu"), pairs=True), 8)
+    assert (means["num_rollouts"], means["num_filtered"], means["num_dropped"]) == (num_rollouts, num_filtered, num_dropped)
 
 
 def test_no_rollout_is_written_down_when_drawing_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,9 @@ class Collection:
     examples: tuple[TokenRollout, ...]
     """The best and the worst answer to the first problem, without routing."""
     num_filtered: int = 0
-    """Groups of equal rewards that others replaced."""
+    """Groups of equal rewards that others replaced, or that have no pair."""
+    num_unpaired: int = 0
+    """As of ``Drawn``."""
     pair_counts: tuple[int, int] = (0, 0)
     """As of the function."""
     token_versions: Counter[int] = field(default_factory=Counter)
@@ -64,6 +66,7 @@ class Collection:
         *,
         num_ranks: int = 1,
         num_filtered: int = 0,
+        num_unpaired: int = 0,
         pairs: bool = False,
         lost: Exception | None = None,
     ) -> "Collection":
@@ -74,6 +77,7 @@ class Collection:
             groups: all rollouts.
             num_ranks: data ranks that share them.
             num_filtered: as of the field.
+            num_unpaired: as of the field.
             pairs: as of ``plan_updates``.
             lost: as of ``Drawn``.
 
@@ -81,7 +85,7 @@ class Collection:
             RuntimeError: there is none; its cause is ``lost``.
             ValueError: as of ``plan_updates``.
         """
-        share = share_of(groups, num_filtered, None, pairs=pairs, lost=lost)
+        share = share_of(groups, num_filtered, None, num_unpaired=num_unpaired, pairs=pairs, lost=lost)
         collected, _ = joined(config, [share], num_ranks=num_ranks, lost=lost)
         return dataclasses.replace(collected, **_here(collected, dict(enumerate(flat(groups)))))
 
@@ -97,6 +101,8 @@ class Drawn:
 
     groups: list[list[TokenRollout]]
     num_filtered: int = 0
+    num_unpaired: int = 0
+    """Pairs that are missing because all answers of their group earned the same, which no other group replaced."""
     failure: Exception | None = None
     lost: Exception | None = None
     """Of the groups that are not there, why the last one that says so is not."""
@@ -144,10 +150,12 @@ def exchange(
     if groups.world.size == 1:
         if drawn.failure is not None:
             raise drawn.failure
-        return Collection.of(config, drawn.groups, num_filtered=drawn.num_filtered, pairs=pairs, lost=drawn.lost)
+        counts = {"num_filtered": drawn.num_filtered, "num_unpaired": drawn.num_unpaired}
+        return Collection.of(config, drawn.groups, **counts, pairs=pairs, lost=drawn.lost)
     with own_failure_first(drawn.failure):
         rendezvous(groups.world, timeout_s, "rollouts")
-        share = share_of(drawn.groups, drawn.num_filtered, drawn.failure, replica=groups.dp.rank, pairs=pairs, lost=drawn.lost)
+        about = {"num_unpaired": drawn.num_unpaired, "replica": groups.dp.rank, "pairs": pairs, "lost": drawn.lost}
+        share = share_of(drawn.groups, drawn.num_filtered, drawn.failure, **about)
         shares = all_gather_json(share, groups.world, device)
 
     def swap(parcels: list[Tensor], sizes: list[int]) -> list[Tensor]:
@@ -178,6 +186,7 @@ def share_of(
     num_filtered: int,
     failure: BaseException | None,
     *,
+    num_unpaired: int = 0,
     replica: int | None = None,
     pairs: bool = False,
     lost: Exception | None = None,
@@ -186,8 +195,9 @@ def share_of(
 
     Args:
         groups: what it drew.
-        num_filtered: groups of equal rewards that others replaced.
+        num_filtered: as of ``Collection``.
         failure: why there is nothing.
+        num_unpaired: as of ``Drawn``.
         replica: data rank of the rank; None where it does not train.
         pairs: rollouts are pairs.
         lost: as of ``Drawn``.
@@ -197,6 +207,7 @@ def share_of(
         "lost": described(lost) if lost else None,
         "groups": [[RolloutHeader.of(rollout).to_json() for rollout in group] for group in groups],
         "num_filtered": num_filtered,
+        "num_unpaired": num_unpaired,
         "pair_counts": pair_counts(groups),
         "token_versions": sorted(token_versions(groups).items()),
         "replica": replica,
@@ -248,6 +259,7 @@ def joined(
         updates=updates,
         examples=(),
         num_filtered=sum(part["num_filtered"] for part in shares),
+        num_unpaired=sum(part["num_unpaired"] for part in shares),
         pair_counts=(sum(part["pair_counts"][0] for part in shares), sum(part["pair_counts"][1] for part in shares)),
         token_versions=sum((Counter(dict(part["token_versions"])) for part in shares), Counter()),
     )

@@ -254,7 +254,8 @@ class DisjointLoop:
             failure = error
         seconds = time.perf_counter() - begin
         replica = None if self._learner is None else self._learner.groups.dp.rank
-        share = share_of(drawn.groups, drawn.num_filtered, failure, replica=replica, pairs=pairs, lost=drawn.lost)
+        about = {"num_unpaired": drawn.num_unpaired, "replica": replica, "pairs": pairs, "lost": drawn.lost}
+        share = share_of(drawn.groups, drawn.num_filtered, failure, **about)
         sent = share | {"seconds": seconds, "num_posed": self._num_posed()}
         with own_failure_first(failure):
             shares = self.placement.gather(sent, self.timeout_s, "rollouts" if draws else "updates")

@@ -3,6 +3,7 @@
 """Pairs, updates, refit; again: direct preference optimisation."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -28,8 +29,12 @@ from mcore_rl._trajectories import BatchStyle
 from mcore_rl._transfer import refit
 from mcore_rl._update import Learner, finish_parameters
 from mcore_rl.agent import ContrastiveRollout, ContrastiveRolloutGenerator
+from mcore_rl.agent._contrastive import GroupPairs
 from mcore_rl.inference import InferenceInterface
 
+_log = logging.getLogger(__name__)
+_GRACE_S = 60.0
+"""After the time of pairs, for their generator to end with those that are there."""
 _UNUSED: dict[str, Any] = {
     "advantage": AdvantageConfig(), "gae": None, "aggregation": Aggregation(), "packing": None, "kl_in_reward": 0.0, "overlong": None,
     "reward_clip": None, "mask_truncated": False, "filter_equal_groups": False, "old_logprobs": "trainer",
@@ -162,20 +167,28 @@ async def ask_pairs(config: GRPOConfig, pairs: ContrastiveRolloutGenerator, inte
     """Pairs of this rank, each a group of two, the chosen one first.
 
     Raises:
-        TimeoutError: they are not there in time.
+        TimeoutError: ``pairs`` does not end when its time is over.
         Exception: what ``pairs`` raised; or as of ``check_all_lost``.
     """
     generator: Any = interface
+    limit_s, clock = config.rollout_timeout_s, asyncio.get_running_loop().time
+    end = clock() + limit_s
     try:
-        async with asyncio.timeout(config.rollout_timeout_s) as limit:
-            made = await pairs.get_contrastive_rollouts(generator, num_pairs=num_pairs, args=config.drawing_args)
-            drawn = [fitting(config, [pair.chosen, pair.rejected], interface) for pair in made]
+        async with asyncio.timeout(limit_s + _GRACE_S) as limit:
+            made = await pairs.get_contrastive_rollouts(generator, num_pairs=num_pairs, args=config.drawing_args, timeout_s=limit_s)
     except TimeoutError as error:
         if not limit.expired():
             raise
-        raise TimeoutError(f"{num_pairs} pairs were not there within rollout_timeout_s={config.rollout_timeout_s}; raise it") from error
+        raise TimeoutError(f"{num_pairs} pairs were not there within rollout_timeout_s={limit_s}; raise it") from error
+    num_equal, num_unpaired = (made.num_equal, made.num_unpaired) if isinstance(made, GroupPairs) else (0, 0)
+    late: TimeoutError | None = None
+    if (missing := num_pairs - len(made) - num_unpaired) > 0 and clock() >= end:
+        late = TimeoutError(f"{missing} of {num_pairs} pairs were not there within rollout_timeout_s={limit_s}; raise it")
+        _log.warning("%s", late)
+    drawn = [fitting(config, [pair.chosen, pair.rejected], interface) for pair in made]
     check_all_lost(drawn, len(made), is_alone=num_pairs == config.num_groups)
-    return Drawn(groups=[pair for pair in drawn if len(pair) == 2], lost=last_reason(drawn))
+    own = [pair for pair in drawn if len(pair) == 2]
+    return Drawn(groups=own, num_filtered=num_equal, num_unpaired=num_unpaired, lost=last_reason(drawn) or late)
 
 
 def update_pairs(config: GRPOConfig, collected: Collection, learner: Learner, lr: float) -> list[TrainReport]:

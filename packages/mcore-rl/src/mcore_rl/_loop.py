@@ -50,9 +50,9 @@ class IterationReport:
     """Generated tokens an answer."""
     num_rollouts: int
     num_dropped: int
-    """Answers asked for that are missing: late, or their judge failed."""
+    """Answers asked for that are missing: late, or their judge failed. Of pairs those of the pairs that are missing for it."""
     num_filtered: int
-    """Groups of equal rewards that others replaced."""
+    """Groups of equal rewards that others replaced; of pairs those that none replaced, too."""
     updates: tuple[TrainReport, ...]
     """In their order; none where only the critic was trained, or on a rank that only serves."""
     rollout_s: float
@@ -228,7 +228,7 @@ def rollout_means(config: GRPOConfig, collected: Collection, num_asked: int | No
         "environments": environment_reports(collected.groups),
         "examples": collected.examples,
         "num_rollouts": len(flat),
-        "num_dropped": (config.num_groups * config.group_size if num_asked is None else num_asked) - len(flat),
+        "num_dropped": (config.num_groups * config.group_size if num_asked is None else num_asked) - len(flat) - 2 * collected.num_unpaired,
         "num_filtered": collected.num_filtered,
     }
 

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Pairs of a better and a worse answer to one problem."""
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,15 +54,30 @@ class ContrastiveRolloutGenerator(ABC):
 
     @abstractmethod
     async def get_contrastive_rollouts(
-        self, interface: InferenceInterface, *, num_pairs: int, args: GenericGenerationArgs
+        self, interface: InferenceInterface, *, num_pairs: int, args: GenericGenerationArgs, timeout_s: float | None = None
     ) -> list[ContrastiveRollout]:
-        """``num_pairs`` pairs, or as many as there are within the generator's limits."""
+        """``num_pairs`` pairs, or as many as there are within the generator's limits and ``timeout_s``; None for no limit of time."""
+
+
+class GroupPairs(list[ContrastiveRollout]):
+    """Pairs of groups, and of those that gave none because all of their answers earned the same, how many there were.
+
+    Args:
+        pairs: that there are.
+        num_equal: groups without a pair.
+        num_unpaired: of these, those that no other group replaced: pairs that are missing for it.
+    """
+
+    def __init__(self, pairs: Sequence[ContrastiveRollout], *, num_equal: int, num_unpaired: int) -> None:
+        super().__init__(pairs)
+        self.num_equal, self.num_unpaired = num_equal, num_unpaired
 
 
 @experimental_api
 class BestAndWorst(ContrastiveRolloutGenerator):
     """The best and the worst answer of each group of an agent; a group of equal rewards has none, and another is asked for.
-    Where no problem can be posed, what the last one raised is.
+    At the end of the time each group ends with the answers that are judged by then, and no other is asked for. Where no problem can be
+    posed, what the last one raised is.
 
     Args:
         agent: produces the groups.
@@ -80,22 +96,33 @@ class BestAndWorst(ContrastiveRolloutGenerator):
         self.agent, self.group_size, self.max_filter_ratio = agent, group_size, max_filter_ratio
 
     async def get_contrastive_rollouts(
-        self, interface: InferenceInterface, *, num_pairs: int, args: GenericGenerationArgs
+        self, interface: InferenceInterface, *, num_pairs: int, args: GenericGenerationArgs, timeout_s: float | None = None
     ) -> list[ContrastiveRollout]:
         pairs: list[ContrastiveRollout] = []
         lost: list[LostGroup] = []
         most = left = int(num_pairs * self.max_filter_ratio)
-        while len(pairs) < num_pairs and left:
-            wanted = min(num_pairs - len(pairs), left)
+        clock = asyncio.get_running_loop().time
+        end = None if timeout_s is None else clock() + timeout_s
+        # For each pair that is missing, whether the last group that was asked for has equal rewards.
+        missing, num_equal = [False] * num_pairs, 0
+        while missing and left and (left == most or end is None or clock() < end):
+            wanted = min(len(missing), left)
             left -= wanted
-            stream = self.agent.get_grouped_rollouts(interface, num_groups=wanted, size=self.group_size, args=args)
+            limit_s = None if end is None else max(0.0, end - clock())
+            stream = self.agent.get_grouped_rollouts(interface, num_groups=wanted, size=self.group_size, args=args, timeout_s=limit_s)
+            num_before, equal = len(pairs), 0
             async for group in stream:
                 if isinstance(group, LostGroup):
                     lost.append(group)
                 elif (pair := _pair([in_tokens(one, interface) for one in group])) is not None:
                     pairs.append(pair)
+                elif len(group) > 1:
+                    equal += 1
+            num_equal += equal
+            num_lost = wanted - equal - (len(pairs) - num_before)
+            missing = [*missing[wanted:], *[True] * equal, *[False] * num_lost]
         check_all_lost(lost, most - left, is_alone=False)
-        return pairs
+        return GroupPairs(pairs, num_equal=num_equal, num_unpaired=sum(missing))
 
 
 def _pair(group: Sequence[TokenRollout]) -> ContrastiveRollout | None:

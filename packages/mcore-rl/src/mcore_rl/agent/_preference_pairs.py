@@ -66,7 +66,7 @@ class PreferencePairs(ContrastiveRolloutGenerator):
         return self._num_posed
 
     async def get_contrastive_rollouts(
-        self, interface: InferenceInterface | None, *, num_pairs: int, args: GenericGenerationArgs
+        self, interface: InferenceInterface | None, *, num_pairs: int, args: GenericGenerationArgs, timeout_s: float | None = None
     ) -> list[ContrastiveRollout]:
         """The next ``num_pairs`` pairs of this rank."""
         numbers = [self._stream.number(self._rank + (self._num_posed + i) * self._num_ranks) for i in range(num_pairs)]
