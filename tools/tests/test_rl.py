@@ -24,12 +24,13 @@ from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.data_parallel import DistributedDataParallel
 from mcore_parallel.pipeline import zero_bubble
 from mcore_parallel.training import STOPPED_EXIT_CODE, train_step
-from mcore_rl import StreamPosition, _update
+from mcore_rl import InferenceInterface, InferenceRequest, InferenceResponse, LostError, StreamPosition, _update
 from mcore_tools import reinforce
 from mcore_tools.launch import launch
 from mcore_tools.recipes import RLConfig, RunConfig, override, read_config, recipe, write_config
 from mcore_tools.rl import CRITIC, REFERENCE, _imitation, best_attempt, build_environment, post_train_rank, reinforce_rank
 from mcore_tools.rl._attempts import attempt_seed, begin_attempt
+from mcore_tools.rl._evaluation import evaluation_means, evaluation_sums
 from mcore_tools.rl._imitation import imitate
 from mcore_tools.rl._policy import assemble_policy
 from mcore_tools.rl._run import stored_position
@@ -464,6 +465,41 @@ def test_evaluations_change_nothing_that_is_trained(tmp_path: Path) -> None:
         return {name: value for name, value in row.items() if not name.startswith("eval/") and not name.endswith("_s")}
 
     assert [trained_on(row) for row in one] == [trained_on(row) for row in other]
+
+
+class Losing(InferenceInterface):
+    """Loses each ``every``-th drawn answer, or with ``greedy`` all of the most likely ones."""
+
+    def __init__(self, every: int, *, greedy: bool = False) -> None:
+        self.every, self.greedy, self.num_drawn = every, greedy, 0
+
+    def encode(self, text: str) -> list[int]:
+        return [0]
+
+    async def agenerate(self, request: InferenceRequest) -> list[list[InferenceResponse]]:
+        is_greedy = request.generation_args.temperature == 0
+        self.num_drawn += not is_greedy
+        if self.greedy if is_greedy else self.num_drawn % self.every == 0:
+            raise LostError("a tool fell over")
+        return [[InferenceResponse(response="1", token_ids=[0, 1], prompt_length=1, logprobs=[0.0])]]
+
+
+@pytest.mark.parametrize(
+    ("interface", "expected"),
+    [
+        (Losing(5), {"reward": 0.0, "right": 0.0, "pass@1": 0.0, "pass@4": 0.0, "num_dropped": 3}),
+        # One of four to each problem, of which none has as many as pass@4 asks for.
+        (Losing(4), {"reward": 0.0, "right": 0.0, "pass@1": 0.0, "num_dropped": 4}),
+        (Losing(4, greedy=True), {"pass@1": 0.0, "num_dropped": 8}),
+    ],
+    ids=["some", "one of each problem", "all greedy ones"],
+)
+def test_lost_answers_of_an_evaluation_are_counted_and_a_mean_over_none_is_no_number(interface: Losing, expected: dict[str, float]) -> None:
+    config = override(recipe("countdown_tiny"), ["rl.eval_samples=4", "train.eval_interval=1"])
+    assert config.rl is not None
+    environment = build_environment(config.rl)
+    means = evaluation_means(config, environment.env_ids, evaluation_sums(config, environment, interface, 4))
+    assert {name.removeprefix("eval/"): value for name, value in means.items()} == expected
 
 
 def test_ppo_trains_its_critic_first_and_goes_on_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,7 +47,8 @@ def evaluation_sums(config: RunConfig, environment: NumberedAgent, interface: In
 
     parts = [numbers(greedy, drawn)]
     parts += [numbers(greedy.of(env_id), None if drawn is None else drawn.of(env_id)) for env_id in _several(environment.env_ids)]
-    return [*([sum(values), len(values)] for part in parts for values in part), [greedy.num_dropped, 1]]
+    num_dropped = greedy.num_dropped + (0 if drawn is None else drawn.num_dropped)
+    return [*([sum(values), len(values)] for part in parts for values in part), [num_dropped, 1]]
 
 
 def evaluation_share(config: RunConfig, environment: NumberedAgent, interface: InferenceInterface, count: int) -> list[list[float]]:
@@ -61,10 +62,11 @@ def evaluation_share(config: RunConfig, environment: NumberedAgent, interface: I
 
 
 def evaluation_means(config: RunConfig, env_ids: Sequence[str], sums: Sequence[Sequence[float]]) -> Mapping[str, float]:
-    """The numbers of an evaluation from their sums over all engines; of dropped answers the number."""
+    """The numbers of an evaluation from their sums over all engines; of dropped answers the number. A mean over nothing, as pass@k is where
+    no problem has k answers, is left out."""
     *totals, (num_dropped, _) = sums
     named = zip(evaluation_names(config, env_ids)[:-1], totals, strict=True)
-    return {**{f"eval/{name}": total / max(1.0, number) for name, (total, number) in named}, "eval/num_dropped": num_dropped}
+    return {**{f"eval/{name}": total / number for name, (total, number) in named if number}, "eval/num_dropped": num_dropped}
 
 
 def _several(env_ids: Sequence[str]) -> Sequence[str]:

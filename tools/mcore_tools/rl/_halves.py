@@ -114,9 +114,9 @@ def serve_half(
     server = RolloutServer(agent=agent, interface=interface, engine=engine)
     numbers, reward = range(first + 1, train.steps + 1), float("nan")
 
-    def evaluated() -> float:
+    def evaluated() -> dict[str, float]:
         sums = evaluation_sums(config, environment, evaluator, num_problems(config, rank, num_ranks))
-        return halves.evaluated(environment.env_ids, sums)["eval/reward"]
+        return halves.evaluated(environment.env_ids, sums)
 
     with contextlib.ExitStack() as stack, halves.loop(run_grpo(config, tokenizer), server=server) as loop:
         stack.callback(close_environment, environment)
@@ -127,7 +127,7 @@ def serve_half(
             # The learning rate is the other half's matter.
             reward = loop.iterate(0.0, train_policy=rl.trains_policy(step)).mean_reward
             if train.eval_interval and step % train.eval_interval == 0:
-                reward = evaluated()
+                reward = evaluated().get("eval/reward", reward)
             if halves.agree(stop()):
                 return reward, step if step < train.steps else None
     return reward, None

@@ -327,7 +327,7 @@ class _Run:
             if train.eval_interval and step % train.eval_interval == 0:
                 evaluated = self.evaluate()
                 values |= evaluated
-                reward = evaluated["eval/reward"] if self.pairs is None else reward
+                reward = evaluated.get("eval/reward", reward)
             if train.checkpoint_interval and step % train.checkpoint_interval == 0:
                 self.save()
                 saved = step
