@@ -36,7 +36,7 @@ from mcore_rl import (
     RewardOnlyAgent,
     TokenRollout,
 )
-from mcore_rl._collect import draw, exchange, run_async
+from mcore_rl._collect import ask, draw, exchange, run_async
 from mcore_rl._dpo import ask_pairs
 from mcore_rl._loop import rollout_means
 from mcore_rl.agent import _judged
@@ -103,6 +103,57 @@ def test_an_answer_that_never_ends_costs_none_of_the_pairs() -> None:
     drawn = run_async(ask_pairs(config, pairs, interface, 8))
     assert [len(pair) for pair in drawn.groups] == [2] * 8 and drawn.lost is None
     assert (drawn.num_filtered, drawn.num_unpaired, interface.running) == (0, 0, 0)
+
+
+class OneAfterTheOther(NumberedProblems):
+    """Problems whose answers are judged one behind the other, in the order of their numbers or against it."""
+
+    def __init__(self, num_problems: int, *, backwards: bool) -> None:
+        super().__init__("ordered")
+        self.backwards, self.judged = backwards, [asyncio.Event() for _ in range(num_problems)]
+        self.num_judged = 0
+
+    def problem(self, number: int) -> Problem:
+        return Problem(problem_id=str(number), prompt="x")
+
+    async def get_reward(self, response: str, problem: Problem) -> float:
+        number = int(problem.problem_id)
+        before = number + 1 if self.backwards else number - 1
+        if 0 <= before < len(self.judged):
+            await self.judged[before].wait()
+        self.judged[number].set()
+        self.num_judged += 1
+        return float(self.num_judged)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_which_update_a_group_is_in_does_not_depend_on_who_was_faster(backwards: bool, pairs: bool) -> None:
+    config = GRPOConfig(num_groups=4, group_size=2, seq_len=8, num_mini_batches=2)
+    agent = OneAfterTheOther(4, backwards=backwards)
+    call = ask_pairs(config, BestAndWorst(agent, group_size=2), OneNeverEnds(-1), 4) if pairs else ask(config, agent, OneNeverEnds(-1), 4)
+    collected = exchange(config, run_async(call), ProcessGroups.single(), torch.device("cpu"), pairs=pairs)
+    updates = [[collected.headers[number].problem_id for share in update.shares for number in share] for update in collected.updates]
+    assert [sorted(set(problems)) for problems in updates] == [["0", "1"], ["2", "3"]]
+
+
+class FailsAfter(OneAfterTheOther):
+    """The second problem's reward is no number; the first one's never comes."""
+
+    async def get_reward(self, response: str, problem: Problem) -> float:
+        await asyncio.sleep(3600 if problem.problem_id == "0" else 0)
+        return float("nan")
+
+
+def test_a_group_that_fails_behind_one_that_never_ends_is_told_at_once() -> None:
+    agent = FailsAfter(2, backwards=False)
+
+    async def collect() -> None:
+        async for _ in agent.get_grouped_rollouts(OneNeverEnds(-1), num_groups=2, size=2, args=ARGS, in_order=True):
+            raise AssertionError("there is none")
+
+    with pytest.raises(ValueError, match="must be a finite number"):
+        asyncio.run(asyncio.wait_for(collect(), 30))
 
 
 class NothingEnds(InferenceInterface):

@@ -384,16 +384,17 @@ async def ask(config: GRPOConfig, agent: GroupedRolloutGenerator, interface: Inf
         if num_asked and clock() > end:
             break
         num_asked += wanted
-        stream = agent.get_grouped_rollouts(
-            interface, num_groups=wanted, size=config.group_size, args=config.drawing_args, timeout_s=max(0.0, end - clock())
-        )
+        sizes = {"num_groups": wanted, "size": config.group_size}
+        limit_s = max(0.0, end - clock())
+        # Which update a group is in must not depend on who was faster.
+        stream = agent.get_grouped_rollouts(interface, **sizes, args=config.drawing_args, timeout_s=limit_s, in_order=True)
         async for drawn in stream:
             group = fitting(config, drawn, interface)
             is_equal = config.filter_equal_groups and same_reward([config.clipped(rollout.reward) for rollout in group])
             (equal if is_equal and group else groups).append(group)
     if (missing := num_groups - len(groups) - len(equal)) > 0:
-        limit_s = config.rollout_timeout_s
-        _log.warning("%d of %d groups are dropped, not there within rollout_timeout_s=%s", missing, num_groups, limit_s)
+        text = "%d of %d groups are dropped, not there within rollout_timeout_s=%s"
+        _log.warning(text, missing, num_groups, config.rollout_timeout_s)
     filled = equal[: max(0, num_groups - len(groups))]
     if filled:
         _log.warning("%d of %d groups have equal rewards, after %d were asked for", len(filled), num_groups, num_asked)

@@ -81,16 +81,20 @@ class GroupedRolloutGenerator(ABC):
         size: int,
         args: GenericGenerationArgs,
         timeout_s: float | None = None,
+        in_order: bool = False,
     ) -> AsyncIterator[list[TokenRollout]]:
-        """``num_groups`` groups as they finish; a failing group's exception reaches the consumer and cancels the rest.
+        """``num_groups`` groups as they finish; a failing group's exception reaches the consumer at once and cancels the rest.
 
         After ``timeout_s`` the unfinished ones are cancelled; of those the ones come that end with the rollouts they have
         (`RewardOnlyAgent`), and the others are missing.
+
+        With ``in_order`` a group comes behind those that were begun before it, so that what is made of them does not depend on who was
+        faster.
         """
         clock = asyncio.get_running_loop().time
         end = None if timeout_s is None else clock() + timeout_s
         tasks = [asyncio.ensure_future(self.group_rollout(interface, size=size, args=args)) for _ in range(num_groups)]
-        pending = set(tasks)
+        pending, unread = set(tasks), tasks
         try:
             while pending:
                 left = None if end is None else max(0.0, end - clock())
@@ -99,9 +103,15 @@ class GroupedRolloutGenerator(ABC):
                     for task in pending:
                         task.cancel(LATE)
                     done, pending = (await asyncio.wait(pending))[0], set()
-                    done = {task for task in done if not task.cancelled()}
-                for task in [task for task in tasks if task in done]:
-                    yield task.result()
+                for task in tasks:
+                    if task in done and not task.cancelled() and (error := task.exception()) is not None:
+                        raise error
+                first = next((place for place, task in enumerate(unread) if task in pending), len(unread))
+                ready = unread[:first] if in_order else [task for task in unread if task not in pending]
+                unread = [task for task in unread if task not in ready]
+                for task in ready:
+                    if not task.cancelled():
+                        yield task.result()
         finally:
             for task in tasks:
                 task.cancel()

@@ -109,7 +109,8 @@ class BestAndWorst(ContrastiveRolloutGenerator):
             wanted = min(len(missing), left)
             left -= wanted
             limit_s = None if end is None else max(0.0, end - clock())
-            stream = self.agent.get_grouped_rollouts(interface, num_groups=wanted, size=self.group_size, args=args, timeout_s=limit_s)
+            sizes = {"num_groups": wanted, "size": self.group_size}
+            stream = self.agent.get_grouped_rollouts(interface, **sizes, args=args, timeout_s=limit_s, in_order=True)
             num_before, equal = len(pairs), 0
             async for group in stream:
                 if isinstance(group, LostGroup):
