@@ -18,7 +18,7 @@ from mcore_rl._collect import Collection, Drawn, exchange, fitting, run_async
 from mcore_rl._config import GRPOConfig
 from mcore_rl._engine_share import draw_share
 from mcore_rl._loop import IterationReport, iteration_report
-from mcore_rl._lost import check_all_lost, last_reason
+from mcore_rl._lost import GroupPairs, check_all_lost, last_reason
 from mcore_rl._memory import MemorySwitch
 from mcore_rl._policy_forward import check_policy_forward
 from mcore_rl._preference import DPOObjective, pair_batches
@@ -29,7 +29,6 @@ from mcore_rl._trajectories import BatchStyle
 from mcore_rl._transfer import refit
 from mcore_rl._update import Learner, finish_parameters
 from mcore_rl.agent import ContrastiveRollout, ContrastiveRolloutGenerator
-from mcore_rl.agent._contrastive import GroupPairs
 from mcore_rl.inference import InferenceInterface
 
 _log = logging.getLogger(__name__)

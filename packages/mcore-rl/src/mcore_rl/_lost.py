@@ -3,9 +3,12 @@
 """What costs one answer, or one group, and nothing else."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import TokenRollout
+
+T = TypeVar("T")
 
 
 @experimental_api
@@ -32,6 +35,20 @@ class LostGroup(list[TokenRollout]):
     def __init__(self, reason: Exception) -> None:
         super().__init__()
         self.reason = reason
+
+
+class GroupPairs(list[T]):
+    """Pairs of groups, and of those that gave none because all of their answers earned the same, how many there were.
+
+    Args:
+        pairs: that there are.
+        num_equal: groups without a pair.
+        num_unpaired: of these, those that no other group replaced: pairs that are missing for it.
+    """
+
+    def __init__(self, pairs: Sequence[T], *, num_equal: int, num_unpaired: int) -> None:
+        super().__init__(pairs)
+        self.num_equal, self.num_unpaired = num_equal, num_unpaired
 
 
 def last_reason(groups: Sequence[Sequence[TokenRollout]]) -> Exception | None:

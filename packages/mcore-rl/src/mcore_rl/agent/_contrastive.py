@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_rl._lost import LostGroup, check_all_lost
+from mcore_rl._lost import GroupPairs, LostGroup, check_all_lost
 from mcore_rl._stability import experimental_api
 from mcore_rl._text_rollouts import in_tokens
 from mcore_rl._types import GenericGenerationArgs, TokenRollout
@@ -57,20 +57,6 @@ class ContrastiveRolloutGenerator(ABC):
         self, interface: InferenceInterface, *, num_pairs: int, args: GenericGenerationArgs, timeout_s: float | None = None
     ) -> list[ContrastiveRollout]:
         """``num_pairs`` pairs, or as many as there are within the generator's limits and ``timeout_s``; None for no limit of time."""
-
-
-class GroupPairs(list[ContrastiveRollout]):
-    """Pairs of groups, and of those that gave none because all of their answers earned the same, how many there were.
-
-    Args:
-        pairs: that there are.
-        num_equal: groups without a pair.
-        num_unpaired: of these, those that no other group replaced: pairs that are missing for it.
-    """
-
-    def __init__(self, pairs: Sequence[ContrastiveRollout], *, num_equal: int, num_unpaired: int) -> None:
-        super().__init__(pairs)
-        self.num_equal, self.num_unpaired = num_equal, num_unpaired
 
 
 @experimental_api
