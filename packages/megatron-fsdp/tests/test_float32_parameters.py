@@ -3,6 +3,7 @@
 """Parameters that their module keeps in float32 compute, are stepped and add up their gradients in it, whatever the rest does."""
 
 import copy
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -136,3 +137,17 @@ def test_those_that_are_also_to_be_gathered_in_8_bits_are_refused():
     assert isinstance(Decay(), KeepsFloat32)
     with pytest.raises(ValueError, match="eight_bit_parameters match 'rate', which its module keeps in float32"):
         fully_shard(Decay(), eight_bit_parameters="rate")
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("rates",), "float32_parameters() of 0 names 'rates', which is no parameter of its own"),
+        (("rate", "inner.weight"), "float32_parameters() of 0 names 'inner.weight', which is no parameter of its own"),
+        ("rate", "float32_parameters() of 0 is the string 'rate'; return a tuple of names"),
+    ],
+)
+def test_names_that_a_module_does_not_have_are_refused(names: Collection[str], message: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Decay, "float32_parameters", lambda _: names)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        fully_shard(nn.Sequential(Decay()), mixed_precision=NARROW)

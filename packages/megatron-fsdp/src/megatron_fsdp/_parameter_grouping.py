@@ -18,7 +18,7 @@ from megatron_fsdp._context import ShardContext
 from megatron_fsdp._eight_bit import FLOAT8_ALIGNMENT, is_quantized
 from megatron_fsdp._layout import FlatLayout, plan_atomic, plan_layout
 from megatron_fsdp._parameters import ModelPart, ParameterSite, as_dtensor
-from megatron_fsdp._policy import BlockAtomic, ShardPlacement, Strategy, TensorAtomic
+from megatron_fsdp._policy import BlockAtomic, KeepsFloat32, ShardPlacement, Strategy, TensorAtomic
 from megatron_fsdp._topology import Topology
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def plan_units(root: nn.Module, matchers: Sequence[UnitMatcher] | UnitMatcher | 
 def _sites(root: nn.Module) -> list[ParameterSite]:
     places_of: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     for prefix, module in root.named_modules(remove_duplicate=False):
+        _check_float32(prefix or type(module).__name__, module)
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 places_of.setdefault(parameter, []).append((f"{prefix}.{attribute}" if prefix else attribute, module, attribute))
@@ -80,6 +81,21 @@ def _sites(root: nn.Module) -> list[ParameterSite]:
         slots = {(id(module), attribute): (module, attribute) for _, module, attribute in places}
         sites.append(ParameterSite(parameter, tuple(name for name, _, _ in places), tuple(slots.values())))
     return sites
+
+
+def _check_float32(place: str, module: nn.Module) -> None:
+    if not isinstance(module, KeepsFloat32):
+        return
+    names = module.float32_parameters()
+    if isinstance(names, str):
+        raise ValueError(f"float32_parameters() of {place} is the string {names!r}; return a tuple of names")
+    for name in names:
+        # Not by the list of its parameters: what wraps a module has its attributes alone.
+        if not hasattr(module, name):
+            raise ValueError(
+                f"float32_parameters() of {place} names {name!r}, which is no parameter of its own; leave it out, or let the module that "
+                "has it name it"
+            )
 
 
 def _units_around(name: str, plans: dict[str, UnitPlan]) -> list[str]:

@@ -56,7 +56,7 @@ class KeepsFloat32(Protocol):
     """
 
     def float32_parameters(self) -> Collection[str]:
-        """Their names, of the module's own parameters and not of its children's."""
+        """Their names, of the module's own parameters and not of its children's; others are refused (``ValueError``)."""
         ...
 
 
