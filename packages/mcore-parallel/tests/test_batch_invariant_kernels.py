@@ -171,7 +171,8 @@ def check_gradients(device: str, dtype: torch.dtype, tolerance: float, lengths: 
     bounds = tuple(sum(lengths[:n]) for n in range(len(lengths) + 1))
     shapes = (heads, width), (kv_heads, width), (kv_heads, fields.get("value_dim", width)), (heads, fields.get("value_dim", width))
     *inputs, grad = (torch.randn(bounds[-1], *shape, device=device).to(dtype) for shape in shapes)
-    sink = torch.randn(heads, device=device).to(dtype) if fields.get("softmax_type") == "learnable" else None
+    # Of every second number: gradients must not read the ones between.
+    sink = torch.randn(2 * heads, device=device).to(dtype)[::2] if fields.get("softmax_type") == "learnable" else None
     wide = [x.double().cpu().requires_grad_() for x in (*inputs, *(() if sink is None else (sink,)))]
     extra = wide[3] if sink is not None else torch.zeros(heads).double() if fields.get("softmax_type") == "off-by-one" else None
     out = reference_attention(*wide[:3], causal=False, window=core.spec.bounds, sink=extra, cu_seqlens=bounds)

@@ -159,11 +159,12 @@ class BatchInvariantAttention:
         assert q is not None and k is not None and v is not None
         tokens = kernels.gradient_tiles(q.shape[1] // k.shape[1], (q.shape[2], v.shape[2]), q.dtype)
         of_queries, of_keys = (self._tiles_of(bounds, number, q.device) for number in tokens)
+        sink_A = self._sink(q, sink)
         *found, of_sink = kernels.attention_gradients(
             (q.contiguous(), k.contiguous(), v.contiguous()),
             out,
             grad_TAw.to(q.dtype).contiguous(),
-            self._sink(q, sink),
+            None if sink_A is None else sink_A.contiguous(),
             starts_R=of_queries.starts_R,
             query_tiles=of_queries.tiles,
             key_tiles=of_keys.tiles,
