@@ -352,5 +352,6 @@ if __name__ == "__main__":
     check_attention("cpu", torch.float16, 4e-3, (1, 70), **HEADS[0])
     check_gradients("cpu", torch.float32, 2e-5, (1, 0, 70), **HEADS[0])
     check_gradients("cpu", torch.float32, 2e-5, (50,), **HEADS[1])
+    check_gradients("cpu", torch.float32, 2e-5, (5,), **{**HEADS[1], "window": (2**31 - 1, 0)})
     check_gradients("cpu", torch.float16, 4e-3, (40, 3), **HEADS[2])
     print("same")

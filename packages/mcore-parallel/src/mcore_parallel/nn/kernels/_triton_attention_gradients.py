@@ -59,7 +59,8 @@ def attention_gradients(
         "VALUE_WIDTH": value_width, "VALUE_LANES": value_lanes, "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "num_warps": 8 if max(widths) > 64 else 4, "num_stages": 1 if q.dtype == torch.float32 or max(widths) > 128 else 2,
     }  # fmt: skip
-    shape = (scale * _LOG2_E, window, heads)
+    # The last query that sees a key is counted from it in 32 bits.
+    shape = (scale * _LOG2_E, min(window, tokens), heads)
     if len(query_tiles[0]):
         _query_kernel[(len(query_tiles[0]), kv_heads)](
             q, k, v, out_TAw, grad_TAw, sink_A, dq, *stats_2TA, starts_R, *query_tiles, scale, *shape, **sizes
