@@ -189,6 +189,34 @@ def test_an_engine_forgets_what_a_used_context_knew(make_model: Make) -> None:
             call()
 
 
+def test_an_engine_whose_context_was_taken_over_leaves_it_alone(make_model: Make) -> None:
+    one, other = make_model(seed=0), make_model(seed=1)
+    sizes = InferenceConfig(num_blocks=16, block_size_tokens=8, max_sequence_length=64)
+    context, prompt = DynamicInferenceContext.for_model(one, sizes), list(range(20))
+    first = DynamicInferenceEngine(one, context)
+    second = DynamicInferenceEngine(other, context)
+    [wanted] = DynamicInferenceEngine(other, DynamicInferenceContext.for_model(other, sizes)).generate([prompt], GREEDY)
+    second.add_request(prompt, GREEDY)
+    second.step()
+    weights = [(name, tensor) for name, tensor in one.state_dict().items()]
+    for call in (
+        first.suspend,
+        first.suspend_within_process,
+        first.resume,
+        first.reset_prefix_cache,
+        first.warm_up,
+        lambda: first.load_weights(weights),
+    ):
+        with pytest.raises(RuntimeError, match="the context of this engine was given to another one"):
+            call()
+    first.close()
+    assert not second.is_suspended
+    records = []
+    while second.has_unfinished_requests():
+        records += second.step()
+    assert [record.generated_tokens for record in records] == [wanted.generated_tokens]
+
+
 def test_a_context_with_requests_is_not_taken_over(make_model: Make) -> None:
     model = make_model()
     sizes = InferenceConfig(num_blocks=16, block_size_tokens=8, max_sequence_length=64, weight_dtype="fp8_weight_only")

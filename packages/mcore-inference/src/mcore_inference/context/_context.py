@@ -213,7 +213,7 @@ class DynamicInferenceContext:
         """Begin to serve another engine: what the cache knows is of the last one's model, and is forgotten.
 
         Returns:
-            The engine's number, for ``check_owner``.
+            The engine's number, for ``is_owner`` and ``check_owner``.
 
         Raises:
             ValueError: requests of the last engine hold slots.
@@ -227,6 +227,10 @@ class DynamicInferenceContext:
         self._owner += 1
         return self._owner
 
+    def is_owner(self, number: int) -> bool:
+        """Whether the engine with this number, that ``take_over`` returned, is the last one that took the context over."""
+        return number == self._owner
+
     def check_owner(self, number: int) -> None:
         """See that no other engine has taken the context over.
 
@@ -236,7 +240,7 @@ class DynamicInferenceContext:
         Raises:
             RuntimeError: one has.
         """
-        if number != self._owner:
+        if not self.is_owner(number):
             raise RuntimeError("the context of this engine was given to another one; make a context for each engine")
 
     # -- what fits ---------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class DynamicInferenceEngine:
     Args:
         model: built with ``attention_core=PagedAttention()``; its groups say the layout. With ``weight_dtype`` of the context its weights
             are rounded here, when nothing is refused any more; without, those of a model that was rounded before are refused.
-        context: memory, made for this model. An engine that had it before is refused every request and step from now on.
+        context: memory, made for this model. An engine that had it before can only be closed from now on.
         tokenizer: for text prompts, stop words, text output and the default termination id.
         seed: of requests that bring none; an integer of 64 bits.
         vocab_size: ids that exist; None for the tokenizer's, or the model's. Rows of the embedding beyond it are padding and never drawn.
@@ -260,7 +260,7 @@ class DynamicInferenceEngine:
 
         Raises:
             ValueError: this engine records nothing; says why.
-            RuntimeError: it has unfinished requests, or is suspended.
+            RuntimeError: it has unfinished requests, or is suspended, or another engine has its context.
         """
         self._check_idle("create_cuda_graphs")
         with self._with_experts():
@@ -312,6 +312,7 @@ class DynamicInferenceEngine:
         return self._executor.is_warm
 
     def _check_idle(self, call: str) -> None:
+        self.context.check_owner(self._owner)
         if self.has_unfinished_requests() or self.is_suspended:
             state = "is suspended" if self.is_suspended else f"has {len(self._requests.entries)} unfinished requests"
             raise RuntimeError(f"{call} needs an idle engine, and this one {state}; call it before the first request")
@@ -496,11 +497,13 @@ class DynamicInferenceEngine:
                 of dtype. Where a bucket was copied before, the engine refuses to step (``IncompleteWeightsError``) until a load succeeds;
                 else it goes on with the old weights.
             ValueError: an unknown policy, or a version that is none.
-            RuntimeError: ``drain`` while the engine is suspended, or one that shares its experts cannot step.
+            RuntimeError: ``drain`` while the engine is suspended, or one that shares its experts cannot step; another engine has the
+                context.
             Exception: whatever ``chunks`` raises, or a step of ``drain``.
         """
         check_policy(in_flight)
         check_chunks(chunks)
+        self.context.check_owner(self._owner)
         following = self.next_weight_version if version is None else as_integer("version", version, 0, 2**63 - 1)
         if in_flight == "drain":
             self._drain()
@@ -567,7 +570,11 @@ class DynamicInferenceEngine:
         No request is lost: their tokens stay, and what the cache held is computed again after ``resume``, or comes back from the host at
         ``unified_memory_level`` 1 and 2. New requests may come. Recorded graphs stay where the cache keeps its addresses: on NVIDIA's
         driver.
+
+        Raises:
+            RuntimeError: another engine has the context.
         """
+        self.context.check_owner(self._owner)
         if not self.is_suspended:
             self._free_cache()
             if self.context.device.type == "cuda":
@@ -577,7 +584,11 @@ class DynamicInferenceEngine:
         """As ``suspend``, for whoever works on the device in this process: what torch keeps for later tensors is not given to others.
 
         A trainer then has the memory of its last step again without asking the driver, which would take it piece by piece.
+
+        Raises:
+            RuntimeError: as of ``suspend``.
         """
+        self.context.check_owner(self._owner)
         if not self.is_suspended:
             self._free_cache()
 
@@ -600,7 +611,11 @@ class DynamicInferenceEngine:
         """Forget what the cache holds, as after a change of the weights that ``load_weights`` did not make.
 
         No request is lost: their tokens stay, and their keys and values are computed again.
+
+        Raises:
+            RuntimeError: another engine has the context.
         """
+        self.context.check_owner(self._owner)
         self._loop.read_results()
         self._loop.forget_batch()
         self._admission.drop_cache()
@@ -611,17 +626,20 @@ class DynamicInferenceEngine:
 
         Raises:
             torch.OutOfMemoryError: others use it; the engine stays suspended.
+            RuntimeError: another engine has the context.
         """
+        self.context.check_owner(self._owner)
         if self.is_suspended:
             self.context.memory.allocate_again()
 
     def close(self) -> None:
-        """Free the cache and the recorded graphs; ask nothing of the engine any more.
+        """Free the recorded graphs, and the cache unless another engine has it; ask nothing of the engine any more.
 
         NCCL waits for graphs that hold its communicators: an engine whose ranks share a model is closed before the process groups are
         destroyed.
         """
-        self.suspend()
+        if self.context.is_owner(self._owner):
+            self.suspend()
         self._executor.clear_graphs()
 
 
