@@ -10,6 +10,7 @@ import json
 import os
 import random
 import signal
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -42,7 +43,7 @@ from mcore_rl import (
     WeightedMultiTask,
     recite,
 )
-from mcore_rl.agent import _remote_environment
+from mcore_rl.agent import _process_judge, _remote_environment
 from mcore_rl.agent._conversation_memory import ConversationMemory
 from mcore_rl.envs import Arithmetic, ArithmeticConfig, Calculator
 from mcore_rl.inference import PeerError, PeerReplyError
@@ -216,6 +217,35 @@ def test_processes_that_die_between_two_turns_lose_nothing(processes: ProcessJud
     turns, reward = asyncio.run(talk())
     assert [turn.replies for turn in turns] == [[{"role": "tool", "content": "1: 1"}], [{"role": "tool", "content": "2: 0"}], []]
     assert reward == 3.0
+
+
+def test_a_start_of_processes_holds_no_event_loop_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = ProcessJudge(HostileTool, LENIENT)
+    starts, may_go_on = threading.Event(), threading.Event()
+    wait_until_ready = _process_judge._Template.wait_until_ready
+
+    def wait(template: _process_judge._Template) -> None:
+        starts.set()
+        assert may_go_on.wait(30), "the event loop waits for the start"
+        wait_until_ready(template)
+
+    async def talk() -> list[Any]:
+        first = asyncio.create_task(judge._opening(PROBLEM))
+        assert await asyncio.to_thread(starts.wait, 30)
+        second = asyncio.create_task(judge._opening(PROBLEM))
+        await asyncio.sleep(0)
+        may_go_on.set()
+        return await asyncio.gather(first, second)
+
+    try:
+        monkeypatch.setattr(_process_judge._Template, "wait_until_ready", wait)
+        judge._template._process.kill()
+        judge._template._process.join(20)
+        assert all(worker._pipe.poll(20) for worker in judge._idle)
+        assert asyncio.run(talk()) == [OPENING, OPENING]
+    finally:
+        judge.close()
+    assert judge.num_restarts == 2
 
 
 HOW = ["processes", "http", "http of processes"]

@@ -109,6 +109,8 @@ class ProcessJudge(HeldElsewhere, PosedHere):
         super().__init__(make)
         self.limits = limits or JudgeLimits()
         self._make, self._lock, self._is_closed = make, threading.Lock(), False
+        self._starting = threading.Lock()
+        """Of the first process; a start takes seconds, in which event loops want the other lock."""
         self._threads = ThreadPoolExecutor(self.limits.num_workers, "mcore-judge")
         self._template = _Template(make, self.env_id, self.limits)
         self._idle: list[_Worker] = []
@@ -204,7 +206,7 @@ class ProcessJudge(HeldElsewhere, PosedHere):
 
     def _replaced(self, worker: "_Worker") -> "_Worker":
         worker.end()
-        with self._lock:
+        with self._starting:
             if self._is_closed:
                 raise JudgeProcessError(f"the processes of {self.env_id!r} have ended")
             if not self._template.is_alive:
@@ -224,6 +226,7 @@ class ProcessJudge(HeldElsewhere, PosedHere):
                 asked.future.cancel()
             self._waiting.clear()
             workers, self._idle = self._idle, []
+        with self._starting:
             for worker in workers:
                 worker.end()
             self._template.end()
