@@ -9,6 +9,7 @@ import os
 import secrets
 import signal
 import socket
+import time
 from pathlib import Path
 
 from mcore_rl import Conversation, Episode, NumberedConversations, NumberedProblems, Problem
@@ -180,6 +181,9 @@ class _Noting(Episode):
             self._held, said = bytearray(200 << 20), "held"
         if answer == "use":
             said = "used" if bytearray(450 << 20) else ""
+        if answer == "thread":
+            # Nobody waits for what it begins.
+            asyncio.get_running_loop().run_in_executor(None, self._write_later)
         if answer == "begin":
             self._begun = asyncio.create_task(asyncio.sleep(0, "begun"))
         if answer == "lock":
@@ -196,6 +200,11 @@ class _Noting(Episode):
         if answer == "raise":
             raise ValueError("of the tool")
         return [{"role": "tool", "content": f"{answer}: {said}"}]
+
+    def _write_later(self) -> None:
+        time.sleep(0.5)
+        with self._calls.open("a") as file:
+            file.write("written\n")
 
     async def reward(self) -> float:
         return float(self._num_turns)

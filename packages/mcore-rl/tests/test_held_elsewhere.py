@@ -306,6 +306,23 @@ def test_a_conversation_that_fails_or_leaves_a_task_costs_others_of_its_process_
     assert calls.read_text().split() == ["a", answer, *(["begin", "finish"] if answer == "begin" else []), "a", "b"]
 
 
+def test_threads_of_a_turn_end_with_it_and_cost_nobody_a_replay(tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    judge = ProcessJudge(functools.partial(Noting, calls), dataclasses.replace(LENIENT, num_workers=1))
+
+    async def talk() -> None:
+        first = Conversation(problem=PROBLEM, opening=await judge._opening(PROBLEM))
+        begun = dataclasses.replace(first, turns=[Turn(answer="a", replies=await judge._reply(first, "a"))])
+        await judge._reply(first, "thread")
+        await judge._reply(begun, "b")
+
+    try:
+        asyncio.run(talk())
+    finally:
+        judge.close()
+    assert calls.read_text().split() == ["a", "thread", "written", "b"]
+
+
 def test_conversations_are_remembered_until_they_are_taken_or_too_many() -> None:
     one, other = (Conversation(problem=PROBLEM, opening=[{"role": "user", "content": text}]) for text in ("one", "other"))
     memory = ConversationMemory[int](3)

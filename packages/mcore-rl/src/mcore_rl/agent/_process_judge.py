@@ -449,8 +449,14 @@ def _judge_all(environment: NumberedAgent, pipe: Connection, limits: JudgeLimits
             return
         has_failed = False
         try:
-            run = asyncio.run if "response" in question else conversations.run
-            data = json.dumps(run(_answer(environment, question, say_replayed))).encode()
+            if "response" in question:
+                reply = asyncio.run(_answer(environment, question, say_replayed))
+            else:
+                # Its threads end with a turn, in whose time they are waited for.
+                with ThreadPoolExecutor() as threads:
+                    conversations.get_loop().set_default_executor(threads)
+                    reply = conversations.run(_answer(environment, question, say_replayed))
+            data = json.dumps(reply).encode()
             if len(data) > _MOST_REPLY_BYTES:
                 raise ValueError(f"a reply of {len(data)} bytes is larger than {_MOST_REPLY_BYTES}")
         except Exception as error:
