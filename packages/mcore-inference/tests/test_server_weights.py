@@ -99,9 +99,11 @@ def test_who_may_not_and_what_is_not_there_change_nothing(server: InferenceServe
     (root / "link").symlink_to(outside)
     (root / "empty").mkdir()
     (root / "file").write_text("")
+    (root / "circle").symlink_to("circle")
     url = f"{server.url}/update_weights_from_disk"
     assert httpx.post(url, json={"model_path": str(root / "version-3"), "weight_version": 1}).status_code == 401
-    for path in (outside, root / "link", root / ".." / "outside", "../outside", "link", ".", root, root / "file", root / "nowhere", "a\0b"):
+    inside = (root / "link", root / ".." / "outside", root, root / "file", root / "nowhere", root / "circle")
+    for path in (*inside, outside, "../outside", "link", ".", "a\0b"):
         refused = update(server, path)
         assert refused.status_code == 400 and "model_path" in refused.json()["error"]["message"], path
     empty = update(server, root / "empty")

@@ -53,7 +53,8 @@ class WeightFolders:
         """
         try:
             folder = (self.root / name).resolve(strict=True)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
+            # Links in a circle are a RuntimeError.
             raise ApiError(400, f"model_path={name!r} cannot be read here: {error}", param="model_path") from error
         if not folder.is_dir() or self.root.resolve() not in folder.parents:
             raise ApiError(400, f"model_path={name!r} is no folder below {self.root}", param="model_path")
