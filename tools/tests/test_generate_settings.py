@@ -4,6 +4,7 @@
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -277,6 +278,12 @@ def test_a_file_is_written_by_one_command(folder: Path, tmp_path: Path, capsys: 
         first.run(cast("Any", Meets(runner, others)), params, lambda prompt: str(prompt))
         with pytest.raises(ValueError, match="got texts of another command meanwhile; give this command again"):
             second.run(runner, params, chat_encoder(ByteTokenizer()))
+        # Nothing is read of a pipe, which would wait for what the command itself writes.
+        reading, writing = os.pipe()
+        PromptFile(source, Path(f"/dev/fd/{writing}"), {}).run(runner, params, lambda prompt: str(prompt))
+        os.close(writing)
+        with open(reading, encoding="utf-8") as pipe:
+            assert sorted(pipe) == sorted(target.read_text().splitlines(keepends=True))
     assert sorted(json.loads(line)["number"] for line in target.read_text().splitlines()) == [0, 1]
     assert not PromptFile(source, target, {}).left
 

@@ -7,6 +7,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import stat
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -181,7 +182,7 @@ class PromptFile:
 
     def _read_done(self) -> set[int]:
         """Numbers of the prompts that the target has; half a line, of a command that was killed, is taken out of it."""
-        if not self._target.exists():
+        if not self._target.exists() or _is_stream(self._target):
             return set()
         with self._target.open("rb") as target:
             # Beside other ranks of this command, which read it too.
@@ -269,6 +270,12 @@ class PromptFile:
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether it is a pipe or a terminal, such as /dev/stdout may be: who reads it waits for what it will write itself."""
+    mode = path.stat().st_mode
+    return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
 
 
 def _object(line: str | bytes) -> dict[str, Any]:
