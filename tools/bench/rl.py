@@ -383,15 +383,21 @@ def step_beside_peers(learner: Learner, engine: DynamicInferenceEngine, work: Wo
 
 def agreement(model: str, work: Work, device: torch.device, clock: Clock) -> Iterator[dict[str, Any]]:
     """The second of two GRPO iterations in three arithmetics, over an eighth of the tokens, with the mean distance of log-probabilities of
-    engine and trainer; the cost is a step's time beside that of the first, plain one."""
+    engine and trainer; the cost is a step's time beside that of the first, plain one. One without room says so."""
     work = dataclasses.replace(work, groups=max(1, work.groups // 4), outputs=work.outputs // 2, cache_gb=work.cache_gb / 2)
     plain_s = None
     for name, arithmetic in ARITHMETICS.items():
-        learner = build_learner(model, device, narrow=False, **arithmetic)
-        engine = build_engine(model, work, device, **arithmetic)
-        row = step_beside_peers(learner, engine, work, clock)
-        plain_s = row["whole_s"] if plain_s is None else plain_s
-        yield {"arithmetic": name, **row, "cost": round(row["whole_s"] / plain_s, 3)}
+        learner = engine = None
+        try:
+            learner = build_learner(model, device, narrow=False, **arithmetic)
+            engine = build_engine(model, work, device, **arithmetic)
+            row = step_beside_peers(learner, engine, work, clock)
+        except torch.OutOfMemoryError as error:
+            row = {"error": f"{type(error).__name__}: {error}"[:600]}
+        else:
+            plain_s = row["whole_s"] if name == "plain" else plain_s
+            row["cost"] = None if plain_s is None else round(row["whole_s"] / plain_s, 3)
+        yield {"arithmetic": name, **row}
         learner = engine = None
         gc.collect()
         if device.type == "cuda":

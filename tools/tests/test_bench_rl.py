@@ -5,6 +5,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,20 @@ def test_the_arithmetics_of_trainer_and_engine_are_compared() -> None:
     assert [row["arithmetic"] for row in (plain, exact, wide)] == ["plain", "batch-invariant", "float32"]
     assert exact["logprob_mismatch"] == 0 < wide["logprob_mismatch"] < 1e-6
     assert plain["cost"] == 1 and exact["cost"] == pytest.approx(exact["whole_s"] / plain["whole_s"], rel=0.01)
+
+
+def test_an_arithmetic_that_has_no_room_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(learner: Any, *_: object) -> dict[str, float]:
+        if len(made) == 2:
+            raise torch.OutOfMemoryError("no room")
+        made.append(learner)
+        return {"whole_s": 2.0 * len(made)}
+
+    made: list[Any] = []
+    monkeypatch.setattr("tools.bench.rl.step_beside_peers", step)
+    device = torch.device("cpu")
+    plain, exact, wide = agreement("tiny", SIZES["tiny"], device, Clock(device))
+    assert (plain["cost"], exact["cost"]) == (1, 2) and wide == {"arithmetic": "float32", "error": "OutOfMemoryError: no room"}
 
 
 def test_a_step_stands_beside_its_peer_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
