@@ -101,6 +101,7 @@ def test_they_compute_in_float32_beside_bfloat16_bit_for_bit(world):
         (torch.float32, MixedPrecisionPolicy(param_dtype=torch.bfloat16), torch.float32, torch.float32, torch.float32),
         (torch.bfloat16, MixedPrecisionPolicy(param_dtype=torch.bfloat16), torch.float32, torch.float32, torch.float32),
         (torch.float64, MixedPrecisionPolicy(param_dtype=torch.bfloat16), torch.float32, torch.float64, torch.float64),
+        (torch.float32, MixedPrecisionPolicy(param_dtype=torch.float8_e4m3fn), torch.float32, torch.float32, torch.float32),
         (torch.float32, MixedPrecisionPolicy(param_dtype=torch.float64), torch.float64, torch.float32, torch.float32),
         (torch.float32, MixedPrecisionPolicy(main_params_dtype=torch.bfloat16), torch.float32, torch.float32, torch.float32),
         (

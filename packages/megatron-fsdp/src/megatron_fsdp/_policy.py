@@ -96,7 +96,8 @@ class MixedPrecisionPolicy:
         """The policy of parameters that a module keeps in float32: dtypes that are set are float32 or wider."""
         names = ("param_dtype", "main_params_dtype", "main_grads_dtype")
         dtypes = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: dtype and torch.promote_types(dtype, torch.float32) for name, dtype in dtypes.items()})
+        # By their bytes: torch promotes no dtype of 8 bits.
+        return replace(self, **{name: torch.float32 if dtype and dtype.itemsize < 4 else dtype for name, dtype in dtypes.items()})
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype in which a parameter created as ``dtype`` computes."""
