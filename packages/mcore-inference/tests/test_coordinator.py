@@ -758,6 +758,9 @@ def test_bad_keys_and_addresses_are_refused(runners: list[EngineRunner]) -> None
         EngineWorker(runners[0], "nowhere")
     with pytest.raises(ValueError, match="address='nowhere'"):
         asyncio.run(InferenceClient("nowhere").start())
+    for address in ("tcp://127.0.0.1", "tcp://host", "tcp://", "//127.0.0.1:5"):
+        with pytest.raises(ValueError, match="is none; it looks like tcp://127.0.0.1:5000"):
+            asyncio.run(InferenceClient(address).start())
     for address in ("tcp://192.0.2.1:5", "tcp://host:5", "tcp://[2001:db8::1]:5", "tcp://127.0.0.1:0;192.0.2.1:5", "tipc://{1,0,0}"):
         with pytest.raises(ValueError, match="is reached over a network, where secrets would go in the clear; give security with the"):
             asyncio.run(InferenceClient(address, security=CoordinatorSecurity(secret="s3")).start())

@@ -53,7 +53,9 @@ def connect(context: zmq.asyncio.Context, address: str, security: CoordinatorSec
 def _is_local(address: str) -> bool:
     """Whether nothing leaves this machine; what is no address leaves nowhere."""
     transport, _, place = address.partition("://")
-    return not place or transport in ("ipc", "inproc") or is_loopback(place.rpartition(":")[0].strip("[]"))
+    host, colon, _ = place.rpartition(":")
+    has_no_port = transport == "tcp" and not colon
+    return not place or has_no_port or transport in ("ipc", "inproc") or is_loopback(host.strip("[]"))
 
 
 def reconnect(socket: zmq.asyncio.Socket, address: str) -> None:
