@@ -115,6 +115,14 @@ def test_a_server_ends_with_its_coordinator(tmp_path: Path, monkeypatch: pytest.
         pytest.fail("it has no engine")
 
 
+def test_engines_have_no_key_of_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(address="tcp://127.0.0.1:9", security=CoordinatorSecurity(secret="own"))
+    monkeypatch.setenv("MCORE_COORDINATOR_KEY", "0" * 40)
+    for name, value in job.environment().items():
+        monkeypatch.setenv(name, value)
+    assert Job.named(job.address) == job
+
+
 def test_an_engine_of_another_host_keeps_the_server_alone(tmp_path: Path) -> None:
     ends: list[str] = []
     security = CoordinatorSecurity(secret="job")

@@ -31,7 +31,7 @@ class Job:
             argparse.ArgumentTypeError: neither of them, or an address of another host, whose coordinator has no key to encrypt by.
         """
         if text.startswith("tcp://"):
-            address, secret, key = endpoint(text), os.environ.get(_SECRET, ""), os.environ.get(_KEY)
+            address, secret, key = endpoint(text), os.environ.get(_SECRET, ""), os.environ.get(_KEY) or None
             if key is None and not _is_here(address):
                 raise argparse.ArgumentTypeError(f"{text!r} is of another host, which takes encrypted engines only; give its --job-file")
             try:
@@ -55,9 +55,8 @@ class Job:
             ) from None
 
     def environment(self) -> Mapping[str, str]:
-        """For processes of this host that are told the address."""
-        key = self.security.public_key
-        return {_SECRET: self.security.secret} | ({} if key is None else {_KEY: key})
+        """For processes of this host that are told the address; without a key an empty one, in place of another job's."""
+        return {_SECRET: self.security.secret, _KEY: self.security.public_key or ""}
 
     def write(self, path: Path) -> None:
         """For engines of other hosts; whoever reads it may join, so its owner alone can.
