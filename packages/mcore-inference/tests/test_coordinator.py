@@ -734,7 +734,10 @@ def test_a_client_outlives_a_coordinator_that_is_restarted(runners: list[EngineR
     [
         ({"host": "192.0.2.1"}, "host='192.0.2.1' is reachable from other machines"),
         ({"host": "192.0.2.1", "security": CoordinatorSecurity(secret="s")}, "both keys"),
-        *(({"host": host}, "stands for all addresses of this machine, and others .*; give the one") for host in ("0.0.0.0", "::", "*")),
+        *(
+            ({"host": host}, "stands for all addresses of this machine, and others .*; give the one")
+            for host in ("0.0.0.0", "::", "*", "0", "0.0", "::ffff:0.0.0.0")
+        ),
         ({"port": 70000}, "port=70000 must be an integer from 0 to 65535"),
         ({"engine_timeout_s": 1.0}, "engine_timeout_s=1.0 must be at least twice heartbeat_s=1.0"),
         ({"max_retries": -1}, "max_retries=-1"),

@@ -3,6 +3,7 @@
 """Fields that callers set, checked and made plain: integers and numbers of any library become Python's own."""
 
 import ipaddress
+import socket
 from collections.abc import Collection, Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -81,11 +82,16 @@ def is_loopback(host: str) -> bool:
 
 
 def is_unspecified(host: str) -> bool:
-    """Whether an address stands for all of a machine, such as 0.0.0.0."""
+    """Whether an address stands for all of a machine, such as 0.0.0.0, also in the short forms of sockets and inside IPv6."""
     try:
-        return ipaddress.ip_address(host).is_unspecified
+        address = ipaddress.ip_address(host)
     except ValueError:
-        return False
+        try:
+            return not any(socket.inet_aton(host))
+        except OSError:
+            return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_unspecified
 
 
 def _shown(value: object) -> str:
