@@ -80,9 +80,7 @@ def peer_memories(addresses_ptr, element: tl.constexpr, RANKS: tl.constexpr):
 def arrive(addresses, counter_at):
     """Count this program in at every rank, its own among them; what it and the kernels before it did comes first.
 
-    Args:
-        addresses: int64, where the memory of each rank begins.
-        counter_at: of an int32, in bytes from there, zero before the first arrives.
+    Addresses are int64, where the memory of each rank begins; the counter is an int32 so many bytes behind, zero before the first arrives.
     """
     # One thread counts for all of them.
     tl.debug_barrier()
@@ -106,11 +104,7 @@ def wait_for_all(counter_ptr, RANKS: tl.constexpr):
 def sum_of_peers(memories, place, inside, RANKS: tl.constexpr):
     """Elements at ``place`` of all memories, added in rank order and rounded to their dtype each time, as torch's one-shot all-reduce.
 
-    Args:
-        memories: of ``peer_memories``.
-        place: of elements.
-        inside: which of them there are; others are 0.
-        RANKS: how many memories.
+    Memories are those of ``peer_memories``, as many as ranks; elements that are not ``inside`` are 0.
     """
     # Past the first-level cache, which may hold what stood there before.
     total = tl.load(memories[0] + place, mask=inside, other=0.0, cache_modifier=".cg")
