@@ -513,14 +513,18 @@ def test_a_bundle_that_longer_numbers_make_too_long_is_sent_in_parts(num_items: 
     assert [each for part in parts for each in (*part.items, *part.replies)] == [*items, *replies]
 
 
+def open_router(stack: ExitStack, receive_ms: int) -> tuple["zmq.Socket[bytes]", str]:
+    """The socket of one that has taken the coordinator's place, and its address."""
+    router = stack.enter_context(zmq.Context()).socket(zmq.ROUTER)
+    stack.callback(router.close, linger=0)
+    router.rcvtimeo = receive_ms
+    return router, f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+
+
 def test_an_engine_takes_no_longer_message_than_it_was_told(runners: list[EngineRunner]) -> None:
     """Whoever has taken the coordinator's place sends what it likes."""
     with ExitStack() as stack:
-        context = stack.enter_context(zmq.Context())
-        router = context.socket(zmq.ROUTER)
-        stack.callback(router.close, linger=0)
-        router.rcvtimeo = 5000
-        address = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+        router, address = open_router(stack, 5000)
         worker = stack.enter_context(EngineWorker(runners[0], address, heartbeat_s=0.05, max_message_bytes=2**16))
         peer, frame = router.recv_multipart()
         assert isinstance(decode_incoming(frame), Register)
@@ -541,11 +545,7 @@ def test_frames_that_are_no_messages_end_neither_an_engine_nor_a_client(
 ) -> None:
     """Whoever has taken the coordinator's place, or is one of another version, sends what it likes."""
     with ExitStack() as stack:
-        context = stack.enter_context(zmq.Context())
-        router = context.socket(zmq.ROUTER)
-        stack.callback(router.close, linger=0)
-        router.rcvtimeo = 20_000
-        address = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+        router, address = open_router(stack, 20_000)
 
         def answer(kind: type, *frames: bytes) -> Any:
             """To the next message of this kind."""

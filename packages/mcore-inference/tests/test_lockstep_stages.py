@@ -160,13 +160,8 @@ def test_a_killed_rank_of_any_stage_is_named_and_the_others_end(world: World, do
     assert seconds[0] < 5 and seconds.count(0.0) == 2 and seconds[doomed] is None
 
 
-def check_hung(doomed: int, run_ahead: bool | None) -> None:
-    engine = make_engine(ProcessGroups.build(ParallelPlan(pp=4)), run_ahead=run_ahead)
-    patience = LockstepConfig(join_timeout_s=50, silence_timeout_s=16, step_timeout_s=8)
-    if dist.get_rank() == doomed:
-        passes = itertools.count()
-        engine.model.register_forward_pre_hook(lambda *_: threading.Event().wait() if next(passes) == 5 else None)
-    what = rf"rank {doomed} \(tp 0 of stage {doomed}\) did not end step"
+def check_named(engine: DynamicInferenceEngine, patience: LockstepConfig, doomed: int, what: str) -> None:
+    """All requests, and the engine on every rank, end by the name of the one that is to blame."""
     if dist.get_rank():
         with pytest.raises(EngineDeadError, match=what):
             follow_runner(engine, patience)
@@ -179,8 +174,19 @@ def check_hung(doomed: int, run_ahead: bool | None) -> None:
             with pytest.raises(RankFailedError, match=what) as caught:
                 await stream.record()
             assert caught.value.rank == doomed
+        assert not runner.health().alive
 
     asyncio.run(main())
+
+
+def check_hung(doomed: int, run_ahead: bool | None) -> None:
+    engine = make_engine(ProcessGroups.build(ParallelPlan(pp=4)), run_ahead=run_ahead)
+    patience = LockstepConfig(join_timeout_s=50, silence_timeout_s=16, step_timeout_s=8)
+    if dist.get_rank() == doomed:
+        passes = itertools.count()
+        engine.model.register_forward_pre_hook(lambda *_: threading.Event().wait() if next(passes) == 5 else None)
+    what = rf"rank {doomed} \(tp 0 of stage {doomed}\) did not end step"
+    check_named(engine, patience, doomed, what)
 
 
 @pytest.mark.slow
@@ -204,21 +210,7 @@ def check_broken_pass(plan: dict[str, int], doomed: int, run_ahead: bool | None)
         engine.model.register_forward_pre_hook(fail)
     tp = plan.get("tp", 1)
     what = rf"rank {doomed} \(tp {doomed % tp} of stage {doomed // tp}\) failed in step \d+: OutOfMemoryError: no room for a pass"
-    if dist.get_rank():
-        with pytest.raises(EngineDeadError, match=what):
-            follow_runner(engine, patience)
-        return 0.0
-
-    async def main() -> None:
-        runner = EngineRunner(engine, lockstep=patience)
-        streams = [await runner.submit(prompt, SamplingParams(num_tokens_to_generate=20, ignore_eos=True)) for prompt in PROMPTS]
-        for stream in streams:
-            with pytest.raises(RankFailedError, match=what) as caught:
-                await stream.record()
-            assert caught.value.rank == doomed
-        assert not runner.health().alive
-
-    asyncio.run(main())
+    check_named(engine, patience, doomed, what)
     return time.monotonic() - begin
 
 
