@@ -176,11 +176,11 @@ class _Noting(Episode):
         self._num_turns += 1
         with self._calls.open("a") as file:
             file.write(f"{answer}\n")
-        said = answer
+        outcome = answer
         if answer == "hold":
-            self._held, said = bytearray(200 << 20), "held"
+            self._held, outcome = bytearray(200 << 20), "held"
         if answer == "use":
-            said = "used" if bytearray(450 << 20) else ""
+            outcome = "used" if bytearray(450 << 20) else ""
         if answer == "thread":
             # Nobody waits for what it begins.
             asyncio.get_running_loop().run_in_executor(None, self._write_later)
@@ -193,13 +193,13 @@ class _Noting(Episode):
                 await asyncio.sleep(0)
             await waiting
             self._lock.release()
-            said = "waited"
+            outcome = "waited"
         if answer == "finish":
             assert self._begun is not None
-            said = await self._begun
+            outcome = await self._begun
         if answer == "raise":
             raise ValueError("of the tool")
-        return [{"role": "tool", "content": f"{answer}: {said}"}]
+        return [{"role": "tool", "content": f"{answer}: {outcome}"}]
 
     def _write_later(self) -> None:
         time.sleep(0.5)

@@ -92,10 +92,10 @@ def check_training_goes_on() -> None:
     told: list[str] = []
 
     def run(name: str, fails_at: Callable[[int, int], bool], seen: list[int]) -> list[torch.Tensor]:
-        kept = RankMemory()
+        memory = RankMemory()
         part = dist.PrefixStore(name, store)
         setting = {"rank": rank, "world_size": size, "config": ONCE, "notify": told.append}
-        return run_with_restarts(lambda attempt: train(attempt, kept, fails_at, seen), part, **setting)
+        return run_with_restarts(lambda attempt: train(attempt, memory, fails_at, seen), part, **setting)
 
     straight = run("straight", lambda number, step: False, [])
     assert not told

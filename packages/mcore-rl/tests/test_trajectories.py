@@ -128,8 +128,8 @@ def test_advantages_of_packed_rollouts_come_in_the_order_of_rollouts() -> None:
     [example] = re.findall(r"batches = (context.*)", PackingContext.__doc__ or "")
     batches = eval(example, {"context": context, "advantages": advantages})
     values = context.of_rollouts([batch.extras["advantages"] for batch in batches])
-    found = {number: value[value != 0].tolist() for number, value in zip(context.rollouts, values, strict=True)}
-    assert found == {number: [advantage] * length for number, (advantage, length) in enumerate(zip(advantages, lengths, strict=True))}
+    packed = {number: value[value != 0].tolist() for number, value in zip(context.rollouts, values, strict=True)}
+    assert packed == {number: [advantage] * length for number, (advantage, length) in enumerate(zip(advantages, lengths, strict=True))}
 
 
 def test_batches_that_changed_place_are_the_same() -> None:

@@ -190,8 +190,8 @@ class DynamicInferenceRequest:
         Raises:
             ValueError: a field is unknown or missing; names it. Data of another version are no request of this one.
         """
-        given = () if sampling_params is None else ("sampling_params",)
-        check_fields("DynamicInferenceRequest", data, set(cls.__dataclass_fields__) - {*given}, given)
+        separate = () if sampling_params is None else ("sampling_params",)
+        check_fields("DynamicInferenceRequest", data, set(cls.__dataclass_fields__) - {*separate}, separate)
         fields = dict(data) if sampling_params is None else {**data, "sampling_params": sampling_params}
         if sampling_params is None:
             fields["sampling_params"] = SamplingParams.deserialize(fields["sampling_params"])

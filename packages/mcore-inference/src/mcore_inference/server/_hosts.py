@@ -28,20 +28,20 @@ class AllowedHosts:
         self._app, self._hosts = app, [host.lower() for host in hosts]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = Headers(scope=scope).get("host", "") if scope["type"] == "http" else None
-        if asked is None or _name(asked) in self._hosts:
+        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else None
+        if host is None or _name(host) in self._hosts:
             await self._app(scope, receive, send)
             return
         error = ApiError(
             400,
-            f"the Host header {asked[:_SHOWN]!r} names another server; ask by one of {', '.join(dict.fromkeys(self._hosts))}, or start the "
+            f"the Host header {host[:_SHOWN]!r} names another server; ask by one of {', '.join(dict.fromkeys(self._hosts))}, or start the "
             "server with a token (--token-file), with which it answers by any name",
             code="invalid_host",
         )
         await JSONResponse(error.body(current_request_id()), error.status)(scope, receive, send)
 
 
-def _name(asked: str) -> str:
+def _name(host: str) -> str:
     """A Host header without its port."""
-    name, bracket, _ = asked.lower().partition("]")
+    name, bracket, _ = host.lower().partition("]")
     return name + bracket if bracket else name.partition(":")[0]

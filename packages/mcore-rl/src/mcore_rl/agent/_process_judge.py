@@ -115,7 +115,7 @@ class ProcessJudge(HeldElsewhere, PosedHere):
         self._template = _Template(make, self.env_id, self.limits)
         self._idle: list[_Worker] = []
         """The one that has had nothing to do for longest first."""
-        self._waiting: list[_Asked] = []
+        self._waiting: list[_Request] = []
         self._places: ConversationMemory[int] = ConversationMemory(MOST_EPISODES * self.limits.num_workers)
         """Of the processes that have the conversations."""
         self.num_restarts = 0
@@ -167,41 +167,41 @@ class ProcessJudge(HeldElsewhere, PosedHere):
         with self._lock:
             place = None if conversation is None else self._places.take(conversation)
             num_turns = 0 if conversation is None else len(conversation.turns)
-            asked = _Asked(question=question, problem=problem, num_turns=num_turns, name=name, place=place)
+            request = _Request(question=question, problem=problem, num_turns=num_turns, name=name, place=place)
             self._threads.submit(self._ask_all)
-            self._waiting.append(asked)
-        return await asyncio.wrap_future(asked.future)
+            self._waiting.append(request)
+        return await asyncio.wrap_future(request.future)
 
     def _ask_all(self) -> None:
         """In a thread, of which there are as many as processes: what waits for one that is idle."""
         while (taken := self._take()) is not None:
-            asked, worker = taken
+            request, worker = taken
             reply, failure = None, None
             try:
                 if not worker.is_alive:
                     worker = self._replaced(worker)
-                reply = worker.ask(asked.question, asked.problem, asked.num_turns, asked.name)
+                reply = worker.ask(request.question, request.problem, request.num_turns, request.name)
             except BaseException as error:
                 failure = error
             with self._lock:
                 self._idle.append(worker)
             # Its next turn finds the process idle.
             if failure is None:
-                asked.future.set_result((reply, worker.place))
+                request.future.set_result((reply, worker.place))
             else:
-                asked.future.set_exception(failure)
+                request.future.set_exception(failure)
 
-    def _take(self) -> "tuple[_Asked, _Worker] | None":
+    def _take(self) -> "tuple[_Request, _Worker] | None":
         """The first question for which a process is idle, and that process."""
         with self._lock:
-            for asked in list(self._waiting):
-                worker = next((worker for worker in self._idle if asked.place in (None, worker.place)), None)
+            for request in list(self._waiting):
+                worker = next((worker for worker in self._idle if request.place in (None, worker.place)), None)
                 if worker is None:
                     continue
-                self._waiting.remove(asked)
-                if asked.future.set_running_or_notify_cancel():
+                self._waiting.remove(request)
+                if request.future.set_running_or_notify_cancel():
                     self._idle.remove(worker)
-                    return asked, worker
+                    return request, worker
         return None
 
     def _replaced(self, worker: "_Worker") -> "_Worker":
@@ -222,8 +222,8 @@ class ProcessJudge(HeldElsewhere, PosedHere):
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._is_closed = True
-            for asked in self._waiting:
-                asked.future.cancel()
+            for request in self._waiting:
+                request.future.cancel()
             self._waiting.clear()
             workers, self._idle = self._idle, []
         with self._starting:
@@ -233,7 +233,7 @@ class ProcessJudge(HeldElsewhere, PosedHere):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Asked:
+class _Request:
     """A question that waits for a process."""
 
     question: Mapping[str, Any]
