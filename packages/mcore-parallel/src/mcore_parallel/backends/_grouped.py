@@ -182,8 +182,10 @@ def is_kernel_faster(x: Tensor, num_rows: int, weight_NIO: Tensor) -> bool:
 def _weight_gradient(grad_RO: Tensor, x_RI: Tensor, ends_N: Tensor, total_NOI: Tensor, *, add: bool) -> None:
     """``total_e (+)= grad_e^T x_e``."""
     if grad_RO.is_cuda and grad_RO.dtype == torch.bfloat16:
-        from mcore_parallel.backends._triton_grouped import grouped_weight_gradient
-
+        if is_kernel_faster(x_RI, len(x_RI), total_NOI):
+            from mcore_parallel.backends._gluon_weight_gradient import grouped_weight_gradient
+        else:
+            from mcore_parallel.backends._triton_grouped import grouped_weight_gradient
         grouped_weight_gradient(grad_RO, x_RI, ends_N, total_NOI, add=add)
         return
     for (begin, end), total_OI in zip(row_ranges(ends_N, x_RI.shape[0]), total_NOI, strict=True):
