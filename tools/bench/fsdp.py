@@ -8,12 +8,12 @@ A run names a model and, by commas: who shards (ours, fsdp2, or trunk: ours arou
 layers and that optimizer in mcore_parallel's DistributedDataParallel, state divided unless no_shard is said), dpN ranks, mbsN sequences a
 micro-batch, gbsN a step, lN layers instead of the model's, seqN tokens a sequence, and optionally no_shard, optim or optim_grads (else
 parameters are sharded too), narrow (gradients cross ranks in bfloat16 and are added in float32), cudnn (attention by cuDNN), plain (nothing
-is compiled), ub (buffers registered with NCCL), norms (of trunk and ddp: their outputs are recomputed in the backward), layers (of trunk,
-ddp and fsdp2: whole layers are computed again in the backward), prefetchN (units gathered ahead), aheadN (at most that many MiB of them),
-epN (of trunk and ddp: ranks among which a layer's experts lie), cpN with heads or ring (of trunk, ddp and fsdp2: ranks among which a
-sequence lies, and how its parts meet), keep (of fsdp2: parameters stay gathered between forward and backward), fp8 or fp8_rows (of trunk
-and ddp: GEMMs in fp8, those of experts too, by the recipe tensorwise or rowwise), head (with one of them: those of the loss, too), graphs
-(of ddp: layers are replayed from CUDA graphs).
+is compiled), ub (buffers registered with NCCL), norms, act (of trunk and ddp: outputs of norms, of the activation of experts are recomputed
+in the backward), layers (of trunk, ddp and fsdp2: whole layers are computed again in the backward), prefetchN (units gathered ahead),
+aheadN (at most that many MiB of them), epN (of trunk and ddp: ranks among which a layer's experts lie), cpN with heads or ring (of trunk,
+ddp and fsdp2: ranks among which a sequence lies, and how its parts meet), keep (of fsdp2: parameters stay gathered between forward and
+backward), fp8 or fp8_rows (of trunk and ddp: GEMMs in fp8, those of experts too, by the recipe tensorwise or rowwise), head (with one of
+them: those of the loss, too), graphs (of ddp: layers are replayed from CUDA graphs).
 
 On a CPU runs of one size share a world and take turns, so that a busy machine meets them alike.
 """
@@ -79,6 +79,7 @@ _FLAGS = (
     "plain",
     "ub",
     "norms",
+    "act",
     "layers",
     "heads",
     "ring",
@@ -257,8 +258,8 @@ def _trunk(run: FsdpRun, device: torch.device) -> Step:
     options: dict[str, Any] = {"dtype": torch.bfloat16 if device.type == "cuda" else torch.float32, "device": device, "seed": None}
     if "layers" in run.flags:
         options["recompute"] = RecomputeConfig(granularity="full")
-    elif "norms" in run.flags:
-        options["recompute"] = RecomputeConfig(modules=("norm",))
+    elif parts := tuple(part for flag, part in (("norms", "norm"), ("act", "moe_act")) if flag in run.flags):
+        options["recompute"] = RecomputeConfig(modules=parts)
     if run.numbers["cp"] > 1:
         options["attention_core"] = context_parallel_attention(groups, "p2p" if "ring" in run.flags else "a2a")
     if run.shape.num_experts:
