@@ -88,13 +88,14 @@ class ExpertsRun:
     """Tokens go to experts at random."""
     symmetric: bool = False
     """Tokens travel by direct stores in the memory of the other GPUs."""
+    micro_batch: int = 2
 
     def parts(self, scale: Scale) -> tuple[Workload, Layout]:
         """What the planner is asked."""
         divides = self.plan.dp > 1
         workload = Workload(
-            model=find_model(overrides=_SMALL if scale.small else _FULL), sequence=32 if scale.small else 4096, micro_batch=2,
-            global_batch=max(16, 4 * self.plan.dp), dtype=scale.dtype,
+            model=find_model(overrides=_SMALL if scale.small else _FULL), sequence=32 if scale.small else 4096,
+            micro_batch=self.micro_batch, global_batch=max(16, 4 * self.plan.dp), dtype=scale.dtype,
             optimizer=OptimizerConfig(lr=1e-4, weight_decay=0.1, clip_grad=1.0, use_distributed_optimizer=divides),
         )  # fmt: skip
         return workload, Layout(plan=self.plan, sync=DistributedDataParallelConfig(use_distributed_optimizer=divides))
@@ -211,7 +212,7 @@ def experts(scale: Scale, runs: Sequence[ExpertsRun], steps: int) -> Iterator[di
         ranks = launch(train, scale.gpus, device=scale.kind, run=run, scale=scale, warmup=2, steps=steps, timeout_s=240.0)
         slowest, fullest = max(rank["s"] for rank in ranks), max(ranks, key=lambda rank: rank["peak"])
         yield {
-            "part": "experts", "run": run.name, "ms": round(slowest * 1e3, 2),
+            "part": "experts", "run": run.name, "micro_batch": run.micro_batch, "ms": round(slowest * 1e3, 2),
             "tokens_per_s_per_gpu": round(ranks[0]["tokens"] / slowest / scale.gpus),
             "foretold_ms": round(ranks[0]["foretold_s"] * 1e3, 2), "peak_gib": round(fullest["peak"] / 2**30, 2),
             "foretold_gib": round(fullest["foretold_peak"] / 2**30, 2), "busiest_expert": round(ranks[0]["busiest"], 2),
@@ -454,6 +455,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, required=True, help="ranks, one a GPU")
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
     parser.add_argument("--runs", nargs="+", metavar="NAME", help="layouts of experts, of which a row has the name; all when left out")
+    parser.add_argument("--micro-batch", type=int, default=2, help="sequences of a micro-batch, of experts")
     parser.add_argument("--small", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--steps", type=int, default=6, help="timed steps and repeats")
     for name, of in (("groups", "prompts"), ("group-size", "answers a prompt"), ("outputs", "tokens of an answer")):
@@ -470,7 +472,8 @@ def main() -> None:
         parser.error(f"--gpus {arguments.gpus}: needs at least 2")
     if not arguments.small and torch.cuda.device_count() < arguments.gpus:
         parser.error(f"--gpus {arguments.gpus}: {torch.cuda.device_count()} are visible; lower it, or add --small")
-    layouts = {run.name: run for run in experts_runs(arguments.gpus, small=arguments.small)}
+    runs = experts_runs(arguments.gpus, small=arguments.small)
+    layouts = {run.name: dataclasses.replace(run, micro_batch=arguments.micro_batch) for run in runs}
     if unknown := sorted(set(arguments.runs or ()) - set(layouts)):
         parser.error(f"--runs {unknown[0]!r}: must be of {', '.join(map(repr, layouts))}")
     scale = Scale(gpus=arguments.gpus, small=arguments.small, memory_bandwidth=arguments.memory_tb_s * 1e12)
