@@ -39,6 +39,39 @@ def in_turn(works: Mapping[str, Callable[[], object]], device: torch.device, rep
     return times
 
 
+def communication(step: Callable[[], object], *names: str) -> dict[str, float]:
+    """Of one more step on a GPU: milliseconds in which collectives ran, in which nothing else did, and in which nothing ran.
+
+    Args:
+        step: what is profiled.
+        names: parts of the names of kernels that count as collectives, beside NCCL's.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    communicating, computing = [], []
+    for event in profiler.events() or ():
+        if event.device_type == torch.profiler.DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
+            span = (event.time_range.start, event.time_range.end)
+            is_collective = "nccl" in event.name.lower() or any(name in event.name for name in names)
+            (communicating if is_collective else computing).append(span)
+    both = _covered(communicating + computing)
+    computed = _covered(computing)
+    end = max((stop for _, stop in communicating + computing), default=0.0)
+    begin = min((start for start, _ in communicating + computing), default=0.0)
+    spans = {"communication_ms": _covered(communicating), "exposed_ms": both - computed, "idle_ms": end - begin - both}
+    return {name: value / 1e3 for name, value in spans.items()}
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, reached))
+        reached = max(reached, stop)
+    return total
+
+
 def _once(work: Callable[[], object], calls: int, ahead: torch.Tensor | None) -> float:
     if ahead is None:
         start = time.perf_counter()

@@ -37,6 +37,7 @@ from mcore_tools.launch import launch
 from tools.bench._llama import Llama, LlamaBlock, LlamaShape, angles, compiled_loss, initialise
 from tools.bench._record import record
 from tools.bench._sequences import ring, whole_sequences
+from tools.bench._timing import communication
 from tools.bench._words import parse_run
 
 _LLAMA_3 = LlamaShape(num_layers=32, hidden=4096, feed_forward=14336, num_heads=32, num_groups=8, vocab=128256, seq_len=4096)
@@ -330,35 +331,8 @@ def measure(runs: list[FsdpRun], kind: str, warmup: int, steps: int) -> list[dic
     ]
     if kind == "cuda":
         memory = {"peak_gib": torch.cuda.max_memory_allocated() / 2**30, "reserved_gib": torch.cuda.max_memory_reserved() / 2**30}
-        rows[0] |= memory | _communication(works[0])
+        rows[0] |= memory | communication(works[0])
     return rows
-
-
-def _communication(step: Step) -> dict[str, float]:
-    """Of one more step: milliseconds in which collectives ran, and in which nothing else did."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as profiler:
-        step()
-        torch.cuda.synchronize()
-    communicating, computing = [], []
-    for event in profiler.events() or ():
-        if event.device_type == torch.profiler.DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
-            span = (event.time_range.start, event.time_range.end)
-            (communicating if "nccl" in event.name.lower() else computing).append(span)
-    both = _covered(communicating + computing)
-    computed = _covered(computing)
-    end = max((stop for _, stop in communicating + computing), default=0.0)
-    begin = min((start for start, _ in communicating + computing), default=0.0)
-    spans = {"communication_ms": _covered(communicating), "exposed_ms": both - computed, "idle_ms": end - begin - both}
-    return {name: value / 1e3 for name, value in spans.items()}
-
-
-def _covered(spans: list[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
-    total, reached = 0.0, float("-inf")
-    for start, stop in sorted(spans):
-        total += max(0.0, stop - max(start, reached))
-        reached = max(reached, stop)
-    return total
 
 
 def main() -> None:

@@ -55,6 +55,7 @@ from tools.bench._killed import killed_engine
 from tools.bench._peers import peers
 from tools.bench._record import record
 from tools.bench._scale import Scale
+from tools.bench._timing import communication
 from tools.bench._turns import TURNS, grpo_by_turns
 from tools.bench.rl import SIZES, Work
 from tools.bench.serve import EXPERTS, run_case
@@ -71,6 +72,8 @@ _SMALL: dict[str, Any] = {
 }  # fmt: skip
 _DIRECT: dict[str, Any] = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "symmetric"}
 _PARTS = ("experts", "exchange", "serving", "refit", "rl", "turns", "killed")
+_EXCHANGE_KERNELS = ("_push_tokens_kernel", "_push_sums_kernel", "_add_sums_kernel", "barrier_kernel")
+"""Of direct stores."""
 _HOT_SHARE, _HOT_LOAD = 8, 4.0
 """One in so many experts gets so many times the average load."""
 _CACHE_GB = 36.0
@@ -197,7 +200,9 @@ def train(run: ExpertsRun, scale: Scale, warmup: int, steps: int) -> dict[str, A
         report = step()
     seconds = (scale.finish() - begin) / steps
     counts = list(report.layers.counts.values())
+    waits = {} if scale.small else communication(step, *_EXCHANGE_KERNELS)
     return {
+        **waits,
         "s": seconds, "peak": 0 if scale.small else torch.cuda.max_memory_allocated(), "loss": report.loss,
         "busiest": max(busiest(loads, sizes.num_experts) for loads in counts),
         "busiest_rank": max(busiest(loads, run.plan.ep) for loads in counts),
@@ -217,6 +222,7 @@ def experts(scale: Scale, runs: Sequence[ExpertsRun], steps: int) -> Iterator[di
             "foretold_ms": round(ranks[0]["foretold_s"] * 1e3, 2), "peak_gib": round(fullest["peak"] / 2**30, 2),
             "foretold_gib": round(fullest["foretold_peak"] / 2**30, 2), "busiest_expert": round(ranks[0]["busiest"], 2),
             "busiest_rank": round(ranks[0]["busiest_rank"], 2), "loss": ranks[0]["loss"],
+            **{name: round(max(rank[name] for rank in ranks), 2) for name in ranks[0] if name.endswith("_ms")},
         }  # fmt: skip
 
 
