@@ -80,7 +80,8 @@ def started(command: str, *, model: str, timeout_s: float) -> Iterator[str]:
 
 
 def online_rows(servers: Sequence[tuple[str, str]], model: str, loads: Sequence[PoissonLoad], timeout_s: float) -> list[dict[str, Any]]:
-    """One row a server and load, servers one after the other; each is warmed up by a quarter of the first load, drawn anew.
+    """One row a server and load, printed as it comes, servers one after the other; each is warmed up by a quarter of the first load, drawn
+    anew.
 
     Args:
         servers: (name, command) of each.
@@ -97,9 +98,12 @@ def online_rows(servers: Sequence[tuple[str, str]], model: str, loads: Sequence[
                 row["startup_s"] = round(time.perf_counter() - begun, 1)
                 warm_up = replace(loads[0], num_requests=max(2, loads[0].num_requests // 4), seed=loads[0].seed + 1)
                 run_load(url, warm_up, timeout_s=timeout_s)
-                rows += [{**row, **run_load(url, load, timeout_s=timeout_s)} for load in loads]
+                for load in loads:
+                    rows.append({**row, **run_load(url, load, timeout_s=timeout_s)})
+                    print(json.dumps(rows[-1]), flush=True)
         except (RuntimeError, OSError, ValueError) as error:
             rows.append({**row, "error": str(error)[-800:]})
+            print(json.dumps(rows[-1]), flush=True)
     return rows
 
 

@@ -231,7 +231,8 @@ def measure_online(options: argparse.Namespace) -> None:
         else:
             rows += with_online_ratios(online_rows(servers, model, loads, options.timeout_s))
     for row in rows:
-        print(json.dumps(row), flush=True)
+        if any(name.endswith("_ratio") for name in row) or options.data_parallel is not None:
+            print(json.dumps(row), flush=True)
     if options.output is not None:
         record(options.output, {"work": "servers of random weights, prompts that arrive as a Poisson process, temperature 1", "rows": rows})
 
