@@ -228,7 +228,8 @@ async def _exchange(url: str, method: str, path: str, body: object = None) -> As
             content = b"".join([part async for part in parts]) if parts is not None else await reader.read()
             raise ValueError(f"{status.split(maxsplit=1)[1]}: {content[:200].decode(errors='replace')}")
         if parts is None:
-            yield await reader.read()
+            while part := await reader.read(_GREATEST_CHUNK):
+                yield part
         else:
             async for part in parts:
                 yield part

@@ -5,6 +5,8 @@
 import pytest
 import torch
 
+from mcore_parallel.backends import grouped_matmul
+from mcore_parallel.tensor_parallel import MainGradient
 from tests.support.expert_rows import ends_of
 
 COUNTS = [[900, 0, 1, 128], [0, 0, 0, 1100], [127, 129, 256, 512], [63, 64, 65, 300], [0, 0, 0, 0]]
@@ -49,3 +51,25 @@ def test_sums_are_those_of_float64_and_nothing_comes_from_rows_of_none(counts: l
                 grouped_weight_gradient(grad, x, ends_of(counts, device), total, add=add)
             assert torch.equal(*totals)
             torch.testing.assert_close(totals[0].double(), expected + before.double() * add, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU")
+@pytest.mark.parametrize(("rows", "taken"), [(600, True), (400, False)])
+def test_many_rows_an_expert_have_that_kernel_into_float32_sums_too(rows: int, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mcore_parallel.backends import _gluon_weight_gradient
+
+    sums: list[torch.dtype] = []
+    kernel = _gluon_weight_gradient.grouped_weight_gradient
+
+    def counted(grad: torch.Tensor, x: torch.Tensor, ends: torch.Tensor, total: torch.Tensor, *, add: bool) -> None:
+        sums.append(total.dtype)
+        kernel(grad, x, ends, total, add=add)
+
+    monkeypatch.setattr(_gluon_weight_gradient, "grouped_weight_gradient", counted)
+    device = torch.device("cuda")
+    x, weight = (torch.randn(*size, device=device).bfloat16().requires_grad_() for size in ((rows, 256), (4, 512, 256)))
+    ends = ends_of([rows // 4] * 4, device)
+    for main_grad in (None, MainGradient(torch.zeros(4, 512, 256, device=device))):
+        grouped_matmul(x, weight, ends, main_grad).sum().backward()
+    assert sums == ([torch.bfloat16, torch.float32] if taken else [])

@@ -171,8 +171,13 @@ def expert_product(rows_RI: Tensor, weight_NIO: Tensor, ends_N: Tensor) -> Tenso
 def is_kernel_faster(x: Tensor, num_rows: int, weight_NIO: Tensor) -> bool:
     """Whether the project's kernel takes these bfloat16 tensors, and is faster than torch's grouped GEMM: Hopper, and experts large enough
     in all three dims."""
-    num_experts, *sizes = weight_NIO.shape
-    if torch.compiler.is_compiling() or not has_kernel(x) or not x.dtype == weight_NIO.dtype == torch.bfloat16:
+    return weight_NIO.dtype == torch.bfloat16 and _suits_hopper(x, num_rows, weight_NIO.shape)
+
+
+def _suits_hopper(x: Tensor, num_rows: int, shape: torch.Size) -> bool:
+    """The same of kernels whose weights, or their gradients, have that shape."""
+    num_experts, *sizes = shape
+    if torch.compiler.is_compiling() or not has_kernel(x) or x.dtype != torch.bfloat16:
         return False
     large = num_rows >= _KERNEL_ROWS * num_experts and min(sizes) >= _KERNEL_WIDTH
     fits = not any(size * x.element_size() % _ROW_BYTES for size in sizes)
@@ -182,7 +187,7 @@ def is_kernel_faster(x: Tensor, num_rows: int, weight_NIO: Tensor) -> bool:
 def _weight_gradient(grad_RO: Tensor, x_RI: Tensor, ends_N: Tensor, total_NOI: Tensor, *, add: bool) -> None:
     """``total_e (+)= grad_e^T x_e``."""
     if grad_RO.is_cuda and grad_RO.dtype == torch.bfloat16:
-        if is_kernel_faster(x_RI, len(x_RI), total_NOI):
+        if _suits_hopper(x_RI, len(x_RI), total_NOI.shape):
             from mcore_parallel.backends._gluon_weight_gradient import grouped_weight_gradient
         else:
             from mcore_parallel.backends._triton_grouped import grouped_weight_gradient
