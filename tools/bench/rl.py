@@ -357,8 +357,8 @@ def _step_config(work: Work) -> GRPOConfig:
     )  # fmt: skip
 
 
-def step_beside_peers(learner: Learner, engine: DynamicInferenceEngine, work: Work, clock: Clock) -> dict[str, Any]:
-    """The second of two GRPO iterations."""
+def step_beside_peers(learner: Learner, engine: DynamicInferenceEngine, work: Work, clock: Clock, *, repeats: int = 1) -> dict[str, Any]:
+    """The last of GRPO iterations behind a first one; engines record sizes and compile kernels in the iterations that first meet them."""
     refit(learner.model, learner.groups, engine, WeightTransfer())
     agent, interface = EvenShare(engine.vocab_size, work.inputs), MegatronLocal(engine)
     reports: list[Any] = []
@@ -369,29 +369,30 @@ def step_beside_peers(learner: Learner, engine: DynamicInferenceEngine, work: Wo
 
     first_s = clock(iterate)
     clock.peak()
-    whole_s = clock(iterate)
-    report = reports[-1]
+    later_s = [clock(iterate) for _ in range(repeats)]
+    whole_s, report = later_s[-1], reports[-1]
     generated = round(report.mean_length * report.num_rollouts)
     return {
         "groups": work.groups, "group_size": work.group_size, "inputs": work.inputs, "outputs": work.outputs,
-        "first_s": round(first_s, 3), "whole_s": round(whole_s, 3), "tokens_per_s": round(generated / whole_s), "generated": generated,
+        "first_s": round(first_s, 3), "later_s": [round(seconds, 3) for seconds in later_s], "whole_s": round(whole_s, 3),
+        "tokens_per_s": round(generated / whole_s), "generated": generated,
         "timeline_s": {name: round(getattr(report, f"{name}_s"), 4) for name in SPANS}, "peak_gib": round(clock.peak() / 2**30, 2),
         "device_gib": round(clock.used() / 2**30, 2), "reward": round(report.mean_reward, 4), "num_dropped": report.num_dropped,
         "logprob_mismatch": report.train.metrics["logprob_mismatch"],
     }  # fmt: skip
 
 
-def agreement(model: str, work: Work, device: torch.device, clock: Clock) -> Iterator[dict[str, Any]]:
-    """The second of two GRPO iterations in three arithmetics, over an eighth of the tokens, with the mean distance of log-probabilities of
-    engine and trainer; the cost is a step's time beside that of the first, plain one. One without room says so."""
+def agreement(model: str, names: Sequence[str], work: Work, device: torch.device, clock: Clock) -> Iterator[dict[str, Any]]:
+    """The last of four GRPO iterations in each arithmetic, over an eighth of the tokens, with the mean distance of log-probabilities of
+    engine and trainer; the cost is a step's time beside that of the plain one. One without room says so."""
     work = dataclasses.replace(work, groups=max(1, work.groups // 4), outputs=work.outputs // 2, cache_gb=work.cache_gb / 2)
     plain_s = None
-    for name, arithmetic in ARITHMETICS.items():
-        learner = engine = None
+    for name in names:
+        arithmetic, learner, engine = ARITHMETICS[name], None, None
         try:
             learner = build_learner(model, device, narrow=False, **arithmetic)
             engine = build_engine(model, work, device, **arithmetic)
-            row = step_beside_peers(learner, engine, work, clock)
+            row = step_beside_peers(learner, engine, work, clock, repeats=3)
         except torch.OutOfMemoryError as error:
             row = {"error": f"{type(error).__name__}: {error}"[:600]}
         else:
@@ -463,7 +464,7 @@ def main() -> None:
         "--two-processes", action="store_true", help="refit where trainer and engine are processes of one device; nothing else"
     )
     parser.add_argument(
-        "--agreement", action="store_true", help="a step in bfloat16, batch-invariant and in float32, with the mismatch; nothing else"
+        "--agreement", nargs="*", choices=list(ARITHMETICS), help="a step in each arithmetic, or in these, with the mismatch; nothing else"
     )
     parser.add_argument("--cycles", type=int, help="turns of trainer and engine of the first shape; nothing else is measured")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND", help="a step beside this command's; nothing else")
@@ -497,10 +498,10 @@ def main() -> None:
         from tools.bench._two_processes import refits_between
 
         keep("refit between processes", arguments.model, lambda: refits_between(arguments.model, work, device))
-    if arguments.agreement:
-        for row in agreement(arguments.model, work, device, clock):
+    if arguments.agreement is not None:
+        for row in agreement(arguments.model, arguments.agreement or list(ARITHMETICS), work, device, clock):
             keep("agreement", arguments.model, lambda row=row: row)
-    alone_only = arguments.shared_prompts or arguments.two_processes or arguments.agreement or arguments.peer
+    alone_only = arguments.shared_prompts or arguments.two_processes or arguments.agreement is not None or arguments.peer
     for number, model in enumerate(() if alone_only else (arguments.model, *arguments.turns)):
         learner, engine = build(model, work, device, narrow=number > 0)
         if arguments.cycles is not None:

@@ -12,7 +12,7 @@ import torch
 
 from mcore_rl import refit
 from tools.bench._peers import peers
-from tools.bench.rl import SHARED, SIZES, Clock, agreement, build, build_learner, main, shared_prompts, turns
+from tools.bench.rl import ARITHMETICS, SHARED, SIZES, Clock, agreement, build, build_learner, main, shared_prompts, turns
 
 pytestmark = pytest.mark.journey
 
@@ -38,14 +38,14 @@ def test_turns_of_trainer_and_engine_leave_no_tensor_behind() -> None:
 
 def test_the_arithmetics_of_trainer_and_engine_are_compared() -> None:
     device = torch.device("cpu")
-    plain, exact, wide = agreement("tiny", SIZES["tiny"], device, Clock(device))
+    plain, exact, wide = agreement("tiny", list(ARITHMETICS), SIZES["tiny"], device, Clock(device))
     assert [row["arithmetic"] for row in (plain, exact, wide)] == ["plain", "batch-invariant", "float32"]
     assert exact["logprob_mismatch"] == 0 < wide["logprob_mismatch"] < 1e-6
     assert plain["cost"] == 1 and exact["cost"] == pytest.approx(exact["whole_s"] / plain["whole_s"], rel=0.01)
 
 
 def test_an_arithmetic_that_has_no_room_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def step(learner: Any, *_: object) -> dict[str, float]:
+    def step(learner: Any, *_: object, **__: object) -> dict[str, float]:
         if len(made) == 2:
             raise torch.OutOfMemoryError("no room")
         made.append(learner)
@@ -54,7 +54,7 @@ def test_an_arithmetic_that_has_no_room_takes_no_other_with_it(monkeypatch: pyte
     made: list[Any] = []
     monkeypatch.setattr("tools.bench.rl.step_beside_peers", step)
     device = torch.device("cpu")
-    plain, exact, wide = agreement("tiny", SIZES["tiny"], device, Clock(device))
+    plain, exact, wide = agreement("tiny", list(ARITHMETICS), SIZES["tiny"], device, Clock(device))
     assert (plain["cost"], exact["cost"]) == (1, 2) and wide == {"arithmetic": "float32", "error": "OutOfMemoryError: no room"}
 
 
