@@ -169,8 +169,9 @@ def test_a_step_looks_at_the_streams_that_it_brought_tokens_and_at_no_other(make
 
     async def main() -> None:
         with EngineRunner(engine) as runner:
-            gained = runner._gained
-            runner._gained = lambda number, record, *, ended: (visits.update([number]), gained(number, record, ended=ended))[1]
+            for name in ("_grown", "_ended"):
+                look = getattr(runner, name)
+                setattr(runner, name, lambda records, look=look: (visits.update(record.request_id for record in records), look(records))[1])
             await runner.pause()
             streams = [await runner.submit("abc", params, stream=number != 3) for number in range(12)]
             gone = await runner.submit("abc", params)

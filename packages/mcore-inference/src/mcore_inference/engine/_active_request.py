@@ -23,7 +23,7 @@ from mcore_inference.requests import (
 from mcore_inference.sampling import SamplingParams
 from mcore_inference.speculation import NgramDrafter
 from mcore_inference.structured import GrammarMatcher
-from mcore_inference.text import TextStream
+from mcore_inference.text import TextStream, Tokenizer, text_until_failure
 
 
 @dataclass(kw_only=True, eq=False)
@@ -39,6 +39,9 @@ class ActiveRequest:
     bad_words: Sequence[Sequence[int]]
     """Token ids that do not follow each other in the output."""
     text: TextStream | None
+    """Of one with stop words, which needs it in each step."""
+    tokenizer: Tokenizer | None
+    """By which the text of another one is made, at its end or by whoever reads its stream."""
     started: float
     """Monotonic seconds of arrival."""
     grammar: GrammarMatcher | None = None
@@ -206,18 +209,40 @@ class ActiveRequest:
             experts[first : first + len(rows)] = rows[: max(0, length - first)]
         return experts
 
+    @property
+    def silent_ids(self) -> frozenset[int]:
+        """Tokens that are no text: those that end the request, unless their text is asked for."""
+        return frozenset() if self.params.detokenize_stop_sequence else self.stop_ids
+
+    def _finish_text(self) -> Exception | None:
+        """Make what is missing of the text; the tokenizer is foreign code, and what it raises is this request's alone."""
+        record, tokens = self.record, self._text_tokens()
+        try:
+            if self.text is not None:
+                record.generated_text = self.text.finish()
+            elif self.tokenizer is not None and tokens:
+                record.generated_text = self.tokenizer.detokenize(tokens)
+        except Exception as failure:
+            if self.text is not None:
+                record.generated_text = self.text.text
+            elif self.tokenizer is not None:
+                record.generated_text = text_until_failure(self.tokenizer, tokens)
+            return failure
+        return None
+
+    def _text_tokens(self) -> list[int]:
+        """Those of the output that have text."""
+        tokens = self.record.generated_tokens
+        # One that ends the request is the last.
+        return tokens[:-1] if tokens and tokens[-1] in self.silent_ids else tokens
+
     def finish(self, reason: FinishReason, error: Exception | None) -> FinishReason:
         """Close the record; the reason is another one when the tokenizer fails at the last characters."""
         record, segment = self.record, self.segment
         self.ended = True
-        if self.text is not None:
-            try:
-                record.generated_text = self.text.finish()
-            except Exception as failure:
-                # The tokenizer is foreign code; its failure is this request's alone.
-                record.generated_text = self.text.text
-                if reason in (FinishReason.STOP, FinishReason.LENGTH):
-                    reason, error = FinishReason.ERROR, failure
+        failure = self._finish_text()
+        if failure is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            reason, error = FinishReason.ERROR, failure
         record.latency = time.monotonic() - self.started
         if self.routing:
             record.routed_experts = self._routed_experts()

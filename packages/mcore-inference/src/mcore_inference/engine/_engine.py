@@ -33,6 +33,7 @@ from mcore_inference.engine._offline import completions_of, run_to_end, settings
 from mcore_inference.engine._shared_steps import SharedSteps, StepsTogether
 from mcore_inference.engine._step_log import StepLog
 from mcore_inference.engine._step_loop import StepLoop
+from mcore_inference.engine._stream_text import StreamText
 from mcore_inference.engine._verification import NgramProposals, Verification
 from mcore_inference.engine._weights import ModelWeights, WeightChunk, WeightPolicy, check_chunks, check_policy
 from mcore_inference.requests import DynamicInferenceRequestRecord, FinishReason, Prompt, QueueFullError
@@ -321,13 +322,17 @@ class DynamicInferenceEngine:
         """Whether ``step`` has something to do or to return."""
         return self._requests.has_any
 
-    def abort(self, request_id: int) -> DynamicInferenceRequestRecord | None:
+    def abort(self, request_id: int, error: Exception | None = None) -> DynamicInferenceRequestRecord | None:
         """End a request now and free what it holds; ``step`` does not return it.
 
+        Args:
+            request_id: of ``add_request``.
+            error: that its reader met; None for a request that nobody wants any more.
+
         Returns:
-            Its record with what was generated, status FAILED, reason ABORT; None when there is no such request.
+            Its record with what was generated, status FAILED, reason ABORT, or ERROR with the error; None when there is no such request.
         """
-        record = self._requests.abort(request_id)
+        record = self._requests.abort(request_id, error)
         if not self._requests.entries:
             self._loop.forget_batch()
         return record
@@ -396,11 +401,21 @@ class DynamicInferenceEngine:
         return self._requests.take_ended()
 
     @internal_api
-    def watch(self, request_id: int) -> None:
-        """Let ``take_grown`` return a request that has not ended; nothing happens when it has."""
+    def watch(self, request_id: int, fail: Callable[[Exception], None]) -> StreamText | None:
+        """Let ``take_grown`` return a request that has not ended; nothing happens when it has.
+
+        Args:
+            request_id: of ``add_request``.
+            fail: called where its text is made, with what the tokenizer raises.
+
+        Returns:
+            Its text, for whoever reads it; None where there is none, or where ``generated_text`` of its record grows with each step.
+        """
         entry = self._requests.entries.get(request_id)
-        if entry is not None:
-            entry.is_watched = True
+        if entry is None:
+            return None
+        entry.is_watched = True
+        return None if entry.tokenizer is None else StreamText(entry.tokenizer, entry.silent_ids, fail)
 
     @internal_api
     def take_grown(self) -> list[DynamicInferenceRequestRecord]:

@@ -68,7 +68,7 @@ class Intake:
             prompt=prompt if isinstance(prompt, str) else None,
             priority=priority,
         )
-        form = params.structured_output
+        form, words, texts = params.structured_output, params.stop_words, self._texts
         # Last: other ranks compile the forms of what is accepted, and keep as many.
         grammar = None if form is None else self._grammars.matcher(form, number)
         entry = ActiveRequest(
@@ -79,14 +79,11 @@ class Intake:
             seed=request_seed(self._seed, number) if params.seed is None else params.seed,
             stop_ids=stop_ids,
             bad_words=bad_words,
-            text=None if self._texts is None else _text_of(self._texts, params),
+            text=None if texts is None or not words else TextStream(texts, words, keeps_stop_word=params.detokenize_stop_sequence),
+            tokenizer=None if words else texts,
             started=time.monotonic(),
             grammar=grammar,
             drafter=None if self._ngrams is None or grammar is not None else NgramDrafter(self._ngrams, tokens),
         )
         entry.grow_keys()
         return entry
-
-
-def _text_of(tokenizer: Tokenizer, params: SamplingParams) -> TextStream:
-    return TextStream(tokenizer, params.stop_words or (), keeps_stop_word=params.detokenize_stop_sequence)

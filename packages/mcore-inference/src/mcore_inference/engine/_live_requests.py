@@ -104,12 +104,12 @@ class LiveRequests:
             if self.entries.get(number) is entry:
                 self.end(entry, FinishReason.ERROR, StepFailedError(number, f"the step failed: {type(error).__name__}: {error}"))
 
-    def abort(self, request_id: int) -> DynamicInferenceRequestRecord | None:
-        """End a request, which ``take_ended`` does not return; None when there is no such request."""
+    def abort(self, request_id: int, error: Exception | None = None) -> DynamicInferenceRequestRecord | None:
+        """End a request, by an error where there is one; ``take_ended`` does not return it. None when there is no such request."""
         entry = self.entries.get(request_id)
         if entry is None:
             return None
-        self.end(entry, FinishReason.ABORT)
+        self.end(entry, FinishReason.ABORT if error is None else FinishReason.ERROR, error)
         return self._ended.pop()
 
     def end(self, entry: ActiveRequest, reason: FinishReason, error: Exception | None = None) -> None:

@@ -158,9 +158,9 @@ class LockstepLeader:
         self._calls.append({"call": "add", "id": number, "tokens": record.prompt_tokens, "params": settings, "priority": priority})
         return number
 
-    def abort(self, request_id: int) -> DynamicInferenceRequestRecord | None:
-        """As of the engine."""
-        record = self.engine.abort(request_id)
+    def abort(self, request_id: int, error: Exception | None = None) -> DynamicInferenceRequestRecord | None:
+        """As of the engine; the others end it without the error."""
+        record = self.engine.abort(request_id, error)
         if record is not None:
             self._calls.append({"call": "abort", "id": request_id})
         return record

@@ -19,7 +19,8 @@ from mcore_inference.engine._engine import DynamicInferenceEngine
 from mcore_inference.engine._lockstep import LockstepLeader, rank_name, ranks_of
 from mcore_inference.engine._lockstep_config import LockstepConfig
 from mcore_inference.engine._shared_loads import SharedLoad, SharedLoads
-from mcore_inference.engine._stream import Growth, Increment, News, RequestStream, Result, call_in, deliver, settle, settle_all
+from mcore_inference.engine._stream import Ending, Growth, News, RequestStream, Result, call_in, deliver, settle, settle_all
+from mcore_inference.engine._stream_text import StreamText
 from mcore_inference.engine._weights import WeightChunk, WeightPolicy, check_policy
 from mcore_inference.requests import DynamicInferenceRequestRecord, EngineDeadError, QueueFullError, RankFailedError
 from mcore_inference.sampling import SamplingParams
@@ -124,6 +125,8 @@ class EngineRunner:
         """Run once something holds between two steps."""
         self._num_holds = 0
         self._streams: dict[int, RequestStream] = {}
+        self._texts: dict[int, StreamText] = {}
+        """Of streams whose text is made in the threads of their event loops."""
         self._closing = False
         self._paused = False
         self._awaits_weights = False
@@ -190,10 +193,10 @@ class EngineRunner:
                 raise QueueFullError(
                     None, f"{self.engine.num_waiting} requests wait and max_waiting_requests={self._max_waiting}; try again later"
                 )
-            increments.request_id = self._calls.add_request(prompt, sampling_params, priority=priority)
-            self._streams[increments.request_id] = increments
-            if stream:
-                self.engine.watch(increments.request_id)
+            number = increments.request_id = self._calls.add_request(prompt, sampling_params, priority=priority)
+            self._streams[number] = increments
+            if stream and (text := self.engine.watch(number, lambda error: self._end(number, error))) is not None:
+                self._texts[number] = text
 
         added = self._queue(add)
         try:
@@ -367,11 +370,15 @@ class EngineRunner:
 
     def abort(self, request_id: int) -> None:
         """End a request at the next step, from any thread; its stream gets the record."""
+        self._end(request_id)
+
+    def _end(self, request_id: int, error: Exception | None = None) -> None:
+        """As ``abort``, by an error where there is one."""
 
         def command() -> None:
-            record = self._calls.abort(request_id)
+            record = self._calls.abort(request_id, error)
             if record is not None:
-                deliver(self._gained(request_id, record, ended=True))
+                deliver(self._ended([record]))
 
         self._send(_Command(command, lambda: None))
 
@@ -476,13 +483,8 @@ class EngineRunner:
             _LOG.exception("a step failed and ended %d requests", len(finished))
         self._failed_in_a_row = 0 if failure is None else self._failed_in_a_row + 1
         self._progress = time.monotonic()
-        news: list[News] = []
         # A request that waits, or whose stream is whole, costs nothing here.
-        for record in self.engine.take_grown():
-            news += self._gained(record.request_id, record, ended=False)
-        for record in finished:
-            news += self._gained(record.request_id, record, ended=True)
-        deliver(news)
+        deliver(self._ended(finished), self._grown(self.engine.take_grown()))
         if failure is not None and (self._failed_in_a_row >= self._max_failed_steps or isinstance(failure, RankFailedError)):
             raise failure
 
@@ -519,26 +521,34 @@ class EngineRunner:
         with self._wake:
             self._wake.notify()
 
-    def _gained(self, request_id: int, record: DynamicInferenceRequestRecord, *, ended: bool) -> list[News]:
-        """What a request has that its stream has not; empty or of one entry."""
-        stream = self._streams.get(request_id)
-        if stream is None:
-            return []
-        text = record.generated_text[stream.num_characters :]
-        if not ended and len(record.requests) == 1:
-            # The usual case, which a step meets for each of its streams.
-            first, end = stream.num_tokens, len(record.requests[0].generated_tokens)
-            stream.num_tokens, stream.num_characters = end, stream.num_characters + len(text)
-            return [(stream, Growth(record.requests[0], first, end, text))] if text or end > first else []
-        tokens, values, best = record.since(stream.num_tokens)
-        if ended:
-            self._streams.pop(request_id, None)
-        if not (tokens or text or ended):
-            return []
-        stream.num_tokens += len(tokens)
-        stream.num_characters += len(text)
-        increment = Increment(tokens=tokens, log_probs=values, top_n_logprobs=best, text=text, record=record if ended else None)
-        return [(stream, increment)]
+    def _grown(self, records: Iterable[DynamicInferenceRequestRecord]) -> list[Growth]:
+        """What requests that go on have and their streams have not."""
+        streams, texts = self._streams, self._texts
+        growths: list[Growth] = []
+        # A step meets this for each of its streams.
+        for record in records:
+            segments = record.requests
+            number = segments[0].request_id
+            if (stream := streams.get(number)) is None:
+                continue
+            first, end = stream.num_tokens, len(segments[0].generated_tokens) if len(segments) == 1 else record.num_generated
+            if (text := texts.get(number)) is None:
+                text = record.generated_text[stream.num_characters :]
+                stream.num_characters += len(text)
+            stream.num_tokens = end
+            growths.append((stream, record, first, end, text))
+        return growths
+
+    def _ended(self, records: Iterable[DynamicInferenceRequestRecord]) -> list[News]:
+        """The ends of streams."""
+        news: list[News] = []
+        for record in records:
+            number = record.request_id
+            stream, text = self._streams.pop(number, None), self._texts.pop(number, None)
+            if stream is not None:
+                rest = record.generated_text[stream.num_characters :] if text is None else text
+                news.append((stream, Ending(record, stream.num_tokens, rest)))
+        return news
 
     def _shut_down(self) -> None:
         streams = self._refuse_all()
@@ -571,7 +581,7 @@ class EngineRunner:
             self._closing = True
             self._wake.notify()
             commands, self._commands = self._commands, []
-            streams, self._streams = self._streams, {}
+            streams, self._streams, self._texts = self._streams, {}, {}
             waiting, self._waiting = self._waiting, []
         # One that is answered already stays so.
         for command in [*self._begun, *commands, *(command for _, command in waiting)]:

@@ -4,15 +4,17 @@
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mcore_inference._stability import experimental_api, internal_api
 from mcore_inference.engine._queue import asyncio_Queue, asyncio_QueueShutDown
-from mcore_inference.requests import DynamicInferenceRequest, DynamicInferenceRequestRecord
+from mcore_inference.engine._stream_text import StreamText
+from mcore_inference.requests import DynamicInferenceRequestRecord
 
-__all__ = ["EndingQueue", "Growth", "Increment", "News", "RequestStream", "Result", "call_in", "deliver", "settle", "settle_all"]
+__all__ = ["Ending", "EndingQueue", "Growth", "Increment", "News", "RequestStream", "Result", "call_in", "deliver", "settle", "settle_all"]
 
 
 @experimental_api
@@ -134,35 +136,38 @@ class RequestStream:
             take(item)
 
 
-class Growth(NamedTuple):
-    """What a request gained, as places in lists that only grow: the thread of the event loop makes an increment of it."""
+class Ending(NamedTuple):
+    """The end of a request, behind what its stream has."""
 
-    segment: DynamicInferenceRequest
-    first: int
-    end: int
-    text: str
+    record: DynamicInferenceRequestRecord
+    num_tokens: int
+    """That the stream has."""
+    text: str | StreamText
+    """What it has not, or where that is made."""
 
     def increment(self) -> Increment:
-        segment, part = self.segment, slice(self.first, self.end)
-        return Increment(
-            tokens=segment.generated_tokens[part],
-            log_probs=segment.generated_log_probs[part],
-            top_n_logprobs=segment.generated_top_n_logprobs[part],
-            text=self.text,
-        )
+        record, text = self.record, self.text
+        tokens, values, best = record.since(self.num_tokens)
+        rest = text if isinstance(text, str) else text.end(tokens, record)
+        return Increment(tokens=tokens, log_probs=values, top_n_logprobs=best, text=rest, record=record)
 
 
-News = tuple[RequestStream, Increment | Growth | Exception]
+News = tuple[RequestStream, Increment | Ending | Exception]
+Growth = tuple[RequestStream, DynamicInferenceRequestRecord, int, int, str | StreamText]
+"""Of a stream, what its request gained: the record, the first token and the one behind the last, and the text or where it is made. The
+record's lists only grow, so that the thread of the event loop makes an increment of it."""
 
 
 @internal_api
-def deliver(news: Iterable[News]) -> None:
-    """Put into streams what is new, with one call into each event loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[News]] = {}
+def deliver(news: Iterable[News], growths: Iterable[Growth] = ()) -> None:
+    """Put into streams what is new, with one call into each event loop; growths first."""
+    by_loop = defaultdict[asyncio.AbstractEventLoop, tuple[list[Growth], list[News]]](lambda: ([], []))
+    for growth in growths:
+        by_loop[growth[0].loop][0].append(growth)
     for item in news:
-        by_loop.setdefault(item[0].loop, []).append(item)
-    for loop, items in by_loop.items():
-        call_in(loop, _put_all, items)
+        by_loop[item[0].loop][1].append(item)
+    for loop, parts in by_loop.items():
+        call_in(loop, _put_all, *parts)
 
 
 Result = tuple["asyncio.Future[Any]", Any, Exception | None]
@@ -192,9 +197,29 @@ def _joined(parts: Sequence[Increment]) -> Increment:
     )
 
 
-def _put_all(items: Iterable[News]) -> None:
-    for stream, item in items:
-        stream.put(item.increment() if isinstance(item, Growth) else item)
+def _put_all(growths: Iterable[Growth], news: Iterable[News]) -> None:
+    for stream, record, first, end, text in growths:
+        stream.put(_grown_by(record, first, end, text))
+    for stream, item in news:
+        stream.put(item.increment() if isinstance(item, Ending) else item)
+
+
+def _grown_by(record: DynamicInferenceRequestRecord, first: int, end: int, text: str | StreamText) -> Increment:
+    """The increment of a ``Growth``."""
+    tokens, values, best = record.since(first)
+    # The engine's thread may have added to them since.
+    count = end - first
+    tokens = tokens[:count]
+    increment = object.__new__(Increment)
+    # Its own constructor, of a class whose instances are frozen, takes longer than all else here.
+    vars(increment).update(
+        tokens=tokens,
+        log_probs=values[:count],
+        top_n_logprobs=best[:count],
+        text=text if isinstance(text, str) else text.push(tokens),
+        record=None,
+    )
+    return increment
 
 
 def _settle_all(results: Iterable[Result]) -> None:

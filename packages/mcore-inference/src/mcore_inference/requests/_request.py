@@ -222,8 +222,8 @@ class DynamicInferenceRequestRecord:
 
     requests: list[DynamicInferenceRequest] = field(default_factory=list)
     generated_text: str = ""
-    """Text of the generated tokens, cut before a stop word; holds whole characters only and may lag behind the tokens until
-    the request is done."""
+    """Text of the generated tokens, cut before a stop word. With stop words it grows with the tokens, by whole characters; else it is made
+    when the request ends, and streams make theirs."""
     latency: float | None = None
     """Seconds from arrival to the end."""
     time_to_first_token: float | None = None

@@ -5,13 +5,10 @@
 from collections.abc import Sequence
 
 from mcore_inference._stability import experimental_api
+from mcore_inference.text._pieces import TextPieces
 from mcore_inference.text._tokenizer import Tokenizer
 
 __all__ = ["TextStream"]
-
-_BROKEN = "\ufffd"
-# A character of UTF-8 has at most four bytes, so at most three tokens of it can be missing their rest.
-_MAX_BROKEN = 3
 
 
 @experimental_api
@@ -40,15 +37,10 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, stop_words: Sequence[str] = (), *, keeps_stop_word: bool = False) -> None:
         self.text = ""
         self.stopped = False
-        self._tokenizer = tokenizer
+        self._pieces = TextPieces(tokenizer)
         self._stop_words, self._keeps_stop_word = tuple(stop_words), keeps_stop_word
         self._pending = ""
         """Decoded, but maybe the beginning of a stop word."""
-        self._tokens: list[int] = []
-        # tokens[prefix:read] are decoded again with the new ones, since the text of a token may depend on the one before.
-        self._prefix = self._read = 0
-        self._taken = 0
-        """Characters of the current window already taken."""
 
     def push(self, token: int, *, may_stop: bool = True) -> bool:
         """Take a token; True when it completed a stop word (``text`` is final then).
@@ -57,30 +49,15 @@ class TextStream:
             token: the next one.
             may_stop: whether a word that it completes is a stop word; one that was completed before is none.
         """
-        self._tokens.append(token)
-        return self._accept(self._decoded(), may_stop)
+        return self._accept(self._pieces.push(token), may_stop)
 
     def finish(self) -> str:
         """The final text, with what was held back."""
         if not self.stopped:
-            self._accept(self._decoded(final=True), may_stop=False)
+            self._accept(self._pieces.rest(), may_stop=False)
             self.text += self._pending
             self._pending = ""
         return self.text
-
-    def _decoded(self, *, final: bool = False) -> str:
-        """New text that further tokens cannot change."""
-        before = self._tokenizer.detokenize(self._tokens[self._prefix : self._read])
-        window = self._tokenizer.detokenize(self._tokens[self._prefix :])[len(before) :]
-        end = len(window)
-        if not final:
-            while end > 0 and len(window) - end < _MAX_BROKEN and window[end - 1] == _BROKEN:
-                end -= 1
-        new = window[self._taken : end]
-        self._taken = max(self._taken, end)
-        if end == len(window):
-            self._prefix, self._read, self._taken = self._read, len(self._tokens), 0
-        return new
 
     def _accept(self, new: str, may_stop: bool) -> bool:
         if not self._stop_words:

@@ -17,7 +17,7 @@ _MAX_TEXTS = 2**16
 class TokenTexts:
     """A tokenizer that is asked for the text of a token by itself once.
 
-    ``TextStream`` decodes each token alone and with the next one, so that this saves nearly half of the calls.
+    ``TextPieces`` decodes each token alone and with the next one, so that this saves nearly half of the calls.
 
     Args:
         tokenizer: whose texts depend on the ids alone.

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""What streams and their text cost the thread that steps an engine, beside a device that is only waited for.
+
+python -m tools.bench.streaming_rows --output docs/benchmarks/streaming_rows.json
+
+Requests decode together in an ``EngineRunner``, without and with a stream each, without and with a tokenizer of the ``tokenizers`` library
+over a text. Forward and draws are replaced by a wait without Python's lock, so that a step is host work alone: ``engine_ms`` is processor
+time of the engine's thread, ``wall_ms`` the time from step to step, in which the thread that reads the streams works too.
+"""
+
+import argparse
+import asyncio
+import itertools
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_inference import (
+    DynamicInferenceContext,
+    DynamicInferenceEngine,
+    EngineRunner,
+    ExecutionConfig,
+    InferenceConfig,
+    PagedAttention,
+    SamplingParams,
+)
+from mcore_parallel import ProcessGroups
+from mcore_parallel.data import HuggingFaceTokenizer, train_bpe
+from mcore_parallel.models import GPTModel, TransformerConfig
+from tools.bench._record import record
+
+_VOCAB_SIZE = 8192
+_NUM_WARM = 5
+"""Steps that are not counted at either end."""
+
+
+class Device:
+    """Computes a step in a given time, one after the other, and draws the tokens of a text."""
+
+    def __init__(self, step_s: float, tokens: list[int]) -> None:
+        self._step_s, self._tokens = step_s, tokens
+        self._free_at = 0.0
+        self._place = 0
+
+    def launch(self, num_rows: int) -> "Draws":
+        self._free_at = max(self._free_at, time.perf_counter()) + self._step_s
+        self._place += 1
+        # Each row reads elsewhere in the text.
+        stride = len(self._tokens) // num_rows
+        return Draws(self._free_at, [self._tokens[(row * stride + self._place) % len(self._tokens)] for row in range(num_rows)])
+
+
+class Draws:
+    """Of one step."""
+
+    def __init__(self, ready_at: float, tokens: list[int]) -> None:
+        self._ready_at, self._tokens = ready_at, tokens
+
+    def wait(self) -> list[tuple[int, float, dict[int, float]]]:
+        if (left_s := self._ready_at - time.perf_counter()) > 0:
+            time.sleep(left_s)
+        best: list[dict[int, float]] = [{}] * len(self._tokens)
+        return list(zip(self._tokens, [0.0] * len(self._tokens), best, strict=True))
+
+
+class TimedRunner(EngineRunner):
+    """Keeps of each step the processor time of its thread, and when it ended."""
+
+    def __init__(self, engine: DynamicInferenceEngine) -> None:
+        self.engine_ms: list[float] = []
+        self.ended_at: list[float] = []
+        super().__init__(engine)
+
+    def _step(self) -> None:
+        begin = time.thread_time()
+        super()._step()
+        self.engine_ms.append(1e3 * (time.thread_time() - begin))
+        self.ended_at.append(time.perf_counter())
+
+
+def steps(num_requests: int, num_steps: int, device_ms: float, tokenizer: HuggingFaceTokenizer | None, *, stream: bool) -> TimedRunner:
+    """A runner that has served requests of as many tokens."""
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=_VOCAB_SIZE)
+    model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention()).eval()
+    sizes = InferenceConfig(max_sequence_length=num_steps + 16, max_requests=num_requests, num_blocks=num_requests * (num_steps // 16 + 2))
+    context = DynamicInferenceContext.for_model(model, sizes)
+    engine = DynamicInferenceEngine(model, context, tokenizer, execution=ExecutionConfig(run_ahead=True))
+    tokens = list(range(300, _VOCAB_SIZE)) if tokenizer is None else _text_tokens(tokenizer)
+    device, executor = Device(1e-3 * device_ms, tokens), _inside(engine)
+
+    def draw(num_rows: int) -> Any:
+        return replace(nothing, results=replace(nothing.results, draws=device.launch(num_rows)))
+
+    nothing = executor.draws.begin(torch.zeros(1, _VOCAB_SIZE), [], [])
+    executor._logits = lambda host, rows: None
+    executor.draws.begin = lambda logits, sampled, prompt_rows: draw(len(sampled))
+    executor.draws.begin_batch = lambda logits, batch: draw(len(batch.entries))
+    params = SamplingParams(temperature=0, num_tokens_to_generate=num_steps, ignore_eos=True)
+
+    async def read(runner: EngineRunner) -> int:
+        increments = await runner.submit([1, 2, 3], params, stream=stream)
+        done = asyncio.get_running_loop().create_future()
+        count = itertools.count()
+
+        def take(item: Any) -> None:
+            if isinstance(item, Exception):
+                done.set_exception(item)
+            elif next(count) >= 0 and item.record is not None:
+                done.set_result(len(item.record.generated_tokens))
+
+        increments.forward(take)
+        return await done
+
+    async def serve(runner: EngineRunner) -> None:
+        await runner.pause()
+        reads = [asyncio.ensure_future(read(runner)) for _ in range(num_requests)]
+        # Those that were queued before.
+        await asyncio.sleep(0)
+        await runner.unpause()
+        assert await asyncio.gather(*reads) == [num_steps] * num_requests
+
+    runner = TimedRunner(engine)
+    with runner:
+        asyncio.run(serve(runner))
+    return runner
+
+
+def _inside(engine: DynamicInferenceEngine) -> Any:
+    """What drives the device, of which nothing is public."""
+    return engine._executor
+
+
+def _text_tokens(tokenizer: HuggingFaceTokenizer) -> list[int]:
+    return tokenizer.tokenize("\n".join(_texts()))
+
+
+def _texts() -> list[str]:
+    return [path.read_text(encoding="utf-8") for path in sorted((Path(__file__).parents[2] / "docs").rglob("*.md"))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--device-ms", type=float, nargs="+", default=[3.0, 5.0, 10.0])
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = train_bpe(_texts(), _VOCAB_SIZE, Path(folder) / "tokenizer.json")
+    rows: list[dict[str, Any]] = []
+    for device_ms, text, stream in itertools.product(options.device_ms, (None, tokenizer), (False, True)):
+        runner = steps(options.requests, options.steps, device_ms, text, stream=stream)
+        engine_ms = runner.engine_ms[_NUM_WARM:-_NUM_WARM]
+        wall_ms = [1e3 * (end - begin) for begin, end in itertools.pairwise(runner.ended_at)][_NUM_WARM:-_NUM_WARM]
+        rows.append(
+            {
+                "requests": options.requests, "device_ms": device_ms, "streams": stream, "text": text is not None,
+                "engine_ms": round(statistics.median(engine_ms), 2), "min_engine_ms": round(min(engine_ms), 2),
+                "wall_ms": round(statistics.median(wall_ms), 2), "mean_wall_ms": round(statistics.mean(wall_ms), 2),
+            }
+        )  # fmt: skip
+        print(rows[-1], flush=True)
+    if options.output is not None:
+        record(options.output, {"work": "steps of decoding requests with streams, without forward and draws", "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
