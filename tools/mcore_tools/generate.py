@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import dataclasses
 import logging
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -321,24 +322,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.input is None:
             check_scores(options)
-        prompts = None if options.input is None else PromptFile(options.input, options.output, _settings(options))
-        if prompts is not None and not prompts.left:
-            return 0 if prompts.has_all_texts else 1
-        if uses_coordinator():
-            return continue_coordinated(options) if prompts is None else _continue_file_coordinated(options, prompts)
-        with opened("generate", words, options) as (engine, ranks):
-            if prompts is None:
-                code = generate(engine, options)
-            elif ranks is not None and not engine.model.groups.tp_pp.is_first:
-                code = ranks.follow(engine)
-            else:
-                code = _continue_file(engine, options, prompts)
-            if ranks is not None:
-                ranks.leave(engine, code)
-        return code if ranks is None else end_process(code)
+            return _continue(options, words, None)
+        # Of several ranks the first has the texts.
+        is_first = int(os.environ.get("RANK", "0")) == 0
+        with PromptFile(options.input, options.output, _settings(options), writes=is_first) as prompts:
+            return _continue(options, words, prompts)
     except (ValueError, OSError, CheckpointingException, CoordinatorError, EngineLostError) as error:
         report_error(str(error))
         return exit_code(error)
+
+
+def _continue(options: argparse.Namespace, words: Sequence[str], prompts: PromptFile | None) -> int:
+    """What the options ask for; the exit status."""
+    if prompts is not None and not prompts.left:
+        return 0 if prompts.has_all_texts else 1
+    if uses_coordinator():
+        return continue_coordinated(options) if prompts is None else _continue_file_coordinated(options, prompts)
+    with opened("generate", words, options) as (engine, ranks):
+        if prompts is None:
+            code = generate(engine, options)
+        elif ranks is not None and not engine.model.groups.tp_pp.is_first:
+            code = ranks.follow(engine)
+        else:
+            code = _continue_file(engine, options, prompts)
+        if ranks is not None:
+            ranks.leave(engine, code)
+    return code if ranks is None else end_process(code)
 
 
 def _continue_file(engine: DynamicInferenceEngine, options: argparse.Namespace, prompts: PromptFile) -> int:

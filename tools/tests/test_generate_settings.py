@@ -3,10 +3,13 @@
 """Sampling settings and chats of `mcore generate` are those of the engine, or refused before a model is loaded."""
 
 import dataclasses
+import fcntl
 import json
 import os
 import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,12 +22,12 @@ from mcore_inference import DynamicInferenceEngine, EngineRunner, InvalidTokenEr
 from mcore_inference.sampling import StructuredOutput
 from mcore_inference.text import chat_tokens
 from mcore_parallel import ProcessGroups
-from mcore_parallel.data import ByteTokenizer, train_bpe
+from mcore_parallel.data import train_bpe
 from mcore_parallel.training import model_state
 from mcore_tools import cli
 from mcore_tools.assembly import build_model
 from mcore_tools.recipes import DataConfig, override, recipe
-from mcore_tools.serving import Outcome, PromptFile, chat_encoder, continue_prompts, open_engine
+from mcore_tools.serving import Outcome, PromptFile, continue_prompts, open_engine
 from mcore_tools.training import run_assets
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
@@ -264,28 +267,71 @@ def test_a_file_is_written_by_one_command(folder: Path, tmp_path: Path, capsys: 
     source, target = tmp_path / "prompts.txt", tmp_path / "texts.jsonl"
     source.write_text("words\nchat\n")
     params = SamplingParams(temperature=0, num_tokens_to_generate=4, ignore_eos=True)
-    first, second = (PromptFile(source, target, {}) for _ in range(2))
-    # Ranks of one command.
-    assert first.left == second.left == {0: "words", 1: "chat"}
 
     def others() -> None:
         with pytest.raises(ValueError, match=rf"--output {target} is written by another command; wait for its end, or give another --out"):
-            second.run(cast("Any", None), params, chat_encoder(ByteTokenizer()))
+            PromptFile(source, target, {})
         assert cli.main(["generate", str(folder), "--input", str(source), "--output", str(target)]) == 2
         assert "is written by another command" in capsys.readouterr().err
 
     with EngineRunner(open_engine(folder, "cpu", cache_gb=0.01)) as runner:
-        first.run(cast("Any", Meets(runner, others)), params, lambda prompt: str(prompt))
-        with pytest.raises(ValueError, match="got texts of another command meanwhile; give this command again"):
-            second.run(runner, params, chat_encoder(ByteTokenizer()))
+        with PromptFile(source, target, {}) as first:
+            # Other ranks of the command read beside it.
+            assert first.left == PromptFile(source, target, {}, writes=False).left == {0: "words", 1: "chat"}
+            others()
+            first.run(cast("Any", Meets(runner, others)), params, lambda prompt: str(prompt))
+            others()
         # Nothing is read of a pipe, which would wait for what the command itself writes.
         reading, writing = os.pipe()
-        PromptFile(source, Path(f"/dev/fd/{writing}"), {}).run(runner, params, lambda prompt: str(prompt))
+        with PromptFile(source, Path(f"/dev/fd/{writing}"), {}) as piped:
+            piped.run(runner, params, lambda prompt: str(prompt))
         os.close(writing)
         with open(reading, encoding="utf-8") as pipe:
             assert sorted(pipe) == sorted(target.read_text().splitlines(keepends=True))
     assert sorted(json.loads(line)["number"] for line in target.read_text().splitlines()) == [0, 1]
-    assert not PromptFile(source, target, {}).left
+    with PromptFile(source, target, {}) as again:
+        assert not again.left
+
+
+def test_of_commands_that_begin_together_one_has_the_file(tmp_path: Path) -> None:
+    source, target = tmp_path / "prompts.txt", tmp_path / "texts.jsonl"
+    source.write_text("words\n")
+    barrier = threading.Barrier(2)
+
+    def begin(_: int) -> str:
+        barrier.wait(30)
+        try:
+            with PromptFile(source, target, {}) as prompts:
+                assert prompts.left == {0: "words"} and target.read_bytes() == b""
+                # Both have tried.
+                barrier.wait(30)
+        except ValueError as error:
+            barrier.wait(30)
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(2) as commands:
+        for _ in range(30):
+            first, second = sorted(commands.map(begin, range(2)))
+            assert not first and "is written by another command; wait for its end" in second
+            # The one that had it made no text.
+            assert list(tmp_path.iterdir()) == [source]
+
+
+def test_a_file_that_went_while_it_was_opened_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = tmp_path / "prompts.txt", tmp_path / "texts.jsonl"
+    source.write_text("words\n")
+    flock, first = fcntl.flock, PromptFile(source, target, {})
+
+    def late(descriptor: int, kind: int) -> None:
+        """The other command ends between the two calls of this one."""
+        first.close()
+        flock(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with PromptFile(source, target, {}), pytest.raises(ValueError, match="is written by another command"):
+        PromptFile(source, target, {})
+    assert not target.exists()
 
 
 class Refuses:

@@ -3,6 +3,7 @@
 """Prompts of a file, continued in any order, by a command that can be ended and goes on where it was."""
 
 import asyncio
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -12,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from mcore_inference import DynamicInferenceRequestRecord, EngineRunner, RequestError, SamplingParams
 from mcore_inference.coordinator import CoordinatedRunner
@@ -124,7 +125,7 @@ async def _records(runner: AnyRunner, prompt: Any, params: SamplingParams) -> li
 
 
 class PromptFile:
-    """Prompts and what became of them.
+    """Prompts and what became of them; a context, in which no other command writes the target.
 
     Args:
         source: ``.jsonl``, an object with a ``prompt``, or with ``messages`` of a role and a content each, a line; any other file has a
@@ -134,6 +135,7 @@ class PromptFile:
             log-probabilities add ``token_ids``, ``log_probs`` and ``top_log_probs`` (pairs of an id and its log-probability). Prompts
             that it has already are not continued again. It gets no line for an error that may pass, so that its prompt is.
         settings: what texts depend on, by flag. They are kept beside the target, so that all of its texts have the same.
+        writes: whether this process is the one that will ``run``; False for other ranks of its command, which only read.
 
     Raises:
         ValueError: a line of the source has no prompt, one of the target is not of this source or was made with other settings, another
@@ -141,7 +143,7 @@ class PromptFile:
         OSError: a file cannot be read.
     """
 
-    def __init__(self, source: Path, target: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, source: Path, target: Path, settings: Mapping[str, Any], *, writes: bool = True) -> None:
         if not target.absolute().parent.is_dir():
             raise ValueError(f"--output {target}: its folder is not there; make it first")
         self._target = target
@@ -154,17 +156,75 @@ class PromptFile:
         """Prompts of this call without a line, by errors that may pass."""
         self._size = 0
         """Bytes of the target that were read."""
-        done = self._read_done()
-        self.left = {number: prompt for number, prompt in enumerate(self._prompts) if number not in done}
-        """Prompts that are to be continued, by number."""
         self._settings, self._settings_file = settings, target.with_name(f"{target.name}.settings.json")
         self._keeps_settings = target.is_file() or not target.exists()
-        if self._keeps_settings and len(self.left) < len(self._prompts):
-            self._compare_settings()
-        if self._keeps_settings and self.left and not os.access(target.absolute().parent, os.W_OK):
-            raise ValueError(f"--output {target}: {self._settings_file.name} cannot be written beside it; choose a folder that takes files")
+        self._lock: int | None = None
+        """Descriptor of the target, which is locked by it from before its first line is read."""
+        self._is_new = False
+        """Whether it was not there before."""
+        try:
+            if self._keeps_settings and writes:
+                self._lock_target()
+            done = self._read_done()
+            self.left = {number: prompt for number, prompt in enumerate(self._prompts) if number not in done}
+            """Prompts that are to be continued, by number."""
+            if self._keeps_settings and len(self.left) < len(self._prompts):
+                self._compare_settings()
+            if self._keeps_settings and self.left:
+                self._check_folder()
+        except BaseException:
+            self.close()
+            raise
         if not self.left:
             print(f"{target} has all {len(self._prompts)} prompts", file=sys.stderr)
+
+    def __enter__(self) -> "PromptFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let others write the target; it goes where this command made it and nothing else. May be called again."""
+        if self._lock is None:
+            return
+        if self._is_new and not os.fstat(self._lock).st_size:
+            # Whoever opened it meanwhile finds that it is no longer there, and makes another one.
+            self._target.unlink(missing_ok=True)
+        os.close(self._lock)
+        self._lock = None
+
+    def _lock_target(self) -> None:
+        """Open the target, which is made where it is not there, for this command alone."""
+        while True:
+            self._is_new = not self._target.exists()
+            if self._is_new:
+                self._check_folder()
+            # Some file systems lock what can be written alone.
+            can_write = self._is_new or os.access(self._target, os.W_OK)
+            self._lock = os.open(self._target, (os.O_RDWR if can_write else os.O_RDONLY) | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(self._lock)
+                self._lock = None
+                raise ValueError(
+                    f"--output {self._target} is written by another command; wait for its end, or give another --output"
+                ) from None
+            except OSError:
+                # Some have no locks, and others may write it.
+                self._is_new = False
+                return
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self._lock), self._target.stat()):
+                    return
+            os.close(self._lock)
+
+    def _check_folder(self) -> None:
+        if not os.access(self._target.absolute().parent, os.W_OK):
+            raise ValueError(
+                f"--output {self._target}: {self._settings_file.name} cannot be written beside it; choose a folder that takes files"
+            )
 
     def _compare_settings(self) -> None:
         if not self._settings_file.exists():
@@ -184,12 +244,9 @@ class PromptFile:
         """Numbers of the prompts that the target has; half a line, of a command that was killed, is taken out of it."""
         if not self._target.exists() or _is_stream(self._target):
             return set()
-        with self._target.open("rb") as target:
-            # Beside other ranks of this command, which read it too.
-            self._lock(target, fcntl.LOCK_SH)
-            whole, newline, half = target.read().rpartition(b"\n")
-            if half:
-                os.truncate(self._target, len(whole) + len(newline))
+        whole, newline, half = self._target.read_bytes().rpartition(b"\n")
+        if half and self._lock is not None:
+            os.truncate(self._target, len(whole) + len(newline))
         self._size = len(whole) + len(newline)
         done: set[int] = set()
         for place, line in enumerate(whole.splitlines(), start=1):
@@ -200,17 +257,6 @@ class PromptFile:
             done.add(number)
             self.num_refused += "error" in entry
         return done
-
-    def _lock(self, target: IO[Any], kind: int) -> None:
-        """Until it is closed; devices are nobody's, and some file systems have no locks."""
-        if not self._target.is_file():
-            return
-        try:
-            fcntl.flock(target, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"--output {self._target} is written by another command; wait for its end, or give another --output") from None
-        except OSError:
-            return
 
     def _named_prompt(self, number: int) -> dict[str, Any]:
         """What a prompt is called in a line of the target, and it."""
@@ -228,12 +274,11 @@ class PromptFile:
         Prompts that an error ended that may pass, such as a step that ran out of memory, are left to the next call.
 
         Raises:
-            ValueError: another command writes the target, or did since this one read it.
+            ValueError: another command wrote the target since this one read it, on a file system without locks.
         """
         begin = last = time.monotonic()
         num_done, num_tokens, why = len(self._prompts) - len(self.left), 0, ""
         with self._target.open("a", encoding="utf-8") as target:
-            self._lock(target, fcntl.LOCK_EX)
             if self._keeps_settings:
                 if os.fstat(target.fileno()).st_size != self._size:
                     raise ValueError(f"--output {self._target} got texts of another command meanwhile; give this command again")
