@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-zmq = pytest.importorskip("zmq")
+zmq, msgspec = pytest.importorskip("zmq"), pytest.importorskip("msgspec")
 
 from mcore_inference import CoordinatorError, EngineDeadError, EngineRunner, RequestError, SamplingParams  # noqa: E402
 from mcore_inference.coordinator import (  # noqa: E402
@@ -33,6 +33,7 @@ from mcore_inference.coordinator._messages import (  # noqa: E402
     Connect,
     ConnectAck,
     EngineReply,
+    Failure,
     Heartbeat,
     Partial,
     Partials,
@@ -45,6 +46,7 @@ from mcore_inference.coordinator._messages import (  # noqa: E402
     decode_for_engine,
     decode_incoming,
     encode,
+    number_of_request,
 )
 from mcore_parallel import named_shards  # noqa: E402
 from mcore_parallel.data import ByteTokenizer  # noqa: E402
@@ -576,6 +578,45 @@ def test_frames_that_are_no_messages_end_neither_an_engine_nor_a_client(
             await client.stop()
 
         asyncio.run(asyncio.wait_for(ask(), 50))
+
+
+def test_a_request_that_an_engine_cannot_read_fails_by_its_number(runners: list[EngineRunner], monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as stack:
+        router, address = open_router(stack, 20_000)
+        with EngineWorker(runners[0], address, name="dp-0", heartbeat_s=0.05):
+            peer, _ = router.recv_multipart()
+            numbers = (0, 127, 200, 2**15, 2**40, 2**62)
+            whole = [encode(SubmitRequest(request_id=number, prompt=[1], sampling_params={}, stream=True)) for number in numbers]
+            assert [number_of_request(frame) for frame in whole] == list(numbers)
+            # Without a number, cut within it, of another kind, and none.
+            others = (b"\x96\x03", b"\x96\x03\xce\x01", b"\x96\x03\xa1a", b"\x96\x03\xff", b"\x92\x0d\x05", b"\xc1", b"")
+            assert {number_of_request(frame) for frame in others} == {None}
+            # A field more than this version has; and a request that only begins.
+            for frame in (encode(RegisterAck()), *others[:4], *(b"\x97" + frame[1:] + b"\x01" for frame in whole), b"\x96\x03\x09"):
+                router.send_multipart([peer, frame])
+            failures: list[Failure] = []
+            while len(failures) <= len(numbers):
+                message = decode_incoming(router.recv_multipart()[1])
+                failures += [message] if isinstance(message, Failure) else []
+            assert [failure.request_id for failure in failures] == [*numbers, 9]
+            assert {failure.kind for failure in failures} == {"RequestError"}
+            assert all(failure.message.startswith("dp-0 cannot read the request: ") for failure in failures)
+
+    def unread(frame: bytes) -> Any:
+        if number_of_request(frame) is not None:
+            raise msgspec.DecodeError("it has a field of a later version")
+        return decode_for_engine(frame)
+
+    async def ask(address: str) -> None:
+        async with InferenceClient(address) as client:
+            with pytest.raises(RequestError, match="dp-0 cannot read the request: it has a field of a later version; use one version of"):
+                await client.add_request([1, 2], TEN)
+
+    monkeypatch.setattr("mcore_inference.coordinator._worker.decode_for_engine", unread)
+    with DataParallelInferenceCoordinator() as coordinator, EngineWorker(runners[0], coordinator.address, name="dp-0"):
+        coordinator.wait_for_engines(1)
+        asyncio.run(asyncio.wait_for(ask(coordinator.address), 30))
+        assert not coordinator.num_open_requests
 
 
 @pytest.mark.parametrize("value", [0, -1, "a", float("nan"), True, None])

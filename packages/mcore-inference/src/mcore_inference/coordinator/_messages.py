@@ -366,11 +366,23 @@ def is_too_long(frame: bytes) -> bool:
     return kind not in _LONG and not (kind == _REQUEST and len(frame) <= MAX_REQUEST_BYTES)
 
 
+def number_of_request(frame: bytes) -> int | None:
+    """The ``request_id`` of a frame that begins as a ``SubmitRequest``, whatever follows; None where there is none."""
+    if _kind(frame) != _REQUEST or len(frame) < 3:
+        return None
+    try:
+        return msgspec.msgpack.decode(frame[2 : 2 + _INTEGER_BYTES.get(frame[2], 1)], type=Size)
+    except UNREADABLE:
+        return None
+
+
 def _kind(frame: bytes) -> int:
     """Number of a frame's kind; -1 for what is no message."""
     return frame[1] if len(frame) > 1 and frame[0] & 0xF0 == 0x90 else -1
 
 
 _REQUEST = 3
+_INTEGER_BYTES = {0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
+"""Of msgpack's integers by their first byte; others have that alone."""
 _LONG = (4, 14, 23)
 """Records, tokens of a step, weights."""

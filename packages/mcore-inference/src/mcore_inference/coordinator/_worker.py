@@ -45,6 +45,7 @@ from mcore_inference.coordinator._messages import (
     WeightBucket,
     decode_for_engine,
     encode,
+    number_of_request,
 )
 from mcore_inference.coordinator._peer import Silence, connect, reconnect
 from mcore_inference.coordinator._states import GroupState, MemberState, state_after
@@ -294,6 +295,9 @@ class EngineWorker:
             if self._num_unread & (self._num_unread - 1) == 0:
                 # Ever fewer: another version may send them all day.
                 _LOG.warning("message %d of %s that %s cannot read: %s; use one version", self._num_unread, self._address, self.name, error)
+            if (number := number_of_request(frame)) is not None:
+                # Nobody else answers it.
+                self._fail(number, RequestError(None, f"{self.name} cannot read the request: {error}; use one version of mcore-inference"))
             return False
         if isinstance(message, SubmitRequest):
             self._start(message)
