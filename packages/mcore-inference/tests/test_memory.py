@@ -68,6 +68,25 @@ class FakeRange:
         self.is_mapped = False
 
 
+@pytest.mark.parametrize("reserves", [False, True])
+def test_a_tensor_that_was_released_comes_back_no_more(reserves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_memory, "ReservedRange", FakeRange)
+    monkeypatch.setattr(FakeRange, "room", 1000)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (FakeRange.room, 1000))
+    memory: Any = (_memory.ReservedMemory if reserves else _memory.PlainMemory)(torch.device("cpu"))
+    kept, released = memory.zeros((10,), torch.float32), memory.zeros((20,), torch.float32)
+    # Equal ones are other ones.
+    for tensor in (torch.zeros(10), released, released):
+        memory.release(tensor)
+    assert kept.untyped_storage().size() == 40 and memory.is_allocated
+    assert FakeRange.room == 960 if reserves else not released.untyped_storage().size()
+    memory.free()
+    memory.allocate_again()
+    assert memory.is_allocated and kept.tolist() == [0.0] * 10
+    assert FakeRange.room == 960 if reserves else not released.untyped_storage().size()
+
+
 @pytest.mark.parametrize(("unused", "used", "empties"), [(200, 300, False), (460, 100, True), (700, 0, True)])
 def test_torch_gives_memory_up_only_where_it_is_needed(unused: int, used: int, empties: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []

@@ -307,6 +307,43 @@ def test_a_storm_of_requests_aborts_suspends_and_loads_leaks_nothing(name: str) 
     assert engine.context.allocator.total_used == 0 and engine.num_drafted
 
 
+def test_pages_of_heads_go_with_their_engine() -> None:
+    """Engines come and go over one context, and some are refused."""
+    model = model_of(mtp_num_layers=1)
+    first = build(model, MtpSpeculation())
+    context, prompts = first.context, [[1, 2, 3], [4, 5]]
+    params = SamplingParams(temperature=0, num_tokens_to_generate=8)
+    wanted = [record.generated_tokens for record in build(model, None).generate(prompts, params)]
+
+    def held() -> list[int]:
+        """Bytes of the cache, and of pages of heads."""
+        return [tensor.untyped_storage().size() for tensor in context.memory._tensors]
+
+    cache, pages = held()
+    assert cache == context.cache.num_bytes and pages == cache // 2
+    refused = ExecutionConfig(speculation=MtpSpeculation(), use_cuda_graphs_for_non_decode_steps=True)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="use_cuda_graphs_for_non_decode_steps=True"):
+            DynamicInferenceEngine(model, context, execution=refused)
+        assert held() == [cache, pages]
+        assert [record.generated_tokens for record in first.generate(prompts, params)] == wanted and first.num_drafted
+    kinds: list[tuple[Kind, list[int]]] = [
+        (MtpSpeculation(num_tokens=2), [pages]), (EagleSpeculation(head=head_of(model, layers=2)), [2 * pages]), (None, []),
+        (MtpSpeculation(), [pages]),
+    ]  # fmt: skip
+    for kind, more in kinds:
+        engine = DynamicInferenceEngine(model, context, execution=ExecutionConfig(speculation=kind))
+        assert held() == [cache, *more]
+        assert [record.generated_tokens for record in engine.generate(prompts, params)] == wanted
+        engine.suspend()
+        assert sum(held()) == 0
+        engine.resume()
+        assert held() == [cache, *more]
+    engine.close()
+    with pytest.raises(RuntimeError, match="was given to another one"):
+        first.add_request([1])
+
+
 def test_forms_and_text_go_with_heads() -> None:
     model, tokenizer = model_of(vocab_size=272, mtp_num_layers=1), ByteTokenizer()
     letters = dict.fromkeys(tokenizer.tokenize("ab"), 100.0)

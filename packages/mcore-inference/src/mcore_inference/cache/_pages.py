@@ -80,6 +80,12 @@ class PagedKVCache:
             scales = memory.zeros((num_layers, parts, num_kv_heads, num_blocks * block_size), torch.float32)
         return cls(pages=pages, layers=layers, scales=scales, latent_rank=latent_rank, attention_backend=attention_backend)
 
+    def release(self, memory: CacheMemory) -> None:
+        """Free them for good, in the memory that they were allocated in."""
+        memory.release(self.pages)
+        if self.scales is not None:
+            memory.release(self.scales)
+
     @property
     def num_bytes(self) -> int:
         return self.pages.nbytes + (0 if self.scales is None else self.scales.nbytes)

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -157,6 +158,10 @@ class DynamicInferenceContext:
                 rotation=rotation,
             )
         self._owner = 0
+        self._draft_pages: PagedKVCache | None = None
+        """Of the engine that has the context."""
+        self._new_draft_pages: PagedKVCache | None = None
+        """Of one that is being made."""
         self.reset()
 
     @classmethod
@@ -209,8 +214,29 @@ class DynamicInferenceContext:
         # Leading blocks whose contents are registered.
         self._num_known = np.zeros(self.max_requests, dtype=np.int64)
 
+    @internal_api
+    def allocate_draft_pages(self, **sizes: Any) -> PagedKVCache:
+        """Pages beside the cache, with as many blocks, for draft heads of an engine that takes the context over next, or is refused.
+
+        Args:
+            sizes: of a block and of layers, as of ``PagedKVCache.allocate``.
+        """
+        self.release_new_draft_pages()
+        self._new_draft_pages = PagedKVCache.allocate(
+            num_blocks=self.cache.pages.shape[2], block_size=self.block_size, device=self.device, memory=self.memory, **sizes
+        )
+        return self._new_draft_pages
+
+    @internal_api
+    def release_new_draft_pages(self) -> None:
+        """Free those of an engine that was refused; nothing happens where it took the context over."""
+        if self._new_draft_pages is not None:
+            self._new_draft_pages.release(self.memory)
+            self._new_draft_pages = None
+
     def take_over(self) -> int:
-        """Begin to serve another engine: what the cache knows is of the last one's model, and is forgotten.
+        """Begin to serve another engine: what the cache knows is of the last one's model, and is forgotten; pages of its draft heads are
+        freed.
 
         Returns:
             The engine's number, for ``is_owner`` and ``check_owner``.
@@ -224,6 +250,9 @@ class DynamicInferenceContext:
                 "context of an engine that is gone, or make a context for each engine"
             )
         self.reset()
+        if self._draft_pages is not None:
+            self._draft_pages.release(self.memory)
+        self._draft_pages, self._new_draft_pages = self._new_draft_pages, None
         self._owner += 1
         return self._owner
 

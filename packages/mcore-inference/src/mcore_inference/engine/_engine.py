@@ -122,7 +122,11 @@ class DynamicInferenceEngine:
         self._balance: ExpertBalance | None = None
         check_experts(model, execution.expert_balancing)
         runs_ahead = on_gpu and not speculates if execution.run_ahead is None else execution.run_ahead
-        self._executor = Executor(model, context, self.vocab_size, execution, lambda: self._prepare(seed, execution.expert_balancing))
+        try:
+            self._executor = Executor(model, context, self.vocab_size, execution, lambda: self._prepare(seed, execution.expert_balancing))
+        except BaseException:
+            context.release_new_draft_pages()
+            raise
         ngrams = execution.speculation if isinstance(execution.speculation, NgramSpeculation) else None
         self._verification = Verification(context, self._admission, self._executor.drafts if ngrams is None else NgramProposals())
         self._loop = StepLoop(

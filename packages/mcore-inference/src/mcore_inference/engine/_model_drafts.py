@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mcore_inference._capability import check_cores, reads_rows
 from mcore_inference.attention import PagedAttention, PageFormat
-from mcore_inference.cache import PagedKVCache
 from mcore_inference.context import DynamicInferenceContext, HostStep, StepBuilder
 from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._draft_graphs import DraftGraphs
@@ -315,17 +314,13 @@ def _builder(heads: DraftHeads, context: DynamicInferenceContext, dtype: torch.d
     head_dim = None if latent is not None else width
     form = PageFormat(dtype=dtype, device=context.device, block_size=context.block_size, latent=latent, head_dim=head_dim)
     check_cores([(f"layer {number} of the heads", mixer) for number, mixer in enumerate(heads.mixers)], form, dtype)
-    pages = PagedKVCache.allocate(
+    pages = context.allocate_draft_pages(
         num_layers=len(heads.mixers),
-        num_blocks=context.cache.pages.shape[2],
-        block_size=context.block_size,
         num_kv_heads=kv_heads,
         head_dim=width,
         dtype=dtype,
-        device=context.device,
         parts=parts,
         layers=tuple(mixer.layer for mixer in heads.mixers),
-        memory=context.memory,
         latent_rank=rank,
         attention_backend=backends.pop(),
     )

@@ -43,6 +43,10 @@ class CacheMemory(Protocol):
         """
         ...
 
+    def release(self, tensor: Tensor) -> None:
+        """Free one of ``zeros`` for good, which nobody reads any more; nothing happens to another one."""
+        ...
+
     def step_tensors(self) -> contextlib.AbstractContextManager[object]:
         """A block in which the tensors of steps are made."""
         ...
@@ -116,6 +120,12 @@ class PlainMemory:
         self._tensors.append(torch.zeros(tuple(shape), dtype=dtype, device=self._device))
         return self._tensors[-1]
 
+    def release(self, tensor: Tensor) -> None:
+        kept = [each for each in self._tensors if each is not tensor]
+        if len(kept) < len(self._tensors):
+            self._tensors = kept
+            tensor.untyped_storage().resize_(0)
+
     def step_tensors(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
@@ -155,6 +165,15 @@ class ReservedMemory:
         tensor = reserved.take()[:num_bytes].view(dtype).view(tuple(shape)).zero_()
         self._ranges.append((reserved, tensor))
         return tensor
+
+    def release(self, tensor: Tensor) -> None:
+        for place, (reserved, each) in enumerate(self._ranges):
+            if each is tensor:
+                del self._ranges[place]
+                torch.cuda.synchronize(self._device)
+                # The addresses go with the last tensor on them.
+                reserved.unmap()
+                return
 
     def step_tensors(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
@@ -199,6 +218,9 @@ class ManagedMemory:
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self._region.zeros(shape, dtype)
+
+    def release(self, tensor: Tensor) -> None:
+        self._region.release(tensor)
 
     def step_tensors(self) -> contextlib.AbstractContextManager[object]:
         return self._region.allocations() if self._level > 1 else contextlib.nullcontext()

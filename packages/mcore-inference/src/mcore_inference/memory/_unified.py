@@ -156,6 +156,13 @@ class ManagedRegion:
         self._tensors.append(tensor.zero_())
         return tensor
 
+    def release(self, tensor: Tensor) -> None:
+        """Give one up; nothing happens to another one."""
+        kept = [each for each in self._tensors if each is not tensor]
+        if len(kept) < len(self._tensors):
+            self._tensors = kept
+            tensor.untyped_storage().resize_(0)
+
     def move(self, *, on_device: bool) -> None:
         """Move all tensors to the device or to host memory, and wait for it."""
         with torch.cuda.device(self._device):
