@@ -8,7 +8,6 @@ import re
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.metadata import version
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -116,14 +115,6 @@ def endpoint(text: str) -> str:
     if not re.fullmatch(r"tcp://[^\s/]+:\d{1,5}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no address; it looks like tcp://127.0.0.1:5000")
     return text
-
-
-def is_local(host: str) -> bool:
-    """Whether nobody reaches the address from another machine."""
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def secret(text: str) -> str:

@@ -33,7 +33,7 @@ from torch import Tensor
 from mcore_ckpt import CheckpointingException
 from mcore_ckpt.hf import import_hf
 from mcore_inference import DynamicInferenceEngine, EngineDeadError, EngineRunner
-from mcore_inference.coordinator import CoordinatedRunner
+from mcore_inference.coordinator import CoordinatedRunner, is_loopback
 from mcore_inference.server import (
     ConnectionLimits,
     GroupMember,
@@ -47,7 +47,7 @@ from mcore_inference.server import (
 )
 from mcore_parallel.guard import STALLED_EXIT_CODE
 from mcore_tools._quiet_pipe import quiet_pipe
-from mcore_tools.arguments import Parser, integer, is_local, number, secret
+from mcore_tools.arguments import Parser, integer, number, secret
 from mcore_tools.exit_code import FAILED, exit_code, under_way
 from mcore_tools.generate import (
     LOG_FORMAT,
@@ -279,7 +279,7 @@ def _check_layout(options: argparse.Namespace) -> None:
 
 def _check_address(host: str, port: int, token: str | None) -> None:
     """Refuse, before a model is loaded, what the server would refuse after it."""
-    if token is None and not is_local(host):
+    if token is None and not is_loopback(host):
         raise ValueError(f"--host {host} is reachable from other machines; give --token-file, or --host 127.0.0.1")
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
@@ -300,7 +300,7 @@ def _weights(options: argparse.Namespace) -> WeightFolders | None:
             "--weights-folder lets a client of the server replace the model; give --token-file, and leave out --prompt, --join and "
             "--expert-parallel"
         )
-    if options.weights_token_file is None and not is_local(options.host):
+    if options.weights_token_file is None and not is_loopback(options.host):
         raise ValueError(
             f"--weights-folder on --host {options.host} lets other machines replace the model; give --weights-token-file, a secret other "
             "than that of --token-file, or --host 127.0.0.1"

@@ -41,6 +41,7 @@ from mcore_inference.coordinator import (  # noqa: E402
     GroupState,
     InferenceClient,
     _coordinator,
+    is_loopback,
 )
 from mcore_inference.coordinator._messages import Message, Partials, encode  # noqa: E402
 from mcore_inference.coordinator._peer import Silence  # noqa: E402
@@ -746,6 +747,14 @@ def test_a_client_outlives_a_coordinator_that_is_restarted(runners: list[EngineR
 def test_bad_settings_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CoordinatorConfig(**fields)
+
+
+def test_an_address_of_loopback_is_told_from_all_others() -> None:
+    hosts = {
+        True: ("127.0.0.1", "127.9.9.9", "::1", "localhost"),
+        False: ("0.0.0.0", "::", "", "192.0.2.1", "[::1]", "127.0.0.1:80", "127.1"),
+    }
+    assert {host: is_loopback(host) for each in hosts.values() for host in each} == {host: here for here in hosts for host in hosts[here]}
 
 
 def test_bad_keys_and_addresses_are_refused(runners: list[EngineRunner]) -> None:

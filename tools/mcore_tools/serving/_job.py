@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_inference.coordinator import CoordinatorSecurity
-from mcore_tools.arguments import endpoint, is_local
+from mcore_inference.coordinator import CoordinatorSecurity, is_loopback
+from mcore_tools.arguments import endpoint
 
 _SECRET, _KEY = "MCORE_COORDINATOR_SECRET", "MCORE_COORDINATOR_KEY"
 
@@ -73,4 +73,4 @@ class Job:
 
 def _is_here(address: str) -> bool:
     """Whether an ``endpoint`` is reached from this host alone."""
-    return is_local(address.removeprefix("tcp://").rpartition(":")[0].strip("[]"))
+    return is_loopback(address.removeprefix("tcp://").rpartition(":")[0].strip("[]"))

@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping
 from numbers import Integral, Real
 from typing import Any
 
+from mcore_inference._stability import experimental_api
+
 
 def as_integer(name: str, value: object, least: int, most: int) -> int:
     """An integer of a range; numpy's integers are integers, booleans and floats are not.
@@ -73,8 +75,14 @@ def check_fields(kind: str, data: object, known: Collection[str], optional: Coll
         raise ValueError(f"a {kind} of this version {what}; give what its own serialize() made")
 
 
+@experimental_api
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine alone."""
+    """Whether an address, without port and brackets, is reached from this machine alone; servers and coordinators need a secret elsewhere.
+
+    Example:
+        >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "example.org")]
+        [True, True, True, False, False]
+    """
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -3,6 +3,7 @@
 """Many engines behind one address: requests are spread, engines may come and go (extra ``coordinator``)."""
 
 from mcore_inference._extras import brought_by
+from mcore_inference._fields import is_loopback
 
 with brought_by("coordinator", "msgspec", "zmq"):
     from mcore_inference.coordinator._client import InferenceClient, RemoteStream
@@ -24,4 +25,5 @@ __all__ = [
     "InferenceClient",
     "RemoteStream",
     "Status",
+    "is_loopback",
 ]
