@@ -465,12 +465,18 @@ class EngineWorker:
             del self._open[number]
             self._fail(number, item)
             return
-        pieces = _pieces(item) if is_stream else {}
-        if item.record is not None:
-            del self._open[number]
-            self._bundle().replies.append(EngineReply(request_id=number, record=item.record.serialize(), **pieces))
-        elif is_stream:
-            self._bundle().items.append(Partial(request_id=number, **pieces))
+        best = [list(each.items()) for each in item.top_n_logprobs] if is_stream else []
+        if item.record is None:
+            if is_stream:
+                # A step brings one for each stream.
+                part = Partial(request_id=number, tokens=item.tokens, log_probs=item.log_probs, top_n_logprobs=best, text=item.text)
+                self._bundle().items.append(part)
+            return
+        del self._open[number]
+        reply = EngineReply(request_id=number, record=item.record.serialize())
+        if is_stream:
+            reply.tokens, reply.log_probs, reply.top_n_logprobs, reply.text = item.tokens, item.log_probs, best, item.text
+        self._bundle().replies.append(reply)
 
     def _fail(self, number: int, error: Exception) -> None:
         if isinstance(error, EngineDeadError):
@@ -523,8 +529,3 @@ class EngineWorker:
                 return frame
             text = f"the answer has {len(frame)} bytes and max_message_bytes={self._max_bytes}; ask for fewer tokens or log-probabilities"
         return encode(Failure(request_id=reply.request_id, kind="RequestError", message=text, is_transient=False))
-
-
-def _pieces(increment: Increment) -> dict[str, Any]:
-    best = [list(each.items()) for each in increment.top_n_logprobs]
-    return {"tokens": increment.tokens, "log_probs": increment.log_probs, "top_n_logprobs": best, "text": increment.text}
