@@ -282,6 +282,34 @@ def test_a_closed_runner_leaves_both_ranks_alike_for_the_next_one(world: World) 
     assert one == two
 
 
+def check_tokenizer() -> Any:
+    engine = split_engine()
+    if engine.model.groups.tp.rank == 1:
+        follow_runner(engine, PATIENT)
+        return engine.has_unfinished_requests(), sum(engine.finished_counts.values())
+
+    async def main() -> None:
+        with EngineRunner(engine, lockstep=PATIENT) as runner, pytest.MonkeyPatch.context() as patched:
+            other = await runner.submit("other", dataclasses.replace(LONG, num_tokens_to_generate=20), stream=False)
+            # Of this rank alone.
+            patched.setattr(engine.tokenizer, "detokenize", lambda ids: 1 // 0)
+            record = await (await runner.submit("abc", LONG)).record()
+            assert isinstance(record.error, ZeroDivisionError) and record.finish_reason is FinishReason.ERROR
+            patched.undo()
+            assert (await other.record()).num_generated == 20
+            assert (await (await runner.submit("abc", dataclasses.replace(LONG, num_tokens_to_generate=5))).record()).generated_text
+
+    asyncio.run(main())
+    assert engine.finished_counts["error"] >= 1
+    return engine.has_unfinished_requests(), sum(engine.finished_counts.values())
+
+
+@pytest.mark.world(2)
+def test_a_tokenizer_that_fails_in_a_stream_ends_its_request_on_both_ranks(world: World) -> None:
+    one, two = world(check_tokenizer)
+    assert one == two == (False, 3)
+
+
 def check_memory() -> None:
     engine = split_engine()
     if engine.model.groups.tp.rank == 1:
