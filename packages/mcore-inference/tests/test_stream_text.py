@@ -3,13 +3,15 @@
 """Text of streams, made by whoever reads them."""
 
 import asyncio
+import itertools
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from mcore_inference import (
     DynamicInferenceRequest,
@@ -40,6 +42,19 @@ class Touchy(ByteTokenizer):
         if self.bad in ids:
             raise KeyError(f"no text for {self.bad}")
         return super().detokenize(ids, skip_special)
+
+
+class Turns(torch.nn.Module):
+    """An output layer by which the next of these tokens is certain."""
+
+    def __init__(self, tokens: Iterator[int]) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+    def forward(self, hidden: torch.Tensor, weight: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+        logits = hidden.new_full((len(rows), 272), -30.0)
+        logits[:, next(self.tokens)] = 30.0
+        return logits
 
 
 def finished(tokens: list[int], text: str, status: Status = Status.COMPLETED) -> DynamicInferenceRequestRecord:
@@ -100,6 +115,30 @@ def test_steps_decode_for_stop_words_alone(make_model: Make, make_engine: Make) 
         record = parts[-1].record
         assert record is not None and "".join(part.text for part in parts) == record.generated_text == text
         assert [token for part in parts for token in part.tokens] == record.generated_tokens
+
+
+@pytest.mark.parametrize("bad", [-1, 0xA9])
+def test_a_record_that_is_asked_for_has_the_text_of_its_tokens(bad: int, make_model: Make, make_engine: Make) -> None:
+    """Without a runner; by whole characters, and up to where the tokenizer fails."""
+    engine = make_engine(make_model(vocab_size=272, layers=1), Touchy(bad))
+    # The bytes of an e with an accent, in turn: the output layer looks at nothing else than the number of the step.
+    drawn = itertools.cycle("a\u00e9".encode())
+    engine.model.output = Turns(drawn)
+    number = engine.add_request([1, 2], SamplingParams(temperature=0, num_tokens_to_generate=6))
+    asked_late = engine.get_request(number)
+    texts, ended = [], []
+    while not ended:
+        ended = engine.step()
+        if not ended:
+            texts.append(engine.get_request(number).generated_text)
+            assert engine.get_request(number) is asked_late
+    (record,) = ended
+    if bad < 0:
+        assert texts == ["a", "a", "a\u00e9", "a\u00e9a", "a\u00e9a"] and record.generated_text == "a\u00e9a\u00e9"
+        assert record.finish_reason is FinishReason.LENGTH
+    else:
+        assert texts == ["a"] * 5 and record.generated_text == "a"
+        assert record.finish_reason is FinishReason.ERROR and isinstance(record.error, KeyError)
 
 
 def test_a_tokenizer_that_fails_in_a_stream_ends_its_request_alone(make_model: Make, make_engine: Make) -> None:

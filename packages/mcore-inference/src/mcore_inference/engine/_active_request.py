@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mcore_inference.cache import BlockKey, PrefixChain
 from mcore_inference.context import PENDING
+from mcore_inference.engine._stream_text import StreamText
 from mcore_inference.requests import (
     DynamicInferenceRequest,
     DynamicInferenceRequestRecord,
@@ -74,6 +75,10 @@ class ActiveRequest:
         """Whether every draw is from other scores than the model's."""
         self.is_bare = self.text is None and self.grammar is None and not p.return_log_probs and not p.top_n_logprobs
         """Whether a drawn token is all that is kept of a step."""
+        self._early_text: StreamText | None = None
+        """Where somebody asked for text before the end."""
+        self._num_early = 0
+        """Tokens of it."""
         self.reset_prompt_scores()
 
     def reset_prompt_scores(self) -> None:
@@ -214,6 +219,15 @@ class ActiveRequest:
         """Tokens that are no text: those that end the request, unless their text is asked for."""
         return frozenset() if self.params.detokenize_stop_sequence else self.stop_ids
 
+    def grow_text(self) -> None:
+        """Bring the text up to the tokens, by whole characters. One that the tokenizer fails at ends the request when all are decoded."""
+        record = self.record
+        if self.tokenizer is not None and (tokens := record.generated_tokens[self._num_early :]):
+            if self._early_text is None:
+                self._early_text = StreamText(self.tokenizer, self.silent_ids, lambda _: None)
+            self._num_early += len(tokens)
+            record.generated_text += self._early_text.push(tokens)
+
     def _finish_text(self) -> Exception | None:
         """Make what is missing of the text; the tokenizer is foreign code, and what it raises is this request's alone."""
         record, tokens = self.record, self._text_tokens()
@@ -255,4 +269,7 @@ class ActiveRequest:
             if error is not None:
                 segment.add_event_error(error)
             segment.add_event_fail()
+        if self._early_text is not None:
+            # What was shown stays.
+            self._early_text.end(record.generated_tokens[self._num_early :], record)
         return reason

@@ -195,12 +195,14 @@ class DynamicInferenceEngine:
         return number
 
     def get_request(self, request_id: int) -> DynamicInferenceRequestRecord:
-        """The record of a request that has not ended, as it grows.
+        """The record of a request that has not ended, as it grows; its text is brought up to its tokens here.
 
         Raises:
             KeyError: no such request.
         """
-        return self._requests.entries[request_id].record
+        entry = self._requests.entries[request_id]
+        entry.grow_text()
+        return entry.record
 
     @property
     def step_count(self) -> int:

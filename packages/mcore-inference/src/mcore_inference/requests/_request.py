@@ -223,7 +223,7 @@ class DynamicInferenceRequestRecord:
     requests: list[DynamicInferenceRequest] = field(default_factory=list)
     generated_text: str = ""
     """Text of the generated tokens, cut before a stop word. With stop words it grows with the tokens, by whole characters; else it is made
-    when the request ends, and streams make theirs."""
+    when the request ends, or ``DynamicInferenceEngine.get_request`` is asked before; streams make theirs."""
     latency: float | None = None
     """Seconds from arrival to the end."""
     time_to_first_token: float | None = None
