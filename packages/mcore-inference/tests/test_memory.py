@@ -253,6 +253,24 @@ def place_of(tensor: torch.Tensor) -> int:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_released_tensor_gives_its_memory_back_on_a_gpu(level: int) -> None:
+    memory = cache_memory(torch.device("cuda", 0), level)
+    kept, released = (memory.zeros((size,), torch.float32) for size in (1 << 20, 1 << 27))
+    torch.cuda.synchronize()
+    before = torch.cuda.mem_get_info()[0]
+    memory.release(released)
+    if level:
+        assert not released.untyped_storage().size()
+    else:
+        assert torch.cuda.mem_get_info()[0] - before >= 1 << 29
+    memory.free()
+    memory.allocate_again()
+    again = memory.zeros((1 << 20,), torch.float32)
+    assert memory.is_allocated and not kept.any() and not again.any()
+
+
+@pytest.mark.gpu
 def test_managed_tensors_move_and_keep_their_contents() -> None:
     pool = create_unified_mempool()
     with torch.cuda.use_mem_pool(pool):
