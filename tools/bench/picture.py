@@ -4,7 +4,8 @@
 
 python -m tools.bench.picture docs/benchmarks/train.json docs/benchmarks/dense_step.json \\
     --output docs/benchmarks/train.svg
-python -m tools.bench.picture docs/benchmarks/serve_vllm.json --output docs/benchmarks/serve.svg
+python -m tools.bench.picture docs/benchmarks/serve_vllm_h200.json docs/benchmarks/serve_mixture_h200.json \\
+    --output docs/benchmarks/serve.svg
 
 Reads the results of ``tools.bench.train``, and of ``tools.bench.dense_step`` and ``tools.bench.serve`` with peers. Only runs of one call,
 on as many GPUs and in the same layout, stand beside each other; each side of training at its fastest micro-batch, which the bar names. A

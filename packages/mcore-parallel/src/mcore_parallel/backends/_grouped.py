@@ -18,7 +18,8 @@ _ROW_BYTES = 16
 """Of which the rows of both factors and of the result are a multiple in ``torch.nn.functional.grouped_mm``, and in the project's kernel."""
 _KERNEL_ROWS, _KERNEL_WIDTH = 128, 256
 """Rows an expert on average, and features on both sides, from which on the project's kernel is taken on Hopper: 1.0 to 1.25 times as fast
-as torch's at 128 to 2,048 rows (docs/performance.md); below, tiles of 128 rows are mostly empty."""
+as torch's at 128 to 2,048 rows, and 1.0 to 1.5 times as its own for other GPUs where weight gradients are concerned (docs/performance.md);
+below, tiles of 128 rows are mostly empty."""
 
 
 def check_grouped_width(field: str, width: int, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
