@@ -44,7 +44,7 @@ def grouped_weight_gradient(grad_RO: Tensor, x_RI: Tensor, ends_N: Tensor, total
     even = out % _ROWS == 0 and width % _COLUMNS == 0
     programs = torch.cuda.get_device_properties(x_RI.device).multi_processor_count if x_RI.is_cuda else 1
     _weight_gradient_kernel[(programs,)](
-        _described(grad_RO.contiguous(), _ROWS // 2), _described(x_RI.contiguous(), _COLUMNS), ends_N, total_NOI, num_experts * blocks,
+        _described(grad_RO, _ROWS // 2), _described(x_RI, _COLUMNS), ends_N, total_NOI, num_experts * blocks,
         blocks, out, width, total_NOI.stride(0), total_NOI.stride(1), ADD=add, EVEN=even, ROWS=_ROWS,
         COLUMNS=_COLUMNS, DEPTH=_DEPTH, STAGES=_STAGES, num_warps=4, maxnreg=_REGISTERS,
     )  # fmt: skip
@@ -56,7 +56,8 @@ def _described(rows: Tensor, columns: int) -> TensorDescriptor:
     Element (a, b, c, d) lies at a (_WRAP - S) + b S + c S + d, where S is the distance of two rows. At a = _BOUND the first product is
     -_BOUND S, for addresses are modulo 2**64; so b = end and c = _BOUND - (end - row) is the row, and c ends where the expert does.
     """
-    block = [1, 1, _DEPTH, columns]
+    block, rows = [1, 1, _DEPTH, columns], rows.contiguous()
+    rows = rows if rows.data_ptr() % 16 == 0 else rows.clone()
     stride, most = rows.stride(0), 2**31 - 1
     shape, strides = [most, most, _BOUND.value, rows.shape[1]], [_WRAP - stride, stride, stride, 1]
     return TensorDescriptor(rows, shape, strides, block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
