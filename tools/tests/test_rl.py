@@ -413,7 +413,6 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
         ("rl.ref_model_sync_steps=-1", "ref_model_sync_steps=-1 must not be negative"),
         ("rl.ref_model_sync_steps=5 rl.ref_model_mixup_alpha=0", "ref_model_mixup_alpha=0.0 lie above 0 and up to 1"),
         ("rl.ref_model_mixup_alpha=0.5", "ref_model_mixup_alpha=0.5 has no effect without ref_model_sync_steps"),
-        ("data_parallel=fsdp plan.dp=2 rl.num_groups=4 rl.kl_beta=0 rl.gae.lam=1", "rl.gae needs a critic"),
         ("rl.router_replay=true", "rl.router_replay=True, and the model has no experts; set it to false"),
         (f"{MIXTURE} moe.moe_router_load_balancing_type=sinkhorn", "moe.moe_router_load_balancing_type='sinkhorn': the policy that is"),
         (f"{MIXTURE} moe.moe_expert_capacity_factor=2", "moe.moe_expert_capacity_factor=2.0 has a token's fate depend on those beside it"),

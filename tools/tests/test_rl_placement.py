@@ -170,9 +170,9 @@ def test_by_turns_other_learners_learn_what_one_rank_learns(kind: str, tmp_path:
         assert CheckpointManager(tmp_path / "apart" / "critic").latest() == 2
 
 
-@pytest.mark.parametrize("kind", [pytest.param("fsdp", marks=pytest.mark.slow), "fsdp2"])
+@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("fsdp", "fsdp rl.gae.lam=0.95")), "fsdp2"])
 def test_fully_sharded_trainers_learn_from_an_engine_elsewhere(kind: str, tmp_path: Path) -> None:
-    changes = [*TINY, *SHARE, *APART, "plan.dp=2", f"data_parallel={kind}", f"output={tmp_path / 'run'}"]
+    changes = [*TINY, *SHARE, *APART, "plan.dp=2", *f"data_parallel={kind}".split(), f"output={tmp_path / 'run'}"]
     config = override(recipe("countdown_tiny"), changes)
     assert [result.stopped_at for result in launch(reinforce_rank, 3, config=config, kind="cpu")] == [None] * 3
     steps = rows(tmp_path / "run")

@@ -5,7 +5,7 @@
 import dataclasses
 import fnmatch
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,19 +148,7 @@ def assemble(config: RunConfig, device: torch.device | str, groups: ProcessGroup
     shared = {"groups": groups, "objective": objective(config), "pipeline": pipeline, "overlap": overlap}
     if config.data_parallel != "ddp":
         assert isinstance(model, GPTModel | ModelChunks), "RunConfig refuses encoders with fsdp and fsdp2"
-        if config.data_parallel == "fsdp2":
-            assert isinstance(model, GPTModel), "RunConfig refuses pipelines with fsdp2"
-            sharded = TorchShardedModel(model, groups)
-        else:
-            fsdp = config.fsdp
-            sharded = FullyShardedModel(
-                model,
-                groups,
-                zero_dp_strategy=fsdp.zero_dp_strategy,
-                num_prefetch_units=fsdp.num_prefetch_units,
-                fsdp_double_buffer=fsdp.fsdp_double_buffer,
-                eight_bit_parameters=_eight_bit_names(config, groups),
-            )
+        sharded = shard_stage(config, model, groups, eight_bit_parameters=_eight_bit_names(config, groups))
         optimizer = MegatronOptimizer(dataclasses.replace(rule, use_distributed_optimizer=True), sharded, groups)
         return Parts(model=sharded, sync=sharded, optimizer=optimizer, **shared)
     slices = config.optimizer.use_distributed_optimizer
@@ -170,6 +158,31 @@ def assemble(config: RunConfig, device: torch.device | str, groups: ProcessGroup
     optimizer = MegatronOptimizer(rule, sync, groups)
     graphs = graph_modules(model, config.cuda_graphs, _graph_config(config.cuda_graph)) if config.cuda_graphs else None
     return Parts(model=model, sync=sync, optimizer=optimizer, graphs=graphs, **shared)
+
+
+def shard_stage(
+    config: RunConfig, model: GPTModel | ModelChunks, groups: ProcessGroups, *, eight_bit_parameters: Collection[str] = ()
+) -> FullyShardedModel | TorchShardedModel:
+    """A stage divided among its replicas as ``config.data_parallel`` (fsdp or fsdp2) and ``config.fsdp`` say.
+
+    Args:
+        config: the run.
+        model: this rank's stage, not sharded yet.
+        groups: its process groups.
+        eight_bit_parameters: names of those that are gathered in 8 bits; fsdp2 has none.
+    """
+    if config.data_parallel == "fsdp2":
+        assert isinstance(model, GPTModel), "RunConfig refuses pipelines with fsdp2"
+        return TorchShardedModel(model, groups)
+    fsdp = config.fsdp
+    return FullyShardedModel(
+        model,
+        groups,
+        zero_dp_strategy=fsdp.zero_dp_strategy,
+        num_prefetch_units=fsdp.num_prefetch_units,
+        fsdp_double_buffer=fsdp.fsdp_double_buffer,
+        eight_bit_parameters=eight_bit_parameters,
+    )
 
 
 def _eight_bit_names(config: RunConfig, groups: ProcessGroups) -> frozenset[str]:

@@ -136,9 +136,11 @@ class TorchShardedModel(nn.Module):
         boxes: dict[str, list[StateShard]] = {}
         for name, spec in self._specs.items():
             local, base = self._local(name), spec.offset(self.groups)
+            if not local.numel():
+                # Of few rows some ranks have none.
+                continue
             replica = 0 if "tp" in spec.shards else self.groups.tp.rank
-            offset = (base[0] + self._first_row(name), *base[1:])
-            boxes[name] = [StateShard(name, local, spec, offset, replica)] if local.numel() else []
+            boxes[name] = [StateShard(name, local, spec, (base[0] + self._first_row(name), *base[1:]), replica)]
         return boxes
 
     def _local(self, name: str) -> Tensor:

@@ -407,10 +407,6 @@ class RunConfig:
             raise ValueError("train.batch_ramp_up and train.batch_steps are for texts; train.global_batch_size is the answers of an update")
         rl.grpo(seq_len=train.seq_len, micro_batch_size=train.micro_batch_size, global_batch_size=train.global_batch_size)
         rl.objective()
-        if rl.teacher and self.data_parallel != "ddp":
-            raise ValueError(f"rl.teacher is compared with whole models, found data_parallel={self.data_parallel!r}; set data_parallel=ddp")
-        if rl.gae is not None and self.data_parallel != "ddp":
-            raise ValueError(f"rl.gae needs a critic, which data_parallel={self.data_parallel!r} has none of; set data_parallel=ddp")
         if rl.router_replay and self.moe is None:
             raise ValueError("rl.router_replay=True, and the model has no experts; set it to false")
         if self.moe is not None and (named := self.moe.training_fields):

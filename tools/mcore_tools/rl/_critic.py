@@ -3,18 +3,21 @@
 """The critic of a run with PPO: its parts, its first weights, its checkpoints."""
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mcore_ckpt import CheckpointManager
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
-from mcore_parallel.models import add_value_head
+from mcore_parallel.models import GPTModel, add_value_head
 from mcore_parallel.optim import MegatronOptimizer
+from mcore_parallel.pipeline import ModelChunks
 from mcore_parallel.training import TensorShard, model_state, optimizer_state
-from mcore_rl import Critic, ValueObjective
-from mcore_tools.assembly import Parts, build_stage
+from mcore_rl import Critic, ValueObjective, refit
+from mcore_tools.assembly import Parts, build_stage, shard_stage
 from mcore_tools.recipes import RunConfig
 from mcore_tools.rl._left_over import forget_after
 
@@ -23,7 +26,7 @@ CRITIC = "critic"
 
 
 class RunCritic:
-    """A model of the policy's layout with a value head; its optimizer is the policy's but for the learning rate.
+    """A model of the policy's layout with a value head, sharded as the policy is; its optimizer is the policy's but for the learning rate.
 
     Args:
         config: the run.
@@ -38,12 +41,17 @@ class RunCritic:
         # Heads that predict further tokens give no value.
         model = build_stage(dataclasses.replace(config, model=dataclasses.replace(config.model, mtp_num_layers=0)), parts.groups, device)
         head = add_value_head(model)
-        sliced = config.optimizer.use_distributed_optimizer
-        wanted = config.ddp or DistributedDataParallelConfig(use_distributed_optimizer=sliced)
-        sync = DistributedDataParallel(wanted, model, parts.groups)
         rule = dataclasses.replace(config.optimizer, lr=settings.lr, min_lr=min(config.optimizer.min_lr, settings.lr))
+        self._replicated: DistributedDataParallel | None = None
+        if config.data_parallel == "ddp":
+            wanted = config.ddp or DistributedDataParallelConfig(use_distributed_optimizer=rule.use_distributed_optimizer)
+            sync = self._replicated = DistributedDataParallel(wanted, model, parts.groups)
+        else:
+            assert isinstance(model, GPTModel | ModelChunks), "RunConfig refuses encoders with rl"
+            model = sync = shard_stage(config, model, parts.groups)
+            rule = dataclasses.replace(rule, use_distributed_optimizer=True)
         self._optimizer = MegatronOptimizer(rule, sync, parts.groups)
-        self._policy, self._groups, self._sync = parts.model, parts.groups, sync
+        self._policy, self._groups = parts.model, parts.groups
         self._checkpoints = CheckpointManager(Path(config.output) / CRITIC, keep=2, group=group)
         objective = ValueObjective(head=head, clip=settings.clip)
         self.critic = Critic(model=model, objective=objective, sync=sync, optimizer=self._optimizer, lr=settings.lr)
@@ -51,12 +59,20 @@ class RunCritic:
     def begin(self) -> None:
         """With the weights of the policy."""
         forget_after(self._checkpoints, -1, self._groups)
-        own = {**dict(self._policy.named_parameters()), **dict(self._policy.named_buffers())}
-        with torch.no_grad():
-            for name, value in (*self.critic.model.named_parameters(), *self.critic.model.named_buffers()):
-                if name in own:
-                    value.copy_(own[name])
+        if self._replicated is None:
+            # Its value head may have the two cut at other places.
+            refit(self._policy, self._groups, _Shards(model_state(self.critic.model, self._groups)))
+        else:
+            self._copy()
         self._optimizer.reload_model_params()
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        """From the policy on this rank, which has the same parts of them."""
+        own = {**dict(self._policy.named_parameters()), **dict(self._policy.named_buffers())}
+        for name, value in (*self.critic.model.named_parameters(), *self.critic.model.named_buffers()):
+            if name in own:
+                value.copy_(own[name])
 
     def load(self, step: int) -> None:
         """What was saved with a step of the policy.
@@ -79,7 +95,24 @@ class RunCritic:
 
     def close(self) -> None:
         """Give up hooks."""
-        self._sync.close()
+        if self._replicated is not None:
+            self._replicated.close()
 
     def _state(self) -> dict[str, TensorShard | list[TensorShard]]:
         return {**model_state(self.critic.model, self._groups), **optimizer_state(self._optimizer, self._groups)}
+
+
+class _Shards:
+    """A sharded model as a sink of weights: this rank's boxes of them."""
+
+    def __init__(self, state: Mapping[str, TensorShard | list[TensorShard]]) -> None:
+        self._state = state
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], /) -> None:
+        """Keep what lies in the boxes of each whole weight; weights without a box here are another rank's, or of no use."""
+        for name, whole in weights:
+            boxes = self._state.get(name, [])
+            for box in boxes if isinstance(boxes, list) else [boxes]:
+                within = tuple(slice(begin, begin + size) for begin, size in zip(box.offset, box.data.shape, strict=True))
+                box.data.copy_(whole[within])

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from mcore_ckpt.storage import Folder
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import Tokenizer, build_tokenizer
-from mcore_parallel.models import OutputLayer
+from mcore_parallel.models import GPTModel, OutputLayer
+from mcore_parallel.pipeline import ModelChunks
 from mcore_parallel.training import model_state
 from mcore_parallel.training.distill import Teacher
-from mcore_tools.assembly import build_stage
+from mcore_tools.assembly import build_stage, shard_stage
 from mcore_tools.recipes import RunConfig
 from mcore_tools.training import HuggingFaceFolder, fill_model, open_weights, stored_model
 
@@ -45,7 +46,7 @@ def teacher_run(config: RunConfig) -> tuple[RunConfig, Folder | HuggingFaceFolde
 def open_teacher(
     config: RunConfig, tokenizer: Tokenizer, groups: ProcessGroups, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> Teacher:
-    """The teacher of a run, frozen, with its weights; ``group`` are the ranks that read it, None for all.
+    """The teacher of a run, frozen, with its weights, sharded as the policy is; ``group`` are the ranks that read it, None for all.
 
     Raises:
         ValueError, CheckpointingException: as of ``teacher_run``; another tokenizer, weights that are missing.
@@ -54,12 +55,19 @@ def open_teacher(
     run, folder = teacher_run(config)
     check_tokenizer("rl.teacher", config.rl.teacher, tokenizer)
     model = build_stage(run, groups, device)
-    fill_model(model_state(model, groups), folder, group=group)
     for module in model.modules():
         if isinstance(module, OutputLayer):
             # Rows of padding are in neither distribution.
             module.unpadded_vocab_size = tokenizer.vocab_size
-    return Teacher(model, groups=groups)
+    # Frozen before it is sharded: nothing of it is kept for gradients.
+    model.requires_grad_(False).eval()
+    if config.data_parallel == "ddp":
+        fill_model(model_state(model, groups), folder, group=group)
+        return Teacher(model, groups=groups)
+    assert isinstance(model, GPTModel | ModelChunks), "RunConfig refuses encoders with rl"
+    sharded = shard_stage(config, model, groups)
+    fill_model(model_state(sharded, groups), folder, group=group)
+    return Teacher(sharded, groups=groups)
 
 
 def check_tokenizer(field: str, path: str, tokenizer: Tokenizer) -> None:

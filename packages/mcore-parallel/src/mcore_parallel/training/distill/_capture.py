@@ -33,7 +33,7 @@ class HiddenCapture:
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
-        chunk: Any = model[-1] if isinstance(model, ModelChunks) else model
+        chunk: Any = model[-1] if isinstance(model, ModelChunks | nn.ModuleList) else model
         here = getattr(chunk, "is_last", True)
         self._chunk, self._wanted = chunk, False
         self._modules: dict[str, nn.Module] = {}

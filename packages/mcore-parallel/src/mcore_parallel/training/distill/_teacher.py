@@ -30,7 +30,8 @@ class Teacher:
     dropped. What a batch carries is [tokens, width]; logits exist one micro-batch at a time, in the objective.
 
     Args:
-        model: this rank's stage; ``ModelChunks`` when it has several chunks.
+        model: this rank's stage; ``ModelChunks`` when it has several chunks. One that is sharded, whose forwards gather it, is given with
+            its parameters frozen.
         capture: names of modules whose outputs are handed over too; they lie in the chunk with the output.
         groups: the layout; None for the model's own.
 
@@ -39,7 +40,7 @@ class Teacher:
     """
 
     def __init__(self, model: nn.Module, *, capture: Sequence[str] = (), groups: ProcessGroups | None = None) -> None:
-        self.chunks: list[nn.Module] = list(model) if isinstance(model, ModelChunks) else [model]
+        self.chunks: list[nn.Module] = list(model) if isinstance(model, ModelChunks | nn.ModuleList) else [model]
         owner: Any = self.chunks[0]
         self.groups: ProcessGroups = owner.groups if groups is None else groups
         self._capture = HiddenCapture(model, capture)
