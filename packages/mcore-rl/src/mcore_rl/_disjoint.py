@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Trainer and engines on ranks of their own: the ones generate while the others train."""
 
+import functools
 import math
 import time
 from collections import deque
@@ -24,7 +25,7 @@ from mcore_rl._preference import DPOObjective
 from mcore_rl._refit import WeightSink
 from mcore_rl._rollout_stream import LiveWeights, RolloutStream
 from mcore_rl._stability import experimental_api
-from mcore_rl._transfer import WeightTransfer, refit
+from mcore_rl._transfer import WeightTransfer, refit, take_over
 from mcore_rl._update import Learner, update
 from mcore_rl._vocabulary import check_vocabulary, num_drawn, num_trained
 from mcore_rl.agent import BestAndWorst, ContrastiveRolloutGenerator, GroupedRolloutGenerator, NumberedAgent
@@ -309,8 +310,8 @@ class DisjointLoop:
     def _refit(self) -> None:
         learner, server, placement = self._learner, self._server, self.placement
         if self._stream is not None and server is not None:
-            weights = self._transfer.weights(None, None, server.engine, placement=placement)
-            self._stream.load_weights(weights, self.version + 1, server.in_flight)
+            load = functools.partial(self._stream.load_weights, version=self.version + 1, in_flight=server.in_flight)
+            take_over(load, self._transfer.weights(None, None, server.engine, placement=placement), placement.world, placement)
         else:
             model, engine = (None if learner is None else learner.model), (None if server is None else server.engine)
             refit(model, placement.groups, engine, self._transfer, placement=placement)

@@ -49,11 +49,12 @@ class NeighbourError(RuntimeError):
         ranks: in the world.
         what: they did not do.
         waited_s: for so long.
+        gave_up: they said so.
     """
 
-    def __init__(self, ranks: Sequence[int], what: str, waited_s: float) -> None:
+    def __init__(self, ranks: Sequence[int], what: str, waited_s: float, *, gave_up: bool = False) -> None:
         super().__init__(f"ranks {list(ranks)} {what}")
-        self.ranks, self.what, self.waited_s = list(ranks), what, waited_s
+        self.ranks, self.what, self.waited_s, self.gave_up = list(ranks), what, waited_s, gave_up
 
 
 @dataclass
@@ -99,6 +100,7 @@ class Neighbours:
         self._outgoing = {rank: _Outgoing(connection) for rank, connection in outgoing.items()}
         self._incoming = {rank: _Incoming(connection) for rank, connection in incoming.items()}
         self._turn = 0
+        self._is_open = False
         self._hung_up: set[int] = set()
         self.peers: frozenset[int] = frozenset()
         """Those of the last refit, on either side."""
@@ -133,6 +135,7 @@ class Neighbours:
             NeighbourError: they did not answer in time.
         """
         begin = time.monotonic()
+        self._is_open = True
         for rank, one in self._outgoing.items():
             one.parts.clear()
             one.is_free, one.is_mapped = True, False
@@ -182,7 +185,7 @@ class Neighbours:
             timeout_s: limit of waiting for them.
 
         Raises:
-            NeighbourError: names those that did not send or take within the limit, or died.
+            NeighbourError: names those that did not send or take within the limit, gave up, or died.
         """
         for rank, message in outgoing.items():
             one = self._outgoing[rank]
@@ -230,9 +233,11 @@ class Neighbours:
             if "closed" in reply and one.memory is not None:
                 one.memory.free()
                 one.memory = None
+        self._is_open = False
 
     def give_up(self, turn: int) -> None:
-        """Let all memory go of a refit that was not closed; nothing happens for one that was, or that another followed.
+        """Let all memory go of a refit that was not closed, and tell its neighbours; nothing happens for one that was, or that another
+        followed.
 
         Args:
             turn: its number.
@@ -241,6 +246,10 @@ class Neighbours:
             return
         for other in self._incoming.values():
             other.memory = None
+        if self._is_open:
+            self._is_open = False
+            for connection in [one.connection for one in (*self._outgoing.values(), *self._incoming.values())]:
+                self._send(connection, {"gave_up": True})
         kept = [rank for rank, one in self._outgoing.items() if one.memory is not None]
         gone = ended(self._world, kept) if kept else []
         for rank in kept:
@@ -309,6 +318,8 @@ class Neighbours:
                     raise NeighbourError([rank], what, time.monotonic() - begin)
                 message = json.loads(data)
                 if message["turn"] == self._turn:
+                    if "gave_up" in message:
+                        raise NeighbourError([rank], "gave up", time.monotonic() - begin, gave_up=True)
                     return rank, message, fds
                 # Of a refit that was given up.
                 _close(fds)

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Ranks that train and ranks that serve, in one world."""
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,11 +19,14 @@ from mcore_rl._exchange import decode_json, encode_json
 from mcore_rl._stability import experimental_api
 
 _ANY_TIME_S = 365 * 86400.0
+_CLOSED_S = 0.1
+"""A wait that ends so long before its limit, or longer, ended because the connection was closed."""
+_HANG_UP_TAG = 0x6D63
 
 
 @experimental_api
 class RankTimeoutError(TimeoutError):
-    """A rank did not come in time, or died; names it."""
+    """A rank did not come in time, gave up, or died; names it."""
 
 
 @experimental_api
@@ -103,7 +107,8 @@ class Placement:
 
         Raises:
             RankTimeoutError: ranks that did not come, or were lost before all of their value was here; names them and their half, and tells
-                those of this machine that died.
+                those of this machine that died. It closes the connections of this rank: the others end with the same error, at once or as
+                the one that is missing comes, and so does every later call.
         """
         return self._gather(self.host, value, timeout_s, timeout_s, purpose)
 
@@ -132,9 +137,13 @@ class Placement:
         return values
 
     def _lost(self, ranks: Sequence[int], what: str, purpose: str, begin: float, timeout_s: float) -> RankTimeoutError:
-        names = [f"rank {rank} ({'trains' if place < self.num_trainers else 'serves'})" for place, rank in enumerate(self.world.ranks)]
         waited_s = time.monotonic() - begin
-        return RankTimeoutError(absence(self.world, ranks, what, purpose, waited_s=waited_s, timeout_s=timeout_s, names=names))
+        return RankTimeoutError(absence(self.world, ranks, what, purpose, waited_s=waited_s, timeout_s=timeout_s, names=half_names(self)))
+
+
+def half_names(placement: Placement) -> list[str]:
+    """Of all ranks, with what they do: for errors."""
+    return [f"rank {rank} ({'trains' if place < placement.num_trainers else 'serves'})" for place, rank in enumerate(placement.world.ranks)]
 
 
 def exchange_parcels(
@@ -181,12 +190,34 @@ def _swap(group: Group, own: Sequence[Tensor], lengths: Sequence[int], timeout_s
             if len(own[peer]):
                 departures[peer] = dist.isend(own[peer], group=group.pg, group_dst=peer)
         except RuntimeError:
-            # Its connection is closed: it died.
+            # Its connection is closed: it died, or gave up.
             late.append(peer)
-    late += [peer for peer, work in arrivals.items() if peer not in late and not _done(work, end)]
-    if not late:
-        late = [peer for peer, work in departures.items() if not _done(work, end)]
+    for works in (arrivals, departures):
+        if late:
+            break
+        for peer, work in works.items():
+            if not _done(work, end):
+                late.append(peer)
+                if time.monotonic() < end - _CLOSED_S:
+                    # Its connection is closed, and the others may come as late as they like.
+                    break
+    if late:
+        hang_up(group, [peer for peer in range(group.size) if peer != group.rank and peer not in late])
     return values, sorted(late)
+
+
+def hang_up(group: Group, peers: Sequence[int]) -> None:
+    """Close the connections of a gloo group to these ranks: what they wait for from this one fails at once, and so does what comes later.
+
+    A rank that gives up in the middle of an exchange would leave the others waiting to their own limits, and the next exchange would read
+    messages of this one.
+    """
+    for peer in peers:
+        with contextlib.suppress(RuntimeError):
+            # Gloo closes a connection on which a wait ends without its message; nobody sends one with this tag.
+            work = dist.irecv(torch.empty(1), group=group.pg, group_src=peer, tag=_HANG_UP_TAG)
+            assert work is not None
+            work.wait(timedelta(milliseconds=1))
 
 
 def _done(work: "dist.Work | None", end: float) -> bool:

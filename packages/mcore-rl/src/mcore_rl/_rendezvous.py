@@ -1,8 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Ranks that wait for each other with a limit of their own, before a collective that has only that of its group."""
+"""Ranks that wait for each other with a limit of their own, before a collective that has only that of its group.
 
+All of them come to their n-th rendezvous together, or none of them: whoever knows first that all are here, or gives up first, writes the
+verdict of the turn into the store, and every rank ends as that says. Of unequal limits the shortest one holds.
+"""
+
+import contextlib
+import json
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mcore_parallel import Group
 from mcore_rl._ended import absence, announce, ended
@@ -25,30 +33,104 @@ def rendezvous(group: Group, timeout_s: float, purpose: str) -> None:
         purpose: what they come for, in the error.
 
     Raises:
-        RankTimeoutError: ranks did not come, or died, which those of this machine are told for within seconds; names them.
+        RankTimeoutError: on every rank, ranks did not come within the limit of the first that gave up, or died, which those of this machine
+            are told for within seconds; names them. One that comes later is told who gave up. The next call is a new rendezvous.
+    """
+    meet(group, timeout_s, purpose)
+
+
+def meet(group: Group, timeout_s: float, purpose: str, *, names: Sequence[str] = ()) -> None:
+    """As ``rendezvous``; ``names`` are those of all ranks in errors, empty for their numbers."""
+    if group.size == 1:
+        return
+    store = _store(group)
+    # Nobody comes a second time before the turn has its verdict, so that the sum over all ranks says whether all are here.
+    turn = store.add(f"{_PREFIX}/{group.rank}", 1)
+    begin, poll_s = time.monotonic(), _FIRST_POLL_S
+    look = begin + _LOOK_S
+    try:
+        if turn == 1:
+            announce(group)
+        if store.add(f"{_PREFIX}/sum", 1) >= turn * group.size:
+            _decide(group, turn, {})
+        while not store.check([_verdict(turn)]):
+            now = time.monotonic()
+            is_over = now > begin + timeout_s
+            if is_over or now > look:
+                look = now + _LOOK_S
+                # Until the limit only ranks of this machine are asked for: all of a large group, every second, are too many for the store.
+                places = range(group.size) if is_over else ended(group, range(group.size))
+                late = [place for place in places if store.add(f"{_PREFIX}/{place}", 0) < turn]
+                if late:
+                    why = absence(group, late, "did not come", purpose, waited_s=now - begin, timeout_s=timeout_s, names=names)
+                    _decide(group, turn, {"by": group.rank, "late": late, "timeout_s": timeout_s, "why": why})
+                elif is_over:
+                    # All have come, and the last one has not counted itself yet.
+                    _decide(group, turn, {})
+                continue
+            time.sleep(poll_s)
+            poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+    except BaseException as error:
+        _give_up(group, turn, purpose, error, names)
+        raise
+    verdict = json.loads(store.get(_verdict(turn)))
+    if verdict:
+        raise RankTimeoutError(_why(verdict, group, timeout_s, purpose, names))
+    if group.rank == 0 and turn > 1:
+        # All have left the turn before.
+        with contextlib.suppress(RuntimeError):
+            store.delete_key(_verdict(turn - 1))
+
+
+def withdraw(group: Group, purpose: str, error: BaseException, *, names: Sequence[str] = ()) -> None:
+    """In place of the next rendezvous of this rank, which cannot come: the others, at whatever time they come, end with why.
+
+    Args:
+        group: as of ``rendezvous``.
+        purpose: as of ``rendezvous``.
+        error: why.
+        names: of all ranks, empty for their numbers.
     """
     if group.size == 1:
         return
+    with contextlib.suppress(RuntimeError):
+        store = _store(group)
+        turn = store.add(f"{_PREFIX}/{group.rank}", 0) + 1
+        # Before this rank counts as one that came.
+        _give_up(group, turn, purpose, error, names)
+        if store.add(f"{_PREFIX}/{group.rank}", 1) == 1:
+            announce(group)
+        store.add(f"{_PREFIX}/sum", 1)
+
+
+def _store(group: Group) -> Any:
     assert group.pg is not None
-    store = group.pg.get_group_store()
-    # Nobody comes a second time before all came once, so that the sum over all ranks says who waits no longer.
-    turn = store.add(f"{_PREFIX}/{group.rank}", 1)
-    if turn == 1:
-        announce(group)
-    store.add(f"{_PREFIX}/sum", 1)
-    begin, poll_s = time.monotonic(), _FIRST_POLL_S
-    look = begin + _LOOK_S
-    while store.add(f"{_PREFIX}/sum", 0) < turn * group.size:
-        now = time.monotonic()
-        is_over = now > begin + timeout_s
-        if is_over or now > look:
-            look = now + _LOOK_S
-            # Until the limit only ranks of this machine are asked for: all of a large group, every second, are too many for the store.
-            places = range(group.size) if is_over else ended(group, range(group.size))
-            late = [place for place in places if store.add(f"{_PREFIX}/{place}", 0) < turn]
-            if late:
-                raise RankTimeoutError(absence(group, late, "did not come", purpose, waited_s=now - begin, timeout_s=timeout_s))
-            if is_over:
-                return
-        time.sleep(poll_s)
-        poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+    return group.pg.get_group_store()
+
+
+def _verdict(turn: int) -> str:
+    return f"{_PREFIX}/turn {turn}"
+
+
+def _decide(group: Group, turn: int, verdict: Mapping[str, Any]) -> None:
+    """Write the verdict of a turn, empty where all have come; the first one stands."""
+    _store(group).compare_set(_verdict(turn), "", json.dumps(verdict))
+
+
+def _give_up(group: Group, turn: int, purpose: str, error: BaseException, names: Sequence[str]) -> None:
+    name = names[group.rank] if names else f"rank {group.ranks[group.rank]}"
+    why = f"{name} gave up ({purpose}): {type(error).__name__}: {error}"
+    # The store may be what failed.
+    with contextlib.suppress(RuntimeError):
+        _decide(group, turn, {"by": group.rank, "late": [], "timeout_s": None, "why": why})
+
+
+def _why(verdict: Mapping[str, Any], group: Group, timeout_s: float, purpose: str, names: Sequence[str]) -> str:
+    """What the rank of this process is told of a turn that was given up."""
+    by, limit_s = verdict["by"], verdict["timeout_s"]
+    name = names[by] if names else f"rank {group.ranks[by]}"
+    if group.rank in verdict["late"]:
+        return f"{name} gave up after timeout_s={limit_s:g}, before this rank came ({purpose}); begin again on all ranks"
+    if limit_s in (None, timeout_s):
+        return verdict["why"]
+    return f"{verdict['why']}; {name} gave up first"

@@ -2,7 +2,10 @@
 # Copyright (c) 2026 the mcore authors
 """Weights from the ranks of a trained model to engines on the same ranks or on others, by a plan, in buckets."""
 
+import contextlib
 import functools
+import inspect
+import json
 import math
 import time
 from collections import deque
@@ -24,11 +27,11 @@ from mcore_rl._ended import absence, ended
 from mcore_rl._exchange import all_gather_json, device_of
 from mcore_rl._ipc import NeighbourError, Neighbours, listening
 from mcore_rl._message import WeightMessage
-from mcore_rl._placement import Placement, RankTimeoutError
+from mcore_rl._placement import Placement, RankTimeoutError, half_names, hang_up
 from mcore_rl._refit import WeightSink, is_divided, undivided
 from mcore_rl._refit_plan import RefitPlan
 from mcore_rl._refit_schedule import Bucket, Schedule
-from mcore_rl._rendezvous import rendezvous
+from mcore_rl._rendezvous import meet, withdraw
 from mcore_rl._shared_memory import place_of
 from mcore_rl._stability import experimental_api
 from mcore_rl._whole_weights import WholeWeights
@@ -38,6 +41,8 @@ _Result = TypeVar("_Result")
 _POLL_S = 2e-4
 _LOOK_S = 1.0
 """Between two looks whether those who are waited for live."""
+_DISCONNECTED = "mcore_rl disconnected"
+"""In the store of a world: two or more ranks between which no further transfer goes."""
 
 
 @experimental_api
@@ -148,10 +153,23 @@ class WeightTransfer:
     def _weights(
         self, model: nn.Module | None, groups: ProcessGroups | None, engine: object, placement: Placement | None
     ) -> Iterator[tuple[str, Any]]:
-        world = self._met(placement, groups)
-        parts = [] if model is None or groups is None else _parts(model, groups)
-        device = _device(parts, engine, world)
-        schedule, neighbours = self._agreed(parts, _taken(engine), world, device)
+        world = placement.world if placement is not None else cast(ProcessGroups, groups).world
+        try:
+            _check_connected(world)
+            parts = [] if model is None or groups is None else _parts(model, groups)
+            device, taken = _device(parts, engine, world), _taken(engine)
+        except Exception as error:
+            withdraw(world, "weights", error, names=_names(placement))
+            raise
+        self._meet(world, placement)
+        try:
+            schedule, neighbours = self._agreed(parts, taken, world, device)
+        except RuntimeError as error:
+            # All have come: what fails among them is a connection.
+            gone = ended(world, range(world.size), wait_s=1.0)
+            names = " and ".join(f"rank {world.ranks[place]}" for place in gone)
+            lost = f"{names} died, no process is left" if gone else "ranks lost each other"
+            raise RefitTimeoutError(f"{lost} (weights: {error})") from error
         while self._under_way:
             # Of a call whose weights were not taken to the end.
             self._finish(world)
@@ -183,15 +201,18 @@ class WeightTransfer:
         while self._under_way:
             yield from self._take(whole, self._under_way[0], world, neighbours)
 
-    def _met(self, placement: Placement | None, groups: ProcessGroups | None) -> Group:
-        """The world of a placement, or of a layout, all of whose ranks are there."""
+    def _meet(self, world: Group, placement: Placement | None) -> None:
+        """All ranks are there on all ranks, or on none."""
+        names = _names(placement)
         try:
             if placement is not None:
-                placement.gather(None, self.timeout_s, "weights")
-                return placement.world
-            world = cast(ProcessGroups, groups).world
-            rendezvous(world, self.timeout_s, "weights")
-            return world
+                try:
+                    # It tells of ranks of other machines that died.
+                    placement.gather(None, self.timeout_s, "weights")
+                except Exception as error:
+                    withdraw(world, "weights", error, names=names)
+                    raise
+            meet(world, self.timeout_s, "weights", names=names)
         except RankTimeoutError as error:
             raise RefitTimeoutError(str(error)) from error
 
@@ -241,6 +262,7 @@ class WeightTransfer:
         except RuntimeError as error:
             peers = sorted({peer for peer, _, _ in transfers})
             why = absence(world, peers, "did not exchange weights", f"{bucket.where}: {error}", waited_s=0.0, timeout_s=self.timeout_s)
+            _disconnected(world, peers, self._wire)
             raise RefitTimeoutError(why) from error
         return _UnderWay(bucket=bucket, held=held, is_gathered=is_gathered, transfers=transfers, works=works)
 
@@ -291,6 +313,8 @@ class WeightTransfer:
         try:
             return work(*inputs)
         except NeighbourError as error:
+            if error.gave_up:
+                raise RefitTimeoutError(_gave_up(world, error.ranks, where)) from error
             why = absence(world, error.ranks, error.what, where, waited_s=error.waited_s, timeout_s=self.timeout_s)
             raise RefitTimeoutError(why) from error
 
@@ -312,13 +336,45 @@ def refit(
         engine: of this rank; takes them over.
         transfer: keeps the plan from one call to the next; None to make it.
         placement: as of ``WeightTransfer.weights``.
+
+    Raises:
+        RefitPlanError, RefitTimeoutError: as of ``WeightTransfer.weights``. Of unequal limits the shortest holds on all ranks until all are
+            there; the engines keep their weights then, and the next call begins anew. Who gives up between two buckets ends the call of its
+            neighbours at once, and of others within their limit; engines are left as they leave a load that raised (see their
+            ``load_weights``). Where that closed a connection, every later call of these ranks is refused: start them anew.
     """
     weights = (transfer or WeightTransfer()).weights(model, groups, engine, placement=placement)
-    if engine is not None:
+    if engine is None:
+        for _ in weights:
+            raise AssertionError("weights came to a rank without an engine")
+    elif placement is None and groups is None:
         engine.load_weights(weights)
-        return
-    for _ in weights:
-        raise AssertionError("weights came to a rank without an engine")
+    else:
+        world = placement.world if placement is not None else cast(ProcessGroups, groups).world
+        take_over(engine.load_weights, weights, world, placement)
+
+
+def take_over(
+    load: Callable[[Iterator[tuple[str, Any]]], None], weights: Iterator[tuple[str, Any]], world: Group, placement: Placement | None
+) -> None:
+    """Load weights of a `WeightTransfer`; where that fails, tell those who wait for this rank.
+
+    Args:
+        load: takes them.
+        weights: of ``WeightTransfer.weights``.
+        world: all ranks that consume them together.
+        placement: as of ``WeightTransfer.weights``.
+    """
+    stream = cast(Any, weights)
+    try:
+        load(weights)
+    except BaseException as error:
+        if inspect.getgeneratorstate(stream) == inspect.GEN_CREATED:
+            # It was refused before any was asked for.
+            withdraw(world, "weights", error, names=_names(placement))
+        # The error may keep it, and those who are in the middle of it with this rank hear only then that it is given up.
+        stream.close()
+        raise
 
 
 def _parts(model: nn.Module, groups: ProcessGroups) -> list[_Part]:
@@ -389,6 +445,39 @@ def _start(transfers: Sequence[tuple[int, Tensor, bool]], world: Group) -> list[
     return list(dist.batch_isend_irecv(operations)) if operations else []
 
 
+def _names(placement: Placement | None) -> Sequence[str]:
+    return () if placement is None else half_names(placement)
+
+
+def _gave_up(world: Group, places: Sequence[int], where: str) -> str:
+    names = " and ".join(f"rank {world.ranks[place]}" for place in places)
+    return f"{names} gave up ({where}); look at the log of that rank"
+
+
+def _disconnected(world: Group, peers: Sequence[int], wire: torch.device) -> None:
+    """For all ranks of the world: between this one and its peers a transfer was given up, and what comes next might take its bytes."""
+    if world.pg is not None:
+        # The store may be gone with the rank that kept it.
+        with contextlib.suppress(RuntimeError):
+            world.pg.get_group_store().compare_set(_DISCONNECTED, "", json.dumps([world.rank, *peers]))
+        if wire.type == "cpu":
+            # The others would wait for this rank in a transfer, or a collective, that it does not come to.
+            hang_up(world, [peer for peer in range(world.size) if peer != world.rank and peer not in peers])
+
+
+def _check_connected(world: Group) -> None:
+    """Raises:
+    RefitTimeoutError: a transfer between ranks of this world was given up.
+    """
+    if world.pg is None or not (store := world.pg.get_group_store()).check([_DISCONNECTED]):
+        return
+    first, *peers = (f"rank {world.ranks[place]}" for place in json.loads(store.get(_DISCONNECTED)))
+    raise RefitTimeoutError(
+        f"{first} gave up a transfer with {' and '.join(peers)} and with it the connection between them; start the ranks anew, with a "
+        "longer timeout_s"
+    )
+
+
 def _finish(works: Sequence[dist.Work], transfers: Sequence[tuple[int, Tensor, bool]], world: Group, timeout_s: float, where: str) -> None:
     """Wait for all, within one limit.
 
@@ -405,6 +494,7 @@ def _finish(works: Sequence[dist.Work], transfers: Sequence[tuple[int, Tensor, b
             gone = _wait(work, begin + timeout_s, waited[0][1].device, world, peers)
         except (RuntimeError, TimeoutError) as error:
             waited_s = time.monotonic() - begin
+            _disconnected(world, peers, waited[0][1].device)
             raise RefitTimeoutError(absence(world, peers, what, f"{where}: {error}", waited_s=waited_s, timeout_s=timeout_s)) from error
         if gone:
             waited_s = time.monotonic() - begin
@@ -423,7 +513,8 @@ def _wait(work: dist.Work, end: float, device: torch.device, world: Group, peers
         if now > end:
             raise TimeoutError("the transfer is still under way")
         if now > look:
-            # A device goes on waiting for a process that is gone.
+            # A device goes on waiting for a process that is gone, or gave up.
+            _check_connected(world)
             if gone := ended(world, peers):
                 return gone
             look = now + _LOOK_S
