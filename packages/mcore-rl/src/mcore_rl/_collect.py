@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mcore_parallel import ProcessGroups
+from mcore_parallel import Group, ProcessGroups
 from mcore_rl._config import GRPOConfig
 from mcore_rl._delivery import Delivery
 from mcore_rl._exchange import all_gather_json, all_to_all_bytes
 from mcore_rl._header import RolloutHeader
 from mcore_rl._lost import LostGroup, check_all_lost, described, last_reason
 from mcore_rl._placement import RankTimeoutError
-from mcore_rl._rendezvous import rendezvous
+from mcore_rl._rendezvous import rendezvous, withdraw
 from mcore_rl._rollout_statistics import example_numbers, pair_counts, token_versions
 from mcore_rl._shaping import same_reward
 from mcore_rl._special_tokens import TrajectoryError, check_turn_ends, doubled_beginning
@@ -162,6 +162,16 @@ def exchange(
         return all_to_all_bytes(parcels, sizes, groups.world, device)
 
     return delivered(config, shares, groups.world.rank, drawn.groups, swap, lost=drawn.lost)
+
+
+@contextlib.contextmanager
+def told_to_others(world: Group) -> Iterator[None]:
+    """What fails before ``exchange`` ends that of the others, who would wait for this rank to their limit."""
+    try:
+        yield
+    except Exception as error:
+        withdraw(world, "rollouts", error, refused=True)
+        raise
 
 
 @contextlib.contextmanager

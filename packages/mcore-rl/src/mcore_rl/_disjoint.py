@@ -20,9 +20,10 @@ from mcore_rl._handover import Handover, RolloutBatch
 from mcore_rl._loop import IterationReport, check_iteration
 from mcore_rl._memory import MemorySwitch
 from mcore_rl._objective import GRPOObjective
-from mcore_rl._placement import Placement, exchange_parcels
+from mcore_rl._placement import Placement, exchange_parcels, half_names
 from mcore_rl._preference import DPOObjective
 from mcore_rl._refit import WeightSink
+from mcore_rl._rendezvous import meet, withdraw
 from mcore_rl._rollout_stream import LiveWeights, RolloutStream
 from mcore_rl._stability import experimental_api
 from mcore_rl._transfer import WeightTransfer, refit, take_over
@@ -96,29 +97,21 @@ class DisjointLoop:
         partial: bool = True,
         timeout_s: float = 10800.0,
     ) -> None:
-        if (learner is not None) != placement.trains or (server is not None) == placement.trains:
-            half, part = ("trains", "learner") if placement.trains else ("serves", "server")
-            raise ValueError(f"rank {placement.world.rank} {half}: pass {part}, and nothing else")
-        if max_lag < 0 or not 0 < timeout_s < math.inf:
-            raise ValueError(f"max_lag={max_lag} must not be negative, and timeout_s={timeout_s} must be positive and finite")
-        if timeout_s <= config.rollout_timeout_s:
-            raise ValueError(
-                f"timeout_s={timeout_s:g} must be above rollout_timeout_s={config.rollout_timeout_s:g} of the config: trainers wait for "
-                "rollouts as long; raise timeout_s, or lower rollout_timeout_s"
-            )
-        if config.memory != MemorySwitch():
-            raise ValueError(f"memory={config.memory} has no effect where trainer and engines have ranks of their own; leave it out")
         self.config, self.placement, self.max_lag, self.timeout_s = config, placement, max_lag, timeout_s
         self.partial = partial and max_lag > 0
         self._learner, self._server = learner, server
-        if learner is not None:
-            self._check_learner(learner)
+        try:
+            self._check()
+            self._stream = None if server is None or not self.partial else self._open_stream(server)
+        except Exception as error:
+            # The others hear of it as they begin.
+            withdraw(placement.world, "the loop", error, names=half_names(placement), refused=True)
+            raise
         # One limit on both halves: who gave up earlier would leave the other one waiting.
         buckets = {} if learner is None else {"bucket_bytes": learner.transfer.bucket_bytes}
         self._transfer = WeightTransfer(**buckets, timeout_s=timeout_s)
         self._drawn: deque[RolloutBatch] = deque()
         self._handover: Handover | None = None
-        self._stream = None if server is None or not self.partial else self._open_stream(server)
         self.version = -1
         """Of the weights in the engines: refits after the first one."""
         self.num_posed: tuple[int, ...] = ()
@@ -144,9 +137,11 @@ class DisjointLoop:
 
         Raises:
             RankTimeoutError, RefitTimeoutError: a rank did not come within ``timeout_s``; named.
+            RuntimeError: a rank could not make its loop; named, and why.
             ValueError: the engines draw from more or fewer ids than the policy.
         """
         if self.version < 0:
+            meet(self.placement.world, self.timeout_s, "the loop", names=half_names(self.placement))
             self._check_vocabularies()
             self._refit()
 
@@ -162,8 +157,6 @@ class DisjointLoop:
             RuntimeError: a rank failed, on the others; none of the rollouts counts.
             ValueError: the engines draw from more or fewer ids than the policy.
         """
-        if self._learner is not None and not train_policy and self._learner.critic is None:
-            raise ValueError("train_policy=False leaves nothing to train without a critic; pass Learner(critic=...)")
         self.begin()
         came = time.perf_counter()
         if self.partial:
@@ -192,6 +185,24 @@ class DisjointLoop:
             token_lag=batch.token_lag(version),
             tokens_by_lag=batch.tokens_by_lag(version),
         )
+
+    def _check(self) -> None:
+        """What this rank can see of its arguments."""
+        config, placement, learner, timeout_s = self.config, self.placement, self._learner, self.timeout_s
+        if (learner is not None) != placement.trains or (self._server is not None) == placement.trains:
+            half, part = ("trains", "learner") if placement.trains else ("serves", "server")
+            raise ValueError(f"rank {placement.world.rank} {half}: pass {part}, and nothing else")
+        if self.max_lag < 0 or not 0 < timeout_s < math.inf:
+            raise ValueError(f"max_lag={self.max_lag} must not be negative, and timeout_s={timeout_s} must be positive and finite")
+        if timeout_s <= config.rollout_timeout_s:
+            raise ValueError(
+                f"timeout_s={timeout_s:g} must be above rollout_timeout_s={config.rollout_timeout_s:g} of the config: trainers wait for "
+                "rollouts as long; raise timeout_s, or lower rollout_timeout_s"
+            )
+        if config.memory != MemorySwitch():
+            raise ValueError(f"memory={config.memory} has no effect where trainer and engines have ranks of their own; leave it out")
+        if learner is not None:
+            self._check_learner(learner)
 
     def _check_learner(self, learner: Learner) -> None:
         if isinstance(learner.objective, DPOObjective):
@@ -291,9 +302,11 @@ class DisjointLoop:
         return agent.num_posed if isinstance(agent, NumberedAgent) else 0
 
     def _train(self, learner: Learner, batch: RolloutBatch, lr: float, train_policy: bool) -> dict[str, Any]:
+        if not train_policy and learner.critic is None:
+            raise ValueError("train_policy=False leaves nothing to train without a critic; pass Learner(critic=...)")
         if isinstance(learner.objective, DPOObjective):
             return {"updates": tuple(update_pairs(self.config, batch.collected, learner, lr))}
-        written = None if batch.written is None else batch.written.result()
+        written = None if batch.written is None else batch.written.result
         done = update(self.config, batch.collected, learner, lr, train_policy=train_policy, written=written)
         if not done.policy and not done.critic:
             raise RuntimeError(

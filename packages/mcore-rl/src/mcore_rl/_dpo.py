@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from mcore_parallel.training import TrainReport
 from mcore_rl._advantage import AdvantageConfig
 from mcore_rl._aggregation import Aggregation
-from mcore_rl._collect import Collection, Drawn, exchange, fitting, run_async
+from mcore_rl._collect import Collection, Drawn, exchange, fitting, run_async, told_to_others
 from mcore_rl._config import GRPOConfig
 from mcore_rl._engine_share import draw_share
 from mcore_rl._loop import IterationReport, iteration_report
@@ -24,6 +25,7 @@ from mcore_rl._policy_forward import check_policy_forward
 from mcore_rl._preference import DPOObjective, pair_batches
 from mcore_rl._reference import with_old_logprobs, with_ref_logprobs
 from mcore_rl._refit import WeightSink
+from mcore_rl._rendezvous import agree
 from mcore_rl._stability import experimental_api
 from mcore_rl._trajectories import BatchStyle
 from mcore_rl._transfer import refit
@@ -66,22 +68,28 @@ def dpo_iteration(
     Raises:
         ValueError: what pairs cannot be trained with; names it.
         RankTimeoutError, RefitTimeoutError: a rank did not come; as of `grpo_iteration`.
-        RuntimeError: the pairs of some rank failed, or there is none.
+        RuntimeError: the pairs of some rank failed, or it refused what it was to train on; there is none.
     """
-    check_pairs(config, learner)
-    if engine is None and config.memory != MemorySwitch():
-        raise ValueError(f"memory={config.memory} has no effect without an engine; pass one, or leave it out")
     model, groups = learner.model, learner.groups
     parts = {"optimizer": learner.optimizer, "sync": learner.sync, "engine": engine}
-    begin = time.perf_counter()
-    if engine is None:
-        drawn = _draw(config, pairs, interface, engine, learner)
-    else:
-        config.memory.check(**parts)
-        config.memory.training(engine)
-        with config.memory.generating(**parts):
-            drawn = _draw(config, pairs, interface, engine, learner)
     limit_s = config.rollout_timeout_s + learner.transfer.timeout_s
+
+    def check() -> None:
+        check_pairs(config, learner)
+        if engine is None and config.memory != MemorySwitch():
+            raise ValueError(f"memory={config.memory} has no effect without an engine; pass one, or leave it out")
+        if engine is not None:
+            config.memory.check(**parts)
+
+    agree(groups.world, limit_s, "an iteration", check)
+    begin = time.perf_counter()
+    with told_to_others(groups.world):
+        if engine is None:
+            drawn = _draw(config, pairs, interface, engine, learner)
+        else:
+            config.memory.training(engine)
+            with config.memory.generating(**parts):
+                drawn = _draw(config, pairs, interface, engine, learner)
     collected = exchange(config, drawn, groups, next(model.parameters()).device, pairs=True, timeout_s=limit_s)
     rolled_out = time.perf_counter()
     updates = update_pairs(config, collected, learner, lr)
@@ -111,11 +119,17 @@ def preference_margins(
         seq_len: positions of a row.
         micro_batch_size: rows of a batch, an even number.
         num_pairs: those of the data rank that has most: a fully sharded model needs as many batches on all.
+
+    Raises:
+        ValueError: pairs that make no batches, on the rank that has them.
+        RuntimeError: they are another rank's; named.
+        RankTimeoutError: a rank did not come within ``learner.transfer.timeout_s``; named.
     """
     objective, reference = learner.objective, learner.reference
     assert isinstance(objective, DPOObjective) and reference is not None
     style = BatchStyle(device=next(learner.model.parameters()).device)
-    batches = pair_batches(pairs, seq_len=seq_len, micro_batch_size=micro_batch_size, num_pairs=num_pairs, style=style)
+    sizes = {"seq_len": seq_len, "micro_batch_size": micro_batch_size, "num_pairs": num_pairs, "style": style}
+    batches = agree(learner.groups.world, learner.transfer.timeout_s, "pairs", partial(pair_batches, pairs, **sizes))
     batches = with_ref_logprobs(reference, batches, learner.groups, temperature=objective.temperature)
     batches = with_old_logprobs(learner.model, batches, learner.groups, temperature=objective.temperature)
     gaps = [batch.extras["old_logprobs"].double() - batch.extras["ref_logprobs"].double() for batch in batches]

@@ -15,7 +15,7 @@ from mcore_parallel.models import check_follows_prefixes, check_takes_device_bou
 from mcore_parallel.training import TrainReport
 from mcore_rl._advantage import AdvantageConfig
 from mcore_rl._aggregation import Aggregation
-from mcore_rl._collect import Collection, Drawn, draw, exchange
+from mcore_rl._collect import Collection, Drawn, draw, exchange, told_to_others
 from mcore_rl._config import GRPOConfig
 from mcore_rl._correction import MismatchReport
 from mcore_rl._engine_share import draw_share
@@ -23,6 +23,7 @@ from mcore_rl._objective import GRPOObjective
 from mcore_rl._policy_forward import check_policy_forward
 from mcore_rl._preference import DPOObjective
 from mcore_rl._refit import WeightSink
+from mcore_rl._rendezvous import agree
 from mcore_rl._rollout_statistics import EnvironmentReport, environment_reports, group_rewards, truncated_share
 from mcore_rl._stability import experimental_api
 from mcore_rl._transfer import refit
@@ -146,22 +147,27 @@ def grpo_iteration(
             among it; a reward that is no finite number.
         RankTimeoutError: a rank has not drawn within ``config.rollout_timeout_s`` and ``learner.transfer.timeout_s`` more; named.
         RefitTimeoutError: a rank did not come to the refit within ``learner.transfer.timeout_s``; named.
-        RuntimeError: rollouts failed on some rank, none is there in time, or none of them counts.
+        RuntimeError: rollouts failed on some rank, or it refused what it was to train on; none is there in time, or none of them counts.
     """
-    check_iteration(config, learner)
-    if not train_policy and learner.critic is None:
-        raise ValueError("train_policy=False leaves nothing to train without a critic; pass Learner(critic=...)")
-    config.memory.check(optimizer=learner.optimizer, sync=learner.sync, engine=engine)
     model, groups = learner.model, learner.groups
+    limit_s = config.rollout_timeout_s + learner.transfer.timeout_s
+
+    def check() -> None:
+        check_iteration(config, learner)
+        if not train_policy and learner.critic is None:
+            raise ValueError("train_policy=False leaves nothing to train without a critic; pass Learner(critic=...)")
+        config.memory.check(optimizer=learner.optimizer, sync=learner.sync, engine=engine)
+
+    agree(groups.world, limit_s, "an iteration", check)
     begin = time.perf_counter()
-    config.memory.training(engine)
-    with config.memory.generating(optimizer=learner.optimizer, sync=learner.sync, engine=engine):
-        begun = time.perf_counter()
-        drawn = _draw(config, agent, interface, engine, learner)
-        answered = time.perf_counter()
+    with told_to_others(groups.world):
+        config.memory.training(engine)
+        with config.memory.generating(optimizer=learner.optimizer, sync=learner.sync, engine=engine):
+            begun = time.perf_counter()
+            drawn = _draw(config, agent, interface, engine, learner)
+            answered = time.perf_counter()
     # The trainer's memory comes back, and its state with it, while ranks that are done sooner wait for the others' answers.
     handed_over = time.perf_counter()
-    limit_s = config.rollout_timeout_s + learner.transfer.timeout_s
     collected = exchange(config, drawn, groups, next(model.parameters()).device, timeout_s=limit_s)
     rolled_out = time.perf_counter()
     done = update(config, collected, learner, lr, train_policy=train_policy)

@@ -9,13 +9,15 @@ verdict of the turn into the store, and every rank ends as that says. Of unequal
 import contextlib
 import json
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from mcore_parallel import Group
 from mcore_rl._ended import absence, announce, ended
 from mcore_rl._placement import RankTimeoutError
 from mcore_rl._stability import experimental_api
+
+T = TypeVar("T")
 
 _PREFIX = "mcore_rl rendezvous"
 _FIRST_POLL_S, _LONGEST_POLL_S = 1e-3, 0.05
@@ -40,7 +42,12 @@ def rendezvous(group: Group, timeout_s: float, purpose: str) -> None:
 
 
 def meet(group: Group, timeout_s: float, purpose: str, *, names: Sequence[str] = ()) -> None:
-    """As ``rendezvous``; ``names`` are those of all ranks in errors, empty for their numbers."""
+    """As ``rendezvous``; ``names`` are those of all ranks in errors, empty for their numbers.
+
+    Raises:
+        RankTimeoutError: as of ``rendezvous``.
+        RuntimeError: a rank refused in its place (``agree``); names it.
+    """
     if group.size == 1:
         return
     store = _store(group)
@@ -74,6 +81,8 @@ def meet(group: Group, timeout_s: float, purpose: str, *, names: Sequence[str] =
         _give_up(group, turn, purpose, error, names)
         raise
     verdict = json.loads(store.get(_verdict(turn)))
+    if verdict.get("refused"):
+        raise RuntimeError(verdict["why"])
     if verdict:
         raise RankTimeoutError(_why(verdict, group, timeout_s, purpose, names))
     if group.rank == 0 and turn > 1:
@@ -82,7 +91,7 @@ def meet(group: Group, timeout_s: float, purpose: str, *, names: Sequence[str] =
             store.delete_key(_verdict(turn - 1))
 
 
-def withdraw(group: Group, purpose: str, error: BaseException, *, names: Sequence[str] = ()) -> None:
+def withdraw(group: Group, purpose: str, error: BaseException, *, names: Sequence[str] = (), refused: bool = False) -> None:
     """In place of the next rendezvous of this rank, which cannot come: the others, at whatever time they come, end with why.
 
     Args:
@@ -90,17 +99,42 @@ def withdraw(group: Group, purpose: str, error: BaseException, *, names: Sequenc
         purpose: as of ``rendezvous``.
         error: why.
         names: of all ranks, empty for their numbers.
+        refused: the others get a RuntimeError in place of a `RankTimeoutError`.
     """
-    if group.size == 1:
+    if group.size == 1 or group.pg is None:
         return
     with contextlib.suppress(RuntimeError):
         store = _store(group)
         turn = store.add(f"{_PREFIX}/{group.rank}", 0) + 1
         # Before this rank counts as one that came.
-        _give_up(group, turn, purpose, error, names)
+        _give_up(group, turn, purpose, error, names, refused=refused)
         if store.add(f"{_PREFIX}/{group.rank}", 1) == 1:
             announce(group)
         store.add(f"{_PREFIX}/sum", 1)
+
+
+def agree(group: Group, timeout_s: float, purpose: str, check: Callable[[], T], *, names: Sequence[str] = ()) -> T:
+    """What ``check`` gives, where it does so on all ranks: what one refuses is refused on all, before they wait for each other elsewhere.
+
+    Args:
+        group: all of its ranks call this.
+        timeout_s: limit of waiting for the others.
+        purpose: what is checked, in the error.
+        check: waits for no other rank.
+        names: of all ranks, empty for their numbers.
+
+    Raises:
+        Exception: what ``check`` raised here.
+        RuntimeError: it raised on another rank; names it, and says what.
+        RankTimeoutError: as of ``rendezvous``.
+    """
+    try:
+        checked = check()
+    except Exception as error:
+        withdraw(group, purpose, error, names=names, refused=True)
+        raise
+    meet(group, timeout_s, purpose, names=names)
+    return checked
 
 
 def _store(group: Group) -> Any:
@@ -117,12 +151,12 @@ def _decide(group: Group, turn: int, verdict: Mapping[str, Any]) -> None:
     _store(group).compare_set(_verdict(turn), "", json.dumps(verdict))
 
 
-def _give_up(group: Group, turn: int, purpose: str, error: BaseException, names: Sequence[str]) -> None:
+def _give_up(group: Group, turn: int, purpose: str, error: BaseException, names: Sequence[str], *, refused: bool = False) -> None:
     name = names[group.rank] if names else f"rank {group.ranks[group.rank]}"
-    why = f"{name} gave up ({purpose}): {type(error).__name__}: {error}"
+    why = f"{name} {'refused' if refused else 'gave up'} ({purpose}): {type(error).__name__}: {error}"
     # The store may be what failed.
     with contextlib.suppress(RuntimeError):
-        _decide(group, turn, {"by": group.rank, "late": [], "timeout_s": None, "why": why})
+        _decide(group, turn, {"by": group.rank, "late": [], "timeout_s": None, "why": why, "refused": refused})
 
 
 def _why(verdict: Mapping[str, Any], group: Group, timeout_s: float, purpose: str, names: Sequence[str]) -> str:

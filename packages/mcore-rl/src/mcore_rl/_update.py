@@ -24,6 +24,7 @@ from mcore_rl._kl import kl_estimate
 from mcore_rl._objective import GRPOObjective
 from mcore_rl._packed import write_bins
 from mcore_rl._reference import FrozenWeights, token_logprobs
+from mcore_rl._rendezvous import agree
 from mcore_rl._stability import experimental_api
 from mcore_rl._trajectories import BatchStyle, TrajectoryBatches, place_rows, routed_afresh, write_batches
 from mcore_rl._transfer import WeightTransfer
@@ -115,7 +116,7 @@ def update(
     lr: float,
     *,
     train_policy: bool = True,
-    written: Sequence[MiniBatch] | None = None,
+    written: Callable[[], Sequence[MiniBatch]] | None = None,
 ) -> Updates:
     """All updates of one iteration, of the policy and of the critic, on every rank of the layout.
 
@@ -128,12 +129,20 @@ def update(
         learner: the policy.
         lr: learning rate of the policy.
         train_policy: False leaves the policy as it is.
-        written: ``mini_batches`` of these rollouts; None to write them here.
+        written: gives ``mini_batches`` of these rollouts; None to write them here.
+
+    Raises:
+        RuntimeError: another rank cannot write its micro-batches; named. None has begun an update then.
+        RankTimeoutError: a rank did not come within ``learner.transfer.timeout_s``; named.
     """
     begin = time.perf_counter()
     device = next(learner.model.parameters()).device
-    on_host = mini_batches(config, collected, learner.groups) if written is None else written
-    parts = [MiniBatch(part.numbers, part.written.on(device)) for part in on_host]
+
+    def prepared() -> list[MiniBatch]:
+        on_host = mini_batches(config, collected, learner.groups) if written is None else written()
+        return [MiniBatch(part.numbers, part.written.on(device)) for part in on_host]
+
+    parts = agree(learner.groups.world, learner.transfer.timeout_s, "micro-batches", prepared)
     packed = time.perf_counter()
     parts = [_score(config, part, learner) for part in parts]
     if config.gae is not None:

@@ -22,7 +22,7 @@ from mcore_inference._stability import experimental_api, internal_api
 from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.decoder import check_quantization, quantize_weights
 from mcore_inference.engine._admission import Admission
-from mcore_inference.engine._equal_ranks import check_equal_ranks
+from mcore_inference.engine._equal_ranks import check_equal_ranks, refused_together
 from mcore_inference.engine._executor import ExecutionConfig, Executor
 from mcore_inference.engine._expert_balance import ExpertBalance, ExpertBalancing, check_experts
 from mcore_inference.engine._expert_peers import ExpertPeers
@@ -74,6 +74,7 @@ class DynamicInferenceEngine:
             not fit the context, or the context has requests of another engine; an argument is of
             another type, or a number out of its range; sizes or seeds of the ranks
             differ.
+        RankFailedError: another rank of the model, or of those that share its experts, refused its part; that one says why.
     """
 
     def __init__(
@@ -87,30 +88,45 @@ class DynamicInferenceEngine:
         max_waiting_requests: int | None = None,
         execution: ExecutionConfig | None = None,
     ) -> None:
-        EngineCapability().check_model(model)
-        check_layout(model)
-        _check_kinds(context, tokenizer, execution)
-        check_states(model, None if context.states is None else context.states.config)
-        check_cache(model, context.cache, context.max_sequence_length)
-        weight_dtype = context.config.weight_dtype
-        check_weights(model, weight_dtype)
-        check_quantization(model, weight_dtype)
-        shares = shares_prefixes(model, context.config.enable_prefix_caching)
-        seed = as_integer("seed", seed, -(2**63), 2**63 - 1)
-        if vocab_size is not None:
-            vocab_size = as_integer("vocab_size", vocab_size, 1, model.config.vocab_size)
-        if max_waiting_requests is not None:
-            max_waiting_requests = as_integer("max_waiting_requests", max_waiting_requests, 1, 2**31)
         self.model = model
         self.context = context
         self.tokenizer = tokenizer
-        limit = model.config.vocab_size if tokenizer is None else min(tokenizer.vocab_size, model.config.vocab_size)
-        self.vocab_size = vocab_size or limit
+        self._owner = 0
+        self._balance: ExpertBalance | None = None
+        with refused_together(model, "the engine") as agree:
+            EngineCapability().check_model(model)
+            check_layout(model)
+            _check_kinds(context, tokenizer, execution)
+            check_states(model, None if context.states is None else context.states.config)
+            check_cache(model, context.cache, context.max_sequence_length)
+            weight_dtype = context.config.weight_dtype
+            check_weights(model, weight_dtype)
+            check_quantization(model, weight_dtype)
+            shares = shares_prefixes(model, context.config.enable_prefix_caching)
+            seed = as_integer("seed", seed, -(2**63), 2**63 - 1)
+            if vocab_size is not None:
+                vocab_size = as_integer("vocab_size", vocab_size, 1, model.config.vocab_size)
+            if max_waiting_requests is not None:
+                max_waiting_requests = as_integer("max_waiting_requests", max_waiting_requests, 1, 2**31)
+            execution = ExecutionConfig() if execution is None else execution
+            balancing = execution.expert_balancing
+            check_experts(model, balancing)
+            limit = model.config.vocab_size if tokenizer is None else min(tokenizer.vocab_size, model.config.vocab_size)
+            self.vocab_size = vocab_size or limit
+
+            def prepare() -> None:
+                agree()
+                self._prepare(seed, balancing)
+
+            try:
+                self._executor = Executor(model, context, self.vocab_size, execution, prepare)
+            except BaseException:
+                context.release_new_draft_pages()
+                raise
         self.weight_version = 0
         """Of the weights; 0 before the first ``load_weights``."""
         self._newest_version = 0
         self._max_waiting = max_waiting_requests
-        execution = ExecutionConfig() if execution is None else execution
         speculates, on_gpu = execution.speculation is not None, context.device.type == "cuda"
         waits = speculates or shares_experts(model) or execution.run_ahead is False
         num_batches = 1 if waits else model.groups.pp.size
@@ -118,15 +134,7 @@ class DynamicInferenceEngine:
         self._requests = LiveRequests(self._admission)
         self.finished_counts: Counter[str] = self._requests.finished_counts
         """Requests that ended, by reason."""
-        self._owner = 0
-        self._balance: ExpertBalance | None = None
-        check_experts(model, execution.expert_balancing)
         runs_ahead = on_gpu and not speculates if execution.run_ahead is None else execution.run_ahead
-        try:
-            self._executor = Executor(model, context, self.vocab_size, execution, lambda: self._prepare(seed, execution.expert_balancing))
-        except BaseException:
-            context.release_new_draft_pages()
-            raise
         ngrams = execution.speculation if isinstance(execution.speculation, NgramSpeculation) else None
         self._verification = Verification(context, self._admission, self._executor.drafts if ngrams is None else NgramProposals())
         self._loop = StepLoop(
@@ -267,9 +275,12 @@ class DynamicInferenceEngine:
 
         Raises:
             ValueError: this engine records nothing; says why.
-            RuntimeError: it has unfinished requests, or is suspended, or another engine has its context.
+            RuntimeError: it has unfinished requests, or is suspended, or another engine has its context; of ranks that share a model, on
+                one of them (`RankFailedError` on the others).
         """
-        self._check_idle("create_cuda_graphs")
+        with refused_together(self.model, "create_cuda_graphs") as agree:
+            self._check_idle("create_cuda_graphs")
+            agree()
         with self._with_experts():
             self._executor.record_graphs()
         if reset_context:
@@ -286,7 +297,9 @@ class DynamicInferenceEngine:
             RuntimeError: as ``create_cuda_graphs``, or the last stage of the pipeline could not draw.
             torch.OutOfMemoryError: a step of ``max_tokens`` does not fit beside weights and cache.
         """
-        self._check_idle("warm_up")
+        with refused_together(self.model, "warm_up") as agree:
+            self._check_idle("warm_up")
+            agree()
         with self._with_experts():
             self._executor.warm_up()
 

@@ -1,14 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""What the ranks of one engine must have alike, since each of them schedules and draws for itself."""
+"""What the ranks of one engine must have alike, since each of them schedules and draws for itself; what one refuses, all refuse."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
+from mcore_inference._capability import peers_of, shares_experts
 from mcore_inference.context import DynamicInferenceContext
+from mcore_inference.requests import RankFailedError
 from mcore_parallel import ProcessGroups
 from mcore_parallel.comm import all_reduce
+from mcore_parallel.models import GPTModel
+
+
+@contextlib.contextmanager
+def refused_together(model: GPTModel, call: str) -> Iterator[Callable[[], None]]:
+    """For a call that all ranks of an engine make together, those that share its experts among them: the block checks what it can check
+    without the others, and calls what it is given before it waits for them.
+
+    Args:
+        model: of this rank.
+        call: what it is, in errors.
+
+    Raises:
+        RankFailedError: on the ranks that refused nothing, another one did; names it. It says why itself.
+    """
+    met = False
+
+    def meet() -> None:
+        nonlocal met
+        met = True
+        _tell(model, call, refuses=False)
+
+    try:
+        yield meet
+    except Exception:
+        if not met and isinstance(model, GPTModel):
+            _tell(model, call, refuses=True)
+        raise
+
+
+def _tell(model: GPTModel, call: str, *, refuses: bool) -> None:
+    groups = model.groups
+    ranks = peers_of(model) if shares_experts(model) else groups.tp_pp
+    if ranks.size == 1:
+        return
+    number = torch.tensor([ranks.ranks[ranks.rank] + 1 if refuses else 0], dtype=torch.int64, device=next(model.parameters()).device)
+    # Together they reach all, and a step uses them anyway: a communicator of its own would take memory.
+    for part in (groups.tp_pp, groups.ep) if shares_experts(model) else (groups.tp_pp,):
+        number = all_reduce(number, part, op="max")
+    refused = int(number.item()) - 1
+    if refused >= 0 and not refuses:
+        what = f"refused {call}, which the {ranks.size} ranks of this engine make together; it says why"
+        raise RankFailedError(ranks.ranks.index(refused), what, f"rank {refused} of the world")
 
 
 def check_equal_ranks(groups: ProcessGroups, context: DynamicInferenceContext, *, vocab_size: int, seed: int) -> None:
