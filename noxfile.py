@@ -42,6 +42,8 @@ PROGRAM_TESTS = [
     "tools/tests/test_deploy.py",
     "tools/tests/test_serve_hosts.py",
 ]
+# All that a file has but campaigns and tests of GPUs; alone, pytest leaves out journeys too.
+WITH_JOURNEYS = ["-m", "not gpu and not slow"]
 # Three on two cores: tests of servers and of lost ranks wait, and leave their core to others meanwhile.
 PROCESSES = min(8, (3 * (os.cpu_count() or 1) + 1) // 2)
 # Settings that would leave a trace of this machine in the constraint file.
@@ -195,9 +197,9 @@ def _torch_constraints(folder: str, wheel: str, torch: str) -> str:
     return str(path)
 
 
-def _pytest(session: nox.Session) -> list[str]:
-    """Pytest's arguments: those of the session; without any, all tests on all cores."""
-    return ["-q", *(session.posargs or ["-n", str(PROCESSES), *BY_FILE])]
+def _pytest(session: nox.Session, *marked: str) -> list[str]:
+    """Pytest's arguments: which marks, then those of the session; without any, all tests on all cores."""
+    return ["-q", *marked, *(session.posargs or ["-n", str(PROCESSES), *BY_FILE])]
 
 
 def _check(session: nox.Session, python: Path, name: str, *arguments: str) -> None:
@@ -213,9 +215,16 @@ def quickstart(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """All tests that need no GPU, on all cores; arguments go to pytest, which then runs in one process."""
+    """The tests that need no GPU, less journeys, on all cores; arguments go to pytest, which then runs in one process."""
     python = _dev(session, "test", "api")
     session.run(str(python), "-m", "pytest", *_pytest(session), external=True)
+
+
+@nox.session(venv_backend="none")
+def journeys(session: nox.Session) -> None:
+    """The tests marked journey: whole commands, several processes, whatever takes longer than about two seconds."""
+    python = _dev(session, "test", "api")
+    session.run(str(python), "-m", "pytest", *_pytest(session, "-m", "journey and not gpu and not slow"), external=True)
 
 
 @nox.session(venv_backend="none")
@@ -223,7 +232,7 @@ def programs(session: nox.Session) -> None:
     """The tests that drive programs of the system, as root after `.ci/programs`: what lacks fails here, and is skipped elsewhere."""
     python = _dev(session, "test", "api")
     arguments = session.posargs or PROGRAM_TESTS
-    session.run(str(python), "-m", "pytest", "-q", *arguments, env={"MCORE_REQUIRE_PROGRAMS": "1"}, external=True)
+    session.run(str(python), "-m", "pytest", "-q", *WITH_JOURNEYS, *arguments, env={"MCORE_REQUIRE_PROGRAMS": "1"}, external=True)
 
 
 @nox.session(venv_backend="none")
@@ -385,7 +394,7 @@ def release(session: nox.Session) -> None:
     affected = WHEELS if wheel == APPLICATION else [wheel, *_dependents(wheel)]
     session.run(str(python), "tools/checks/api.py", *(part for name in affected for part in ("--wheel", name)), external=True)
     folder = "tools/tests" if wheel == APPLICATION else f"packages/{wheel}/tests"
-    session.run(str(python), "-m", "pytest", "-q", "-n", "2", *BY_FILE, folder, external=True)
+    session.run(str(python), "-m", "pytest", "-q", *WITH_JOURNEYS, "-n", "2", *BY_FILE, folder, external=True)
     _check(session, python, "publish", "build", wheel, "--uv", UV, "--out", str(target))
     _check(session, python, "publish", "rehearse", wheel, "--uv", UV)
 
@@ -421,7 +430,7 @@ def tests_wheel(session: nox.Session, wheel: str, python_version: str, torch: st
         python = _environment(session, place, hashlib.sha256(stamp.encode()).hexdigest(), install, python=python_version, stable=False)
     session.run(str(python), "-c", "import sys, torch; print('Python', sys.version.split()[0], 'torch', torch.__version__)", external=True)
     arguments = session.posargs or ["-n", "2", *BY_FILE]
-    session.run(str(python), "-m", "pytest", "-q", *arguments, f"packages/{wheel}/tests", external=True)
+    session.run(str(python), "-m", "pytest", "-q", *WITH_JOURNEYS, *arguments, f"packages/{wheel}/tests", external=True)
 
 
 @nox.session(venv_backend="none")
@@ -429,7 +438,7 @@ def lowest(session: nox.Session) -> None:
     """All tests with the oldest version of every direct dependency: the lower bounds are true."""
     install = [*_members(), *_groups(("test", "api")), "--resolution", "lowest-direct"]
     python = _environment(session, f"lowest-{THIS_PYTHON}", "lowest", install)
-    session.run(str(python), "-m", "pytest", *_pytest(session), external=True)
+    session.run(str(python), "-m", "pytest", *_pytest(session, *WITH_JOURNEYS), external=True)
 
 
 @nox.session(venv_backend="none")
@@ -442,7 +451,7 @@ def newest(session: nox.Session) -> None:
         install = ["--python", str(python), *_members(), *_groups(("test", "api")), *constraints]
         session.run_install(UV, "pip", "install", "-q", *install, external=True)
     session.run(str(python), "-c", "import torch; print('torch', torch.__version__)", external=True)
-    session.run(str(python), "-m", "pytest", *_pytest(session), external=True)
+    session.run(str(python), "-m", "pytest", *_pytest(session, *WITH_JOURNEYS), external=True)
 
 
 @nox.session(venv_backend="none")
@@ -455,7 +464,8 @@ def loggers(session: nox.Session) -> None:
         constraints.write_text("\n".join(line for line in lines if not line.startswith("pillow=")))
         install = [*_members(), *_groups(("test",)), "trackio>=0.20", "wandb", "-c", str(constraints)]
         python = _environment(session, f"loggers-{THIS_PYTHON}", "loggers", install, stable=False)
-    session.run(str(python), "-m", "pytest", "-q", "-n", "0", "tools/tests/test_loggers.py", *session.posargs, external=True)
+    arguments = ["-q", *WITH_JOURNEYS, "-n", "0", "tools/tests/test_loggers.py", *session.posargs]
+    session.run(str(python), "-m", "pytest", *arguments, external=True)
 
 
 @nox.session(venv_backend="none")
@@ -466,7 +476,7 @@ def peft(session: nox.Session) -> None:
     python = _environment(session, f"peft-{THIS_PYTHON}", "peft", install)
     session.run(str(python), "-c", "import peft; print('peft', peft.__version__)", external=True)
     tests = ["tools/tests/test_lora_curve.py", "packages/mcore-ckpt/tests/test_hf_adapter.py"]
-    session.run(str(python), "-m", "pytest", "-q", "-n", "0", *tests, *session.posargs, external=True)
+    session.run(str(python), "-m", "pytest", "-q", *WITH_JOURNEYS, "-n", "0", *tests, *session.posargs, external=True)
 
 
 @nox.session(venv_backend="none")
@@ -477,7 +487,7 @@ def trl(session: nox.Session) -> None:
     python = _environment(session, f"trl-{THIS_PYTHON}", "trl", install)
     session.run(str(python), "-c", "import trl; print('trl', trl.__version__)", external=True)
     tests = ["packages/mcore-rl/tests/test_trl.py", "tools/tests/test_bench_rl_trl.py"]
-    session.run(str(python), "-m", "pytest", "-q", "-n", "0", *tests, *session.posargs, external=True)
+    session.run(str(python), "-m", "pytest", "-q", *WITH_JOURNEYS, "-n", "0", *tests, *session.posargs, external=True)
 
 
 @nox.session(venv_backend="none")
@@ -485,7 +495,8 @@ def ray(session: nox.Session) -> None:
     """Environments and engines as workers of Ray, on a cluster of two nodes on this machine."""
     install = [*_members(), *_groups(("test",)), "-e", "packages/mcore-rl[ray]", "-c", CONSTRAINTS]
     python = _environment(session, f"ray-{THIS_PYTHON}", "ray", install)
-    session.run(str(python), "-m", "pytest", "-q", "-n", "0", "packages/mcore-rl/tests/test_ray.py", *session.posargs, external=True)
+    arguments = ["-q", *WITH_JOURNEYS, "-n", "0", "packages/mcore-rl/tests/test_ray.py", *session.posargs]
+    session.run(str(python), "-m", "pytest", *arguments, external=True)
 
 
 @nox.session(venv_backend="none")

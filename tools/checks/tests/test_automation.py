@@ -2,10 +2,12 @@
 # Copyright (c) 2026 the mcore authors
 """What the workflows do, run here on recorded events."""
 
+import itertools
 import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,23 @@ def test_every_session_of_the_week_is_there_and_one_audits_the_pins():
     assert set(named) <= set(sessions) and "audit" in named
     # Nothing else runs what is tested beside the libraries of others.
     assert {"loggers", "peft", "ray", "trl"} <= set(named)
+
+
+def test_every_test_without_a_gpu_has_one_session_and_the_gates_run_all_but_campaigns():
+    source, settings = (ROOT / "noxfile.py").read_text(), tomllib.loads((ROOT / "pyproject.toml").read_text())
+    options = settings["tool"]["pytest"]["ini_options"]["addopts"]
+    chosen = {"tests": options.partition("-m '")[2].partition("'")[0]}
+    for name in ("journeys", "campaigns"):
+        [chosen[name]] = re.findall(r'"-m", "([^"]* and [^"]*)"', source.partition(f"\ndef {name}(")[2].partition("\n@nox.session")[0])
+    for marks in itertools.product([False, True], repeat=3):
+        marked = dict(zip(("gpu", "slow", "journey"), marks, strict=True))
+        run_by = [name for name, expression in chosen.items() if eval(expression, {}, marked)]
+        assert len(run_by) == (0 if marked["gpu"] else 1), marked
+    gates = (ROOT / ".ci" / "run").read_text().partition("sessions=(")[2].partition(")")[0].split()
+    assert gates[:2] == ["tests", "journeys"]
+    # What is run beside the libraries of others, and what a release runs, has journeys too.
+    for name in ("programs", "loggers", "peft", "trl", "ray", "lowest", "newest", "release", "tests_wheel"):
+        assert "*WITH_JOURNEYS" in source.partition(f"\ndef {name}(")[2].partition("\n@nox.session")[0], name
 
 
 def test_the_session_that_has_the_tools_of_the_site_looks_at_its_width():
