@@ -6,12 +6,13 @@ import argparse
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import re
 import shutil
 import textwrap
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +67,8 @@ def list_fields(config: Any, prefix: str = "") -> Iterator[FieldHelp]:
             yield from list_fields(value if dataclasses.is_dataclass(value) else part, f"{prefix}{field.name}.")
 
 
-def field_docs(kind: type) -> dict[str, str]:
+@functools.cache
+def field_docs(kind: type) -> Mapping[str, str]:
     """The meaning of each field of a dataclass, in one line: the text below it, or its line in the ``Args`` of the class."""
     words: dict[str, str] = {}
     for base in reversed(kind.__mro__):
