@@ -153,6 +153,7 @@ def check_family(
             assert scores[: len(text) - 1].tolist() == list(own[2])
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
@@ -205,6 +206,7 @@ def test_a_cache_of_latents_is_refused_by_name() -> None:
         DynamicInferenceEngine(model, DynamicInferenceContext(model.config, sizes))
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("family", ["deepseek's", "mamba", "delta net"])
 def test_kernels_are_invariant_in_the_interpreter(family: str) -> None:
     run_interpreted(__file__, family)

@@ -68,6 +68,7 @@ def check_goes_on(folder: str, targets: list[tuple[ParallelPlan, bool]], config:
     return sum(len(value) > 1 for value in state.values() if isinstance(value, list))
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_experts_with_biases_and_without_a_gate_go_on_in_every_layout(world, tmp_path: Path) -> None:
     model = dataclasses.replace(CONFIG.model, activation="gelu", add_bias_linear=True)
@@ -79,6 +80,7 @@ def test_experts_with_biases_and_without_a_gate_go_on_in_every_layout(world, tmp
     world(check_goes_on, folder=str(tmp_path), targets=targets, config=dataclasses.replace(CONFIG, model=model))
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_a_sliced_optimizer_state_goes_on_in_every_layout(world, tmp_path: Path) -> None:
     targets = [
@@ -91,6 +93,7 @@ def test_a_sliced_optimizer_state_goes_on_in_every_layout(world, tmp_path: Path)
     assert any(parts), "no rank held a tensor in several parts: the test would not show that they load"
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_biases_of_experts_and_shared_experts_go_on_in_every_layout(world, tmp_path: Path) -> None:
     mixture = MoEConfig(
@@ -143,6 +146,7 @@ def check_tied_goes_on(folder: str) -> int:
     return elements
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_a_tied_model_goes_on_in_other_stages_and_is_exported(world, tmp_path: Path) -> None:
     table = TIED.model.vocab_size * TIED.model.hidden_size
@@ -176,6 +180,7 @@ def check_fully_sharded_stages(folder: str) -> int:
     return elements
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_fully_sharded_stages_share_a_table_and_take_turns_by_chunks(world, tmp_path: Path) -> None:
     table = TIED.model.vocab_size * TIED.model.hidden_size

@@ -110,7 +110,11 @@ def uneven_answers() -> tuple[Answers, Answers, Answers]:
 @pytest.mark.world(2)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"moe_token_dispatcher_type": "allgather"}, {"execution": ExecutionConfig(speculation=NgramSpeculation())}],
+    [
+        pytest.param({}, marks=pytest.mark.journey),
+        {"moe_token_dispatcher_type": "allgather"},
+        {"execution": ExecutionConfig(speculation=NgramSpeculation())},
+    ],
     ids=["alltoall", "allgather", "ngrams"],
 )
 def test_two_ranks_with_uneven_load_give_the_tokens_of_one_process(world: World, options: dict[str, Any]) -> None:
@@ -161,6 +165,7 @@ RECORDED_LAYOUTS = {
 }
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(
     ("name", "run_ahead"),
     [
@@ -211,6 +216,7 @@ def check_recorded_weights() -> tuple[tuple[int, ...], list[int]]:
     return tuple(size for size, _ in replayed), [engine.step_count, sum(engine.cuda_graph_request_count_map.values())]
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_recorded_steps_go_on_after_new_weights_and_a_suspension(world: World) -> None:
     (one, counts), (two, idle) = world(check_recorded_weights)
@@ -282,6 +288,7 @@ def check_split(plan: ParallelPlan, fields: dict[str, Any], expected: list[list[
     return place, [engine.step_count, engine.num_preemptions]
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 @pytest.mark.parametrize("name", [pytest.param("tp2-ep4", marks=pytest.mark.slow), "tp2-ep2-etp2", "pp2-ep2"])
 def test_engines_of_several_ranks_that_share_experts_give_the_tokens_of_one_process(world: World, name: str) -> None:
@@ -367,6 +374,7 @@ def check_runners() -> int:
     return engine.step_count
 
 
+@pytest.mark.journey
 @pytest.mark.world(3)
 def test_runners_take_requests_of_their_own_and_pause_together(world: World) -> None:
     one, two, three = world(check_runners)
@@ -404,6 +412,7 @@ def check_split_runners(plan: ParallelPlan, fields: dict[str, Any], expected: li
     return place, engine.step_count
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 @pytest.mark.parametrize("name", ["tp2-ep4", pytest.param("pp2-ep2", marks=pytest.mark.slow)])
 def test_runners_of_several_ranks_share_experts(world: World, name: str) -> None:
@@ -488,6 +497,7 @@ def check_absent() -> None:
             engine.generate([])
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_a_rank_that_stays_away_is_named(world: World) -> None:
     world(check_absent)
@@ -512,6 +522,7 @@ def check_failed_step() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_a_rank_that_fails_in_the_middle_of_a_step_is_named_by_both(world: World) -> None:
     world(check_failed_step)

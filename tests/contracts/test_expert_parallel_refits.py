@@ -96,6 +96,7 @@ def check_policies(plan: ParallelPlan, fields: dict[str, Any]) -> list[list[tupl
     return [record.weight_versions for record in records]
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_each_token_is_of_the_weights_it_is_stamped_with_under_every_policy(world: World) -> None:
     busy, other = world(check_policies, plan=ParallelPlan(dp=2, ep=2), fields={})
@@ -128,11 +129,13 @@ def check_work_of_others() -> int:
     return asyncio.run(main())
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_a_rank_that_waits_for_the_work_of_others_ends_none_of_it(world: World) -> None:
     assert world(check_work_of_others) == [18, 0]
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 @pytest.mark.parametrize("name", ["tp2-ep4", "pp2-ep2"])
 def test_engines_of_several_ranks_load_together(world: World, name: str) -> None:
@@ -184,6 +187,7 @@ def check_disagreement() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_loads_that_ranks_do_not_agree_on_change_nothing_and_name_who(world: World) -> None:
     world(check_disagreement)

@@ -152,6 +152,7 @@ def check_updates(name: str) -> list[float]:
     return losses
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_an_optimizer_makes_the_same_updates_from_every_source(world) -> None:
     found = {name: world(check_updates, name=name) for name, (_, sliced) in PROVIDERS.items() if sliced is not None}

@@ -194,6 +194,7 @@ LAYOUTS: dict[str, tuple[ParallelPlan, dict[str, Any], float]] = {
 }
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ranks_round_the_experts_that_they_hold(world: Callable[..., Any], name: str) -> None:
@@ -298,6 +299,7 @@ def some_prompts(count: int) -> list[list[int]]:
     return [[(7 * number + first) % 256 for number in range(5 + 2 * (first % 9))] for first in range(count)]
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("kind", "weight_dtype"),

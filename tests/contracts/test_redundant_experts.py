@@ -137,7 +137,13 @@ def expected_answers(weight_dtype: str | None) -> list[Answers]:
     return [answers_of(PROMPTS[:3], seed, weight_dtype=weight_dtype) for seed in (0, 1)]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if MOVING[name][0] > 2 else ()) for name in MOVING])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if MOVING[name][0] > 2 else pytest.mark.journey if name != "alltoall" else ())
+        for name in MOVING
+    ],
+)
 def test_experts_that_move_and_have_copies_give_the_tokens_of_one_process(name: str) -> None:
     num_ranks, plan, fields, balancing, recorded = MOVING[name]
     expected = expected_answers(fields.get("weight_dtype"))
@@ -203,6 +209,7 @@ def check_runners() -> tuple[list[list[tuple[int, int]]], dict[str, float]]:
     return [record.weight_versions for record in records], engine.stats()
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_runners_move_experts_and_load_weights_while_requests_run(world: World) -> None:
     (one, stats), (two, others) = world(check_runners)
@@ -232,6 +239,7 @@ def check_followed() -> dict[str, float]:
     return engine.stats()
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_followers_move_experts_with_the_first_rank(world: World) -> None:
     leader, follower = world(check_followed)
@@ -295,6 +303,7 @@ def check_absent() -> None:
             engine.generate([])
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_a_rank_that_does_not_come_where_experts_would_move_is_named(world: World) -> None:
     world(check_absent)
@@ -323,6 +332,7 @@ def check_failed_move() -> None:
         assert not engine.can_step
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_a_rank_that_fails_while_experts_move_is_named_by_both(world: World) -> None:
     world(check_failed_move)

@@ -10,7 +10,7 @@ import pytest
 from mcore_tools.quickstart import main
 from tests.support.commands import run_command
 
-pytestmark = [pytest.mark.journey, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 SMALL = [
     "train.steps=12", "train.warmup_steps=2", "train.eval_interval=6", "train.eval_batches=1", "train.seq_len=64",
@@ -18,6 +18,7 @@ SMALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.journey
 def test_text_becomes_a_reinforced_model(tmp_path: Path) -> None:
     output = tmp_path / "run"
     changes = [word for change in SMALL for word in ("--set", change)]

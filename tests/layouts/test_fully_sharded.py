@@ -48,6 +48,7 @@ def evaluated_steps(layout: str) -> list[tuple[float, ...]]:
     return [(*trained(parts, batches), validation(parts)) for batches in islice(step_batches(parts.groups), 4)]
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("layout", ["fsdp2", "pp2-fsdp2"])
 def test_evaluation_between_steps_gives_the_losses_of_one_rank(layout: str) -> None:
     [expected] = run(evaluated_steps, 1, layout="one")
@@ -91,6 +92,7 @@ def resumed(layout: str, folder: str, dtype: str = "float64") -> list[tuple[floa
     return [trained(parts, batches) for batches in islice(step_batches(parts.groups), 2, 4)]
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -110,6 +112,7 @@ def test_a_checkpoint_continues_in_another_layout(before: str, after: str, tmp_p
             assert ours == pytest.approx(theirs, rel=1e-8)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(("before", "after"), [("fsdp2", "dp2"), ("dp2", "fsdp2")])
 def test_a_checkpoint_in_bfloat16_continues_with_its_masters(before: str, after: str, tmp_path: Path) -> None:
     expected = run(saved, 2, layout=before, folder=str(tmp_path), dtype="bfloat16")
@@ -127,7 +130,7 @@ def held(layout: str) -> tuple[int, int]:
     return sum(box.data.numel() for box in boxes), sum(box.data.numel() for box in boxes if box.replica == 0)
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "ep2-fsdp4", "tp2-fsdp2", "pp2-fsdp2"])
+@pytest.mark.parametrize("layout", ["fsdp2", pytest.param("ep2-fsdp4", marks=pytest.mark.journey), "tp2-fsdp2", "pp2-fsdp2"])
 def test_ranks_hold_shares_of_parameters_and_state(layout: str) -> None:
     [(whole, _)] = run(held, 1, layout="one")
     ranks = LAYOUTS[layout][0].world_size

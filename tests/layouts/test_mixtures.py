@@ -117,7 +117,12 @@ def test_two_ranks_train_a_mixture_as_one(world, degrees: dict[str, Any]) -> Non
 @pytest.mark.world(4, shared=True)
 @pytest.mark.parametrize(
     "degrees",
-    [{"tp": 2, "cp": 2, "ep": 4}, {"dp": 4, "ep": 2, "etp": 2}, {"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "dp": 2, "ep": 4}],
+    [
+        pytest.param({"tp": 2, "cp": 2, "ep": 4}, marks=pytest.mark.journey),
+        {"dp": 4, "ep": 2, "etp": 2},
+        {"tp": 2, "pp": 2, "ep": 2},
+        {"tp": 2, "dp": 2, "ep": 4},
+    ],
     ids=str,
 )
 def test_four_ranks_train_a_mixture_as_one(world, degrees: dict[str, Any]) -> None:

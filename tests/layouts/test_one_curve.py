@@ -58,9 +58,10 @@ def step_batches(groups: ProcessGroups, device: str = "cpu") -> Iterator[list[Ba
         ]
 
 
-def slow_of(layouts: dict[str, ParallelPlan], *names: str) -> list[Any]:
-    """The names of all layouts; those given are slow, as their parts meet in others."""
-    return [pytest.param(name, marks=pytest.mark.slow) if name in names else name for name in layouts]
+def marked(layouts: dict[str, ParallelPlan], *slow: str) -> list[Any]:
+    """The names of all layouts; those given are slow, as their parts meet in others, the others of several axes are journeys."""
+    marks = {name: pytest.mark.slow if name in slow else pytest.mark.journey for name in layouts if name in slow or "-" in name}
+    return [pytest.param(name, marks=marks.get(name, ())) for name in layouts]
 
 
 @cache
@@ -101,7 +102,7 @@ def test_the_model_learns() -> None:
     assert rows[-1][0] < rows[0][0]
 
 
-@pytest.mark.parametrize("name", slow_of(LAYOUTS, "tp2-ep2", "tp2-dp2-ep4", "pp2-dp2-ep2", "tp2-pp2-etp2", "pp2-cp2-ep2"))
+@pytest.mark.parametrize("name", marked(LAYOUTS, "tp2-ep2", "tp2-dp2-ep4", "pp2-dp2-ep2", "tp2-pp2-etp2", "pp2-cp2-ep2"))
 def test_every_layout_gives_the_losses_of_one_rank(name: str) -> None:
     plan = LAYOUTS[name]
     for rank, rows in enumerate(run(losses, plan.world_size, plan=plan)):
@@ -109,7 +110,7 @@ def test_every_layout_gives_the_losses_of_one_rank(name: str) -> None:
             assert ours == pytest.approx(expected, rel=1e-8), f"rank {rank} step {step}"
 
 
-@pytest.mark.parametrize("name", slow_of(FULLY_SHARDED, "fsdp4", "ep2-fsdp4"))
+@pytest.mark.parametrize("name", marked(FULLY_SHARDED, "fsdp4", "ep2-fsdp4"))
 def test_fully_sharded_replicas_give_the_losses_of_one_rank(name: str) -> None:
     plan = FULLY_SHARDED[name]
     for rank, rows in enumerate(run(losses, plan.world_size, plan=plan, data_parallel="fsdp")):
@@ -123,7 +124,12 @@ TORCH_SHARDED = {
     "tp2-fsdp2-2": ParallelPlan(tp=2, dp=2),
     "cp2-fsdp2-2": ParallelPlan(cp=2, dp=2),
 }
-DEFAULT_TORCH_SHARDED = {("fsdp2-2", False), ("fsdp2-2", True), ("tp2-fsdp2-2", True), ("cp2-fsdp2-2", False)}
+TORCH_SHARDED_MARKS = {
+    ("fsdp2-2", False): (),
+    ("fsdp2-2", True): (),
+    ("tp2-fsdp2-2", True): pytest.mark.journey,
+    ("cp2-fsdp2-2", False): pytest.mark.journey,
+}
 
 
 def dense(*, tied: bool) -> RunConfig:
@@ -141,7 +147,7 @@ def dense_serial(*, tied: bool) -> list[tuple[float, float]]:
     ("name", "tied"),
     [
         # Both kinds of weights alone; beside each other axis one of them.
-        pytest.param(name, tied, marks=() if (name, tied) in DEFAULT_TORCH_SHARDED else pytest.mark.slow)
+        pytest.param(name, tied, marks=TORCH_SHARDED_MARKS.get((name, tied), pytest.mark.slow))
         for name in TORCH_SHARDED
         for tied in (False, True)
     ],

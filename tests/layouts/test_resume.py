@@ -111,9 +111,12 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.world(2)
 # The ring takes a minute on two cores.
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name == "cp2" else name for name in LAYOUTS])
+MARKS = {"cp2": pytest.mark.slow, "tp2": ()}
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.journey)) for name in LAYOUTS])
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(world: Callable[..., list[Any]], tmp_path: Path, name: str) -> None:
     config = dataclasses.replace(CONFIG, **LAYOUTS[name])
     consumed = 0

@@ -170,6 +170,7 @@ def metric(service: Service, name: str) -> float:
     return 0.0
 
 
+@pytest.mark.journey
 def test_requests_are_spread_and_every_stream_is_whole_under_an_id_of_its_own(running: Service) -> None:
     before = running.num_answers()
     with ThreadPoolExecutor(12) as pool:
@@ -213,7 +214,7 @@ def test_the_limit_on_connections_is_that_of_all_together(running: Service) -> N
     assert get(running, "/health").status_code == 200
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.journey)])
 def test_a_server_that_ends_or_hangs_is_replaced_and_its_requests_end(
     how: signal.Signals,
     running: Service,
@@ -249,6 +250,7 @@ def test_a_server_that_ends_or_hangs_is_replaced_and_its_requests_end(
         assert len(list(pool.map(functools.partial(complete, running), range(12)))) == 12
 
 
+@pytest.mark.journey
 def test_a_signal_lets_open_streams_end_and_refuses_new_connections(coordinator: DataParallelInferenceCoordinator) -> None:
     with service(coordinator) as ending, ThreadPoolExecutor(8) as pool:
         assert ending.is_open.wait(60), ending.error
@@ -262,6 +264,7 @@ def test_a_signal_lets_open_streams_end_and_refuses_new_connections(coordinator:
         assert ending.error is None and [process.exitcode for process in processes] == [0, 0]
 
 
+@pytest.mark.journey
 def test_two_signals_at_once_end_the_patience(coordinator: DataParallelInferenceCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
     async def control(call: Callable[[InferenceClient], Any]) -> None:
         async with InferenceClient(coordinator.address) as client:
@@ -293,6 +296,7 @@ def refused(service: Service) -> bool:
     return False
 
 
+@pytest.mark.journey
 def test_when_engines_are_given_up_open_requests_are_told_and_all_servers_end(coordinator: DataParallelInferenceCoordinator) -> None:
     with service(coordinator) as ending, ThreadPoolExecutor(8) as pool:
         assert ending.is_open.wait(60), ending.error

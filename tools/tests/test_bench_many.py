@@ -18,10 +18,10 @@ from tools.bench.many import RefitRun, main, refit_runs, refit_times
 from tools.bench.rl import SIZES
 from tools.bench.serve import build, run_case
 
-pytestmark = pytest.mark.journey
 TWO = Scale(gpus=2, small=True)
 
 
+@pytest.mark.journey
 def test_a_trainer_and_an_engine_work_by_turns_and_one_step_off() -> None:
     by_turns, one_off = grpo_on_halves(TWO, SIZES["tiny"], iterations=2)
     assert (by_turns["lag"], one_off["lag"]) == (0, 1)
@@ -29,7 +29,9 @@ def test_a_trainer_and_an_engine_work_by_turns_and_one_step_off() -> None:
     assert all(row["tokens_per_s_per_gpu"] > 0 and row["refit_ms"] > 0 for row in (by_turns, one_off))
 
 
-@pytest.mark.parametrize(("streams", "resident_gb", "optimizer"), [(None, 0.0, "offloaded"), (True, -1.0, "streamed")])
+@pytest.mark.parametrize(
+    ("streams", "resident_gb", "optimizer"), [(None, 0.0, "offloaded"), pytest.param(True, -1.0, "streamed", marks=pytest.mark.journey)]
+)
 def test_trainer_and_engines_of_the_same_ranks_take_turns(streams: bool | None, resident_gb: float, optimizer: str) -> None:
     [row] = grpo_by_turns(TWO, TURNS["tiny"], iterations=1, streams=streams, resident_gb=resident_gb)
     assert len(row["peak_gib"]) == len(row["peak_training_alone_gib"]) == 2
@@ -45,6 +47,7 @@ def test_engines_have_the_trainer_s_weights_after_a_refit(run: RefitRun) -> None
         assert len(times) == 4 and min(times) > 0
 
 
+@pytest.mark.journey
 def test_a_killed_engine_takes_its_own_streams_only() -> None:
     [row] = killed_engine(TWO)
     # Those of which nothing had come go to the other one.

@@ -94,6 +94,7 @@ def test_percentiles_are_values_that_occurred() -> None:
     assert percentile([7.0], 50) == percentile([7.0], 99) == 7.0 and percentile([1.0, 2.0], 99) == 2.0
 
 
+@pytest.mark.journey
 def test_the_first_token_and_the_gaps_are_timed_as_they_come() -> None:
     def complete(body: dict[str, Any], write: Write) -> None:
         assert body["model"] == "scripted" and body["stream"] and body["ignore_eos"]
@@ -128,6 +129,7 @@ def test_times_of_a_row_are_those_of_its_answers() -> None:
     assert (row["tpot_ms_p50"], row["tpot_ms_p99"]) == (20.0, 30.0)
 
 
+@pytest.mark.journey
 def test_answers_that_are_short_cut_off_wrong_or_late_fail_by_what_they_lack() -> None:
     faults = iter(["short", "error", "silent", "late"])
 
@@ -192,6 +194,7 @@ def test_engines_behind_a_coordinator_are_measured_beside_one() -> None:
         assert row["scaling"] == round(row["out_tok_s"] / rows[0]["out_tok_s"], 3)
 
 
+@pytest.mark.journey
 def test_our_server_answers_every_request_and_a_server_that_ends_is_a_row_with_its_words() -> None:
     broken = f"{shlex.quote(sys.executable)} -c 'raise SystemExit(\"no such model {{model}}\")'"
     load = PoissonLoad(rate=20.0, num_requests=8, inputs=12, outputs=6, vocab_size=512)

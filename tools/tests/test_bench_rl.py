@@ -14,8 +14,6 @@ from mcore_rl import refit
 from tools.bench._peers import peers
 from tools.bench.rl import ARITHMETICS, SHARED, SIZES, Clock, agreement, build, build_learner, main, shared_prompts, turns
 
-pytestmark = pytest.mark.journey
-
 
 def test_a_shared_prompt_trains_as_one_with_each_answer_in_fewer_places() -> None:
     device = torch.device("cpu")
@@ -36,6 +34,7 @@ def test_turns_of_trainer_and_engine_leave_no_tensor_behind() -> None:
     assert least == most > 1e6 and row["cycles"] == 6 and 0 < row["peak_gib"][0] <= row["peak_gib"][1]
 
 
+@pytest.mark.journey
 def test_the_arithmetics_of_trainer_and_engine_are_compared() -> None:
     device = torch.device("cpu")
     plain, exact, wide = agreement("tiny", list(ARITHMETICS), SIZES["tiny"], device, Clock(device))
@@ -68,6 +67,7 @@ def test_a_step_stands_beside_its_peer_s(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert ours["generated"] == 2 * 4 * 16 and ours["whole_s"] > 0 and ours["num_dropped"] == 0 and 0 < ours["reward"] < 1
 
 
+@pytest.mark.journey
 def test_what_a_peer_printed_before_its_time_was_over_is_kept() -> None:
     kept, failure = peers(['slow=bash -c \'echo "{\\"step\\": 1}"; exec sleep 60\''], timeout_s=2.0)
     assert kept == {"part": "peer", "by": "slow", "step": 1}

@@ -13,8 +13,6 @@ from tools.bench.rl import SIZES, EvenShare
 from tools.bench.rl_trl import main, vllm_share, write_model
 from tools.bench.serve import MODELS
 
-pytestmark = pytest.mark.journey
-
 
 def test_the_written_model_has_the_shape_and_reads_prompts_as_ids(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")

@@ -12,6 +12,7 @@ import torch
 from tools.bench import speculation
 
 
+@pytest.mark.journey
 def test_a_small_run_has_a_row_for_each_who_proposes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"--layers": 1, "--hidden-size": 16, "--steps": 2, "--outputs": 12, "--prompts": 1, "--output": tmp_path / "rows.json"}
     monkeypatch.setattr(sys, "argv", ["speculation", *(str(word) for pair in options.items() for word in pair)])

@@ -162,6 +162,7 @@ def test_a_library_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyP
     assert capsys.readouterr().err == 'error: uvicorn is not installed: pip install "mcore-inference[server]"\n'
 
 
+@pytest.mark.journey
 def test_a_reader_that_leaves_is_no_error() -> None:
     command = f"{sys.executable} -m mcore_tools doctor --json | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
@@ -262,6 +263,7 @@ def test_an_exit_code_says_whether_work_had_begun(error: Exception, code: int) -
     assert exit_code(caught.value) == 1
 
 
+@pytest.mark.journey
 def test_a_printing_program_ends_without_a_word_when_nobody_reads() -> None:
     # Unbuffered, so that the print fails and not the end.
     line = f"{sys.executable} -u -m mcore_tools.train --recipe gpt_tiny --write-config - | true; echo ${{PIPESTATUS[0]}}"

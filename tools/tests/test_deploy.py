@@ -99,6 +99,7 @@ wait
 """
 
 
+@pytest.mark.journey
 @pytest.mark.timeout(150)
 def test_the_slurm_script_serves_by_all_tasks(tmp_path: Path) -> None:
     checkpoint, port = tiny_checkpoint(tmp_path, "slurm starts a task for each device. "), free_port()
@@ -184,6 +185,7 @@ def proxied(tmp_path: Path) -> Iterator[tuple[httpx.Client, str, threading.Event
             proxy.wait(20)
 
 
+@pytest.mark.journey
 def test_behind_the_published_proxy_tokens_stream_and_nothing_internal_shows(
     proxied: tuple[httpx.Client, str, threading.Event],
 ) -> None:

@@ -22,7 +22,6 @@ from mcore_tools.training import Trained, fill_model, train_rank, trained_run, t
 from tests.support.corpora import write_corpus
 from tests.support.published import write_published
 
-pytestmark = pytest.mark.journey
 TEXT = "a student hears what its teacher finds likely, and every other word it could have been. "
 
 
@@ -179,6 +178,7 @@ def test_the_command(teacher: RunConfig, tmp_path: Path, monkeypatch: pytest.Mon
     assert "logits_distillation_loss" in (tmp_path / "student" / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.journey
 def test_vocabulary_and_tokenizer_are_those_of_the_teachers_folder(
     teacher: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

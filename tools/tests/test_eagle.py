@@ -19,7 +19,6 @@ from mcore_tools.training import train_rank
 from tests.support.corpora import write_corpus
 from tests.support.published import write_published
 
-pytestmark = pytest.mark.journey
 TEXT = "a draft is short, a target is slow, and what the target would have said the draft has said before. "
 
 
@@ -51,6 +50,7 @@ def losses(config: EagleRun) -> list[float]:
     return [row["loss"] for row in map(json.loads, lines) if "loss" in row]
 
 
+@pytest.mark.journey
 def test_a_head_learns_and_is_published(base: EagleRun, tmp_path: Path) -> None:
     config = at(base, tmp_path / "head", f"published={tmp_path / 'published'}")
     first = train_head(dataclasses.replace(config, run=override(config.run, ["train.steps=1", "train.lr_schedule=constant"])), "cpu")
@@ -73,6 +73,7 @@ def test_a_head_learns_and_is_published(base: EagleRun, tmp_path: Path) -> None:
         evaluate_rank(config, "cpu")
 
 
+@pytest.mark.journey
 def test_features_on_disk_teach_as_well(base: EagleRun, tmp_path: Path) -> None:
     path = tmp_path / "head.json"
     path.write_text(EagleConfig.of_target(base.target.model, draft_vocab_size=64).to_json(), encoding="utf-8")
@@ -92,6 +93,7 @@ def test_features_on_disk_teach_as_well(base: EagleRun, tmp_path: Path) -> None:
         train_head(other, "cpu")
 
 
+@pytest.mark.journey
 def test_a_published_model_is_a_target(base: EagleRun, tmp_path: Path) -> None:
     published = eagle_run("gpt_tiny", str(write_published(tmp_path / "llama", initializer_range=0.2, dtype=torch.bfloat16)))
     assert published.target.load.path == str(tmp_path / "llama") and published.run.train.dtype == "bfloat16"

@@ -64,6 +64,7 @@ def rounded(name: str, value: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_a_step_computes_with_rounded_weights_and_keeps_the_others(world, source: RunConfig, tmp_path: Path) -> None:
     names = [name for name in read_manifest(newest(source)).tensors if not name.startswith("optimizer.")]

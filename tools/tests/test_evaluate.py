@@ -122,6 +122,7 @@ def test_bad_input_is_one_line(
     assert message in error and error.count("\n") == 1
 
 
+@pytest.mark.journey
 def test_a_stride_is_refused_before_the_model_is_loaded(
     run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +204,7 @@ def test_what_goes_wrong_behind_the_loading_is_a_failure(
     assert capsys.readouterr().err == "error: the engine refused a text\n"
 
 
+@pytest.mark.journey
 def test_what_an_engine_refuses_is_told_with_its_remedy(scorer: Scorer) -> None:
     remedy = r"; check that the tokenizer is that of the model, or raise --cache-gb$"
     with pytest.raises(ValueError, match=f"^the engine refused a text: .*{remedy}"):

@@ -44,6 +44,7 @@ def train_each(configs: list[RunConfig]) -> None:
         train_rank(config, "cpu")
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_the_curve_is_that_of_float32_in_any_layout(world, corpus: list[str], tmp_path: Path) -> None:
     wide = override(recipe("gpt_tiny"), [*corpus, f"output={tmp_path}/wide"])
@@ -61,6 +62,7 @@ def test_the_curve_is_that_of_float32_in_any_layout(world, corpus: list[str], tm
     assert learnt[-1] < learnt[0] - 0.5 and expected[-1] < expected[0] - 0.5
 
 
+@pytest.mark.journey
 def test_steps_are_skipped_until_the_scale_is_found_and_a_start_goes_on_with_it(corpus: list[str], tmp_path: Path) -> None:
     run = [*corpus, "train.dtype=float16", "optimizer.initial_loss_scale=1048576", "optimizer.hysteresis=1"]
     config = override(recipe("gpt_tiny"), [*run, "train.steps=16", f"output={tmp_path}/run"])

@@ -123,7 +123,7 @@ def test_chats_and_several_continuations_with_log_probabilities(folder: Path, tm
     assert entries[0]["text"] == engine.generate([tokens], params)[0].generated_text
 
 
-@pytest.mark.parametrize("coordinator", ["0", "1"])
+@pytest.mark.parametrize("coordinator", ["0", pytest.param("1", marks=pytest.mark.journey)])
 def test_each_continuation_of_a_prompt_is_printed(
     coordinator: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ def test_a_short_run_is_kept_whole() -> None:
     assert history.curve("never") == ([], []) and history.names == ["loss", "grad_norm"]
 
 
+@pytest.mark.journey
 def test_memory_ends_growing() -> None:
     history = filled(2_000)
     tracemalloc.start()
@@ -43,6 +44,7 @@ def test_memory_ends_growing() -> None:
     assert grown < 1_000_000, grown
 
 
+@pytest.mark.journey
 def test_a_long_run_keeps_its_shape_its_peaks_and_its_ends() -> None:
     history = filled(100_000)
     steps, losses = history.curve("loss")
@@ -84,6 +86,7 @@ def test_a_resumed_run_shows_the_steps_before(tmp_path: Path) -> None:
     assert math.isnan(history.curve("loss")[1][1])
 
 
+@pytest.mark.journey
 def test_a_long_file_is_read_line_by_line(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     with path.open("w", encoding="ascii") as file:

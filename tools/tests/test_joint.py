@@ -33,6 +33,7 @@ def config_of(name: str) -> JointConfig:
     return JointConfig(steps=CONFIG.steps, lr=CONFIG.lr, micro_batches=3, micro_batch_size=5, dtype="float64", **GRIDS[name])
 
 
+@pytest.mark.journey
 def test_the_decoder_learns_what_only_the_encoder_sees() -> None:
     # The classes are drawn anew for every patch: without the encoder nothing is below the cost of a guess.
     torch.set_num_threads(1)
@@ -41,6 +42,7 @@ def test_the_decoder_learns_what_only_the_encoder_sees() -> None:
     assert curve[-1] < 0.2 * math.log(16)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("name", GRIDS)
 def test_every_pair_of_grids_gives_the_curve_of_one_process(name: str) -> None:
     config = config_of(name)
@@ -49,6 +51,7 @@ def test_every_pair_of_grids_gives_the_curve_of_one_process(name: str) -> None:
     assert alone()[-1] < alone()[0] - 0.2
 
 
+@pytest.mark.journey
 def test_the_command_trains_and_names_what_is_wrong(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["--set", "encoder.dp=1", "--set", "decoder.tp=1", "--set", "steps=3"]) == 0
     lines = capfd.readouterr().out.splitlines()

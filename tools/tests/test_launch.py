@@ -60,6 +60,7 @@ def test_a_dead_rank_is_named() -> None:
     assert caught.value.summary is None
 
 
+@pytest.mark.journey
 def test_ranks_that_wait_too_long_bring_the_report() -> None:
     guard = WatchdogConfig(stall_timeout_s=2.0, slow_allowance_s=0, heartbeat_s=0.1, dead_after_s=20.0)
     with pytest.raises(RankError, match=r"(?s)rank 0 waits for rank 1.*group world.*missing: rank 1, alive at step 3.*in dawdle") as caught:
@@ -93,6 +94,7 @@ def test_ranks_that_recorded_collectives_come_to_their_end() -> None:
     assert launch(record_a_sum, 2, device="cuda", timeout_s=60.0) == [4.0, 4.0]
 
 
+@pytest.mark.journey
 def test_training_needs_no_library_of_a_server_and_waits_for_no_sharding() -> None:
     check = "import sys\nfor name in ('fastapi', 'starlette', 'uvicorn'): sys.modules[name] = None\n"
     check += "import mcore_tools.distill, mcore_tools.train\nassert 'torch.distributed.fsdp' not in sys.modules"

@@ -20,6 +20,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return prepare(text, tmp_path_factory.mktemp("corpus"), 300, Console(file=io.StringIO()))
 
 
+@pytest.mark.journey
 def test_both_ways_learn_the_same_from_the_same_tokens(corpus: Corpus) -> None:
     pytest.importorskip("transformers")
     report = learning.compare(corpus, Path(corpus.prefix).parent, 5 * 512, ["eager"])
@@ -39,6 +40,7 @@ def test_a_slope_is_told_from_noise() -> None:
     assert rising["bytes_a_step"] == pytest.approx(3.0, abs=0.01) and rising["growth_bytes"] == pytest.approx(1197, abs=4)
 
 
+@pytest.mark.journey
 def test_the_memory_of_a_run_is_recorded(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learning, "prepare", lambda *_: corpus)
     monkeypatch.setattr(sys, "argv", ["learning", "--memory-slope", "--steps", "12", "--output", str(tmp_path / "slope.json")])

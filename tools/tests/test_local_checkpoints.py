@@ -67,6 +67,7 @@ def go_on(config: RunConfig) -> tuple[list[int], str]:
     return [step for step, _ in trained.history.recent], printed.getvalue()
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_a_killed_run_goes_on_from_the_newest_step_that_is_whole(world, tmp_path: Path) -> None:
     base = override(recipe("gpt_tiny"), [*changes(tmp_path), f"output={tmp_path}/unbroken"])
@@ -101,6 +102,7 @@ def test_a_killed_run_goes_on_from_the_newest_step_that_is_whole(world, tmp_path
     assert rows(config) == [*unbroken[:5], *unbroken[3:]]
 
 
+@pytest.mark.journey
 def test_one_process_needs_no_saved_step_and_the_model_of_the_kept_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

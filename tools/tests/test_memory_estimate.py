@@ -68,6 +68,7 @@ def check_estimate(dtype: torch.dtype, fields: dict[str, Any], shared: int | Non
     del output
 
 
+@pytest.mark.journey
 def test_the_script_writes_a_row_a_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(memory_estimate, "launch", lambda work, ranks, *, device, **inputs: [work(**inputs) for _ in range(ranks)])
     monkeypatch.setattr(sys, "argv", ["memory_estimate", "--model", "tiny", "--steps", "1", "--output", str(tmp_path / "rows.json")])

@@ -29,6 +29,7 @@ def fields(folder: Path, *, steps: int) -> list[str]:
     return ["--recipe", "gpt_tiny", *(word for change in changes for word in ("--set", change))]
 
 
+@pytest.mark.journey
 def test_bytes_are_trained_on_and_resumed(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert (run / "tokenizer" / "tokenizer_metadata.json").is_file()
     assert main(["train", *fields(run.parent, steps=3)]) == 0

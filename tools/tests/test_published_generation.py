@@ -59,6 +59,7 @@ def test_qwen3_generates_what_transformers_generates(fields: dict[str, Any], tmp
     check_generation(folder, Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
 
 
+@pytest.mark.journey
 def test_gemma2_generates_what_transformers_generates(tmp_path: Path) -> None:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 

@@ -57,6 +57,7 @@ def test_a_run_of_one_that_says_no_dtype_is_in_that_of_its_weights(published: Pa
     assert find_origin(str(published / "quantized")).dtype == "bfloat16"
 
 
+@pytest.mark.journey
 def test_the_verbs_begin_with_it_and_write_none(published: Path, capsys: pytest.CaptureFixture[str]) -> None:
     still = [word for field in ("train.steps=1", "train.seq_len=64", "optimizer.lr=0", "optimizer.min_lr=0") for word in ("--set", field)]
     quiet = ["--set", "log.tensorboard=false", "--set", "log.html=false"]

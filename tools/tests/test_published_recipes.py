@@ -78,6 +78,7 @@ def test_a_trainer_whose_answers_servers_draw_fits_as_the_refusal_says(name: str
     assert config.plan.world_size == gpus and run_memory(config).gib < 141 * 0.94
 
 
+@pytest.mark.journey
 def test_the_tables_of_the_guides_are_what_the_planner_says() -> None:
     for path, kinds in PAGES.items():
         assert page(ROOT / path, kinds) == (ROOT / path).read_text(encoding="utf-8"), "python -m tools.docs.layouts --write"

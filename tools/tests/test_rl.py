@@ -39,7 +39,6 @@ from mcore_tools.training import export_run
 from tests.support.countdown import PACE, QUIET, SIZES, countdown_words, num_taken, rows
 from tests.support.published import write_published
 
-pytestmark = pytest.mark.journey
 PROMPT = "rl.countdown.prompt={numbers}={target}:<answer>"
 MIXTURE = "moe.num_moe_experts=4 moe.moe_router_topk=2"
 FAST = (*SIZES, *PACE, *QUIET, "train.steps=2", "rl.imitation_steps=2", "train.eval_interval=2", "rl.generation_args.max_tokens=6")
@@ -203,6 +202,7 @@ def test_programs_of_a_file_are_run(tmp_path: Path) -> None:
     assert row["num_rollouts"] == 8 and row["reward"] == 0.0
 
 
+@pytest.mark.journey
 def test_answers_are_judged_in_processes_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = ["train.steps=1", "rl.judges.num_workers=1", "rl.judges.time_s=20"]
     assert run(tmp_path / "run", *changes) == 0
@@ -228,6 +228,7 @@ def test_each_environment_runs_by_its_name(environment: str, tmp_path: Path) -> 
     assert row["num_rollouts"] == 8 and "eval/reward" in row
 
 
+@pytest.mark.journey
 def test_several_environments_share_a_run_and_each_has_its_numbers(tmp_path: Path) -> None:
     names = ["rl.mixture=[countdown,arithmetic,character_share]", "rl.mixture_weights=[1,1,0]"]
     changes = ["rl.imitation_steps=0", "train.steps=1", "train.eval_interval=1", "rl.eval_samples=2", "log.html=true"]
@@ -264,6 +265,7 @@ BALANCED_MIXTURE = ("moe.num_moe_experts=4", "moe.moe_ffn_hidden_size=32", "moe.
 HYBRID = ("model.hybrid_layer_pattern=M*-", "model.num_layers=3", "model.mamba.num_groups=2", "model.mamba.head_dim=16")
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("changes", [(), BALANCED_MIXTURE, HYBRID], ids=["dense", "mixture", "hybrid"])
 def test_trainer_and_engine_of_a_batch_invariant_run_agree_to_the_last_bit(changes: tuple[str, ...], tmp_path: Path) -> None:
     assert run(tmp_path / "run", "batch_invariant=true", "train.steps=1", *changes) == 0
@@ -336,6 +338,7 @@ def test_all_updates_follow_the_schedule_of_the_run(changes: str, tmp_path: Path
     assert schedules and all(schedule is zero_bubble for schedule in schedules)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(
     "layout",
     [
@@ -449,6 +452,7 @@ def test_what_cannot_run_is_one_line_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.journey
 def test_evaluations_change_nothing_that_is_trained(tmp_path: Path) -> None:
     # What is batched together depends on the time that it takes, and must not change a bit here.
     shared = ("train.steps=3", "rl.countdown.num_numbers=2", "batch_invariant=true")
@@ -575,6 +579,7 @@ def test_torchrun_is_told_why_a_run_ended(tmp_path: Path, monkeypatch: pytest.Mo
     assert reason(STOPPED_EXIT_CODE) == "no failure: stopped and saved after step 1; start it again to go on"
 
 
+@pytest.mark.journey
 def test_a_published_model_is_trained_and_exported(tmp_path: Path) -> None:
     published = write_published(tmp_path / "llama")
     changes = [*PACE, *QUIET, "rl.environment=arithmetic", "rl.generation_args.max_tokens=4", "train.steps=1", f"output={tmp_path / 'run'}"]

@@ -13,7 +13,6 @@ from mcore_tools.rl import build_environment
 from tests.support.countdown import PACE, QUIET, SIZES, rows
 from tools.bench import rl_curve
 
-pytestmark = pytest.mark.journey
 FAST = (*SIZES, *PACE, *QUIET, "train.steps=2", "train.eval_interval=2", "rl.imitation_steps=3", "rl.max_requests=3")
 
 

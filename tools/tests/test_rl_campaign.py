@@ -20,6 +20,7 @@ def rows_of(output: Path) -> list[dict[str, Any]]:
 
 
 # Here, where the server of its worlds runs already.
+@pytest.mark.journey
 @pytest.mark.timeout(600)
 def test_nothing_is_lost_or_untold(tmp_path: Path) -> None:
     output = tmp_path / "trust.json"
@@ -32,6 +33,7 @@ def test_nothing_is_lost_or_untold(tmp_path: Path) -> None:
     assert [row["part"] for row in rows] == FAST and all(row["ok"] for row in rows)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(
     ("parts", "share"),
     [(["resumes"], 0.03), pytest.param([*FAST, "resumes", "drift"], 0.2, marks=pytest.mark.slow)],

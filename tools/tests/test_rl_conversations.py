@@ -25,7 +25,6 @@ from tests.support.countdown import PACE, QUIET, num_taken, rows
 from tests.support.environments import Nodding
 from tests.support.published import TEMPLATE, write_published
 
-pytestmark = pytest.mark.journey
 NODDING = "tests.support.environments:Nodding"
 FAST = (
     *PACE,
@@ -74,6 +73,7 @@ def test_a_run_calls_tools_and_goes_on_with_the_next_problems(published: Path, t
     assert all(some <= every for some, every in zip(posed, wanted, strict=True))
 
 
+@pytest.mark.journey
 def test_ranks_that_share_an_engine_hold_conversations(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     changes = ("rl.environment=calculator", "plan.dp=2", "rl.engine_tp=2", f"output={tmp_path / 'run'}")
@@ -83,6 +83,7 @@ def test_ranks_that_share_an_engine_hold_conversations(published: Path, tmp_path
     assert "eval/reward" in rows(tmp_path / "run")[-1] and num_taken(tmp_path / "run", 2) == [4]
 
 
+@pytest.mark.journey
 def test_conversations_are_imitated_with_the_calls_of_tools(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, output = tmp_path / "model", tmp_path / "run"
     shutil.copytree(published, model)
@@ -110,7 +111,7 @@ def test_what_cannot_be_imitated_is_one_line(
     assert message in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("judges", [(), ("rl.judges.num_workers=1", "rl.judges.time_s=30")])
+@pytest.mark.parametrize("judges", [(), pytest.param(("rl.judges.num_workers=1", "rl.judges.time_s=30"), marks=pytest.mark.journey)])
 def test_several_turns_and_single_ones_share_a_run(judges: tuple[str, ...], published: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     mixture = f"rl.mixture=[{NODDING},arithmetic,calculator]"
@@ -139,6 +140,7 @@ def test_a_mixture_behind_http_is_known_by_its_environments(published: Path, tmp
     assert row["env/nodding/num_rollouts"] and row["env/arithmetic/num_rollouts"] and row["num_dropped"] == 0
 
 
+@pytest.mark.journey
 def test_processes_imitate_and_hold_the_same_conversations(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = ("batch_invariant=true", "rl.environment=calculator", "rl.arithmetic.worked=1", "rl.imitation_steps=4", "train.steps=1")
     judges = ("rl.judges.num_workers=1", "rl.judges.time_s=30")
@@ -149,6 +151,7 @@ def test_processes_imitate_and_hold_the_same_conversations(published: Path, tmp_
     assert len(written) == 2 and len(set(written)) == 1
 
 
+@pytest.mark.journey
 def test_an_environment_behind_http_holds_the_same_conversations(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = ("batch_invariant=true", "train.steps=1")
     assert reinforce.main([str(published), *words(*changes, f"rl.environment={NODDING}", f"output={tmp_path / 'here'}")]) == 0
@@ -205,7 +208,11 @@ def test_servers_hold_conversations(published: Path, tmp_path: Path) -> None:
             "rl.environment=countdown rl.mixture=[calculator,arithmetic] rl.imitation_steps=2",
             "rl.imitation_steps is for single answers or for conversations, and environment 'multi_task' has both; leave it out",
         ),
-        ("train.seq_len=32", "train.seq_len=32 must hold a problem, and none of the first 2 fits: the last has"),
+        pytest.param(
+            "train.seq_len=32",
+            "train.seq_len=32 must hold a problem, and none of the first 2 fits: the last has",
+            marks=pytest.mark.journey,
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_by_name(

@@ -18,7 +18,7 @@ from mcore_tools.rl._engines import step_may_hang
 from tests.support.commands import run_ranks
 from tests.support.countdown import PACE, QUIET, SIZES, countdown_words, num_taken, rows
 
-pytestmark = [pytest.mark.journey, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 PATIENCE_S = 120.0
 """With ranks that begin at once on few cores."""
 # Any text earns something, without imitation.
@@ -41,6 +41,7 @@ def assert_same(whole: list[dict[str, Any]], split: list[dict[str, Any]]) -> Non
         assert 0 <= other["logprob_mismatch"] < 1e-5
 
 
+@pytest.mark.journey
 def test_ranks_under_torchrun_that_share_an_engine_learn_what_one_rank_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert reinforce.main(words(tmp_path / "whole")) == 0
     monkeypatch.chdir(tmp_path)
@@ -57,6 +58,7 @@ def codes(output: Path, num_ranks: int, *changes: str) -> list[int]:
     return [code for code, _, _ in run_ranks(reinforce.main, words(output, *changes), num_ranks, timeout_s=PATIENCE_S)]
 
 
+@pytest.mark.journey
 def test_a_run_of_two_engines_stops_and_goes_on_where_each_of_them_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     output, changes = tmp_path / "run", ("plan.tp=4", "rl.engine_tp=2", "model.num_attention_heads=4", "model.num_query_groups=4")
@@ -73,6 +75,7 @@ def test_a_run_of_two_engines_stops_and_goes_on_where_each_of_them_was(tmp_path:
 MIXTURE = ("moe.num_moe_experts=4", "moe.moe_router_topk=2", "moe.moe_ffn_hidden_size=32")
 
 
+@pytest.mark.journey
 def test_a_mixture_replays_the_routing_of_an_engine_of_two_ranks_without_a_cache_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +108,7 @@ def lose_the_second_rank(arguments: list[str]) -> int:
     return reinforce.main(arguments)
 
 
+@pytest.mark.journey
 def test_a_lost_rank_of_an_engine_is_named_and_the_run_goes_on_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = words(tmp_path / "run", *SPLIT, "train.checkpoint_interval=1")

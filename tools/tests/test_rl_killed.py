@@ -17,7 +17,7 @@ from mcore_tools.rl import CRITIC, REFERENCE
 from tests.support.countdown import QUIET, SIZES, countdown_words, num_taken, rows
 from tests.support.killed_rl import PHASES, Start, run_starts
 
-pytestmark = [pytest.mark.journey, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 # Each problem is posed once, and any text may earn something. To the last bit, answers do not depend on those that share a step.
 POSED = (
     *("rl.environment=character_share", f"rl.character_share.prompts=[{','.join('abcdefghijklmnopqrstuvwxyz')}]"),
@@ -79,6 +79,7 @@ def stored(output: Path) -> dict[str, list[str]]:
     return contents
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind not in ("refreshed", "critic", "file") else kind for kind in KINDS]
 )
@@ -108,6 +109,7 @@ def test_ranks_that_needed_unequally_many_groups_go_on_where_each_of_them_was(tm
     assert first[0] != first[1] and sum(last) > 4 * 3
 
 
+@pytest.mark.journey
 def test_a_critic_that_a_killed_run_left_alone_is_forgotten(tmp_path: Path) -> None:
     # The answers that are drawn again are others, and so is what is learnt from them.
     output, changes = tmp_path / "run", _changes("critic", tmp_path)
@@ -124,6 +126,7 @@ def test_a_critic_that_a_killed_run_left_alone_is_forgotten(tmp_path: Path) -> N
     assert later.steps() == [2, 3]
 
 
+@pytest.mark.journey
 def test_a_reference_follows_the_policy_in_its_turn(tmp_path: Path) -> None:
     changes = ("rl.group_size=4", "rl.kl_beta=0.5", "rl.ref_model_sync_steps=2", "rl.ref_model_mixup_alpha=1", "train.global_batch_size=8")
     assert run_starts([Start(words=words(tmp_path / "run", *changes, "train.steps=4"))]) == [[0]]
@@ -171,6 +174,7 @@ def test_by_turns_a_run_whose_halves_are_killed_ends_as_one_that_was_not(kind: s
     assert stored(output) == stored(whole)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(
     ("kind", "max_lag", "phases"),
     [

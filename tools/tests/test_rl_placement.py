@@ -22,7 +22,6 @@ from mcore_tools.rl._halves import Halves
 from tests.support.commands import run_ranks
 from tests.support.countdown import PACE, QUIET, SIZES, countdown_words, num_taken, rows
 
-pytestmark = pytest.mark.journey
 TINY = (*SIZES, *PACE, *QUIET, "train.steps=3", "rl.imitation_steps=2", "train.eval_interval=3", "rl.generation_args.max_tokens=6")
 APART = ("rl.placement.num_engines=1", "rl.placement.timeout_s=30", "rl.rollout_timeout_s=27")
 
@@ -37,6 +36,7 @@ def assert_same(beside: list[dict[str, Any]], apart: list[dict[str, Any]], names
         assert [other[name] for name in names] == pytest.approx([one[name] for name in names], rel=1e-4, abs=1e-7)
 
 
+@pytest.mark.journey
 def test_by_turns_halves_under_torchrun_learn_what_one_rank_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert reinforce.main(words(tmp_path / "beside")) == 0
     monkeypatch.chdir(tmp_path)
@@ -126,6 +126,7 @@ def test_trainer_and_engine_share_one_gpu(max_lag: int, tmp_path: Path, monkeypa
     assert not any("cannot be mapped" in errors for *_, errors in ranks)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("layout", [pytest.param("plan.tp=2", marks=pytest.mark.slow), "plan.dp=2"])
 def test_one_step_off_a_run_stops_and_goes_on_without_losing_problems(layout: str, tmp_path: Path) -> None:
     output = tmp_path / "run"
@@ -149,6 +150,7 @@ KINDS = {
 }
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("kind", KINDS)
 def test_by_turns_other_learners_learn_what_one_rank_learns(kind: str, tmp_path: Path) -> None:
     changes, names = KINDS[kind]

@@ -15,7 +15,6 @@ from mcore_tools.rl import REFERENCE, reinforce_rank
 from mcore_tools.serving import open_engine
 from tests.support.countdown import QUIET, SIZES, countdown_words, num_taken, rows
 
-pytestmark = pytest.mark.journey
 PAIRED = (
     *SIZES,
     *QUIET,
@@ -66,6 +65,7 @@ def test_pairs_of_a_file_are_preferred_more_and_more(base: Path, pairs: Path, tm
     assert [row["step"] for row in rows(output)] == list(range(1, 10)) and rows(output)[-1]["margin"] > numbers[3]["margin"]
 
 
+@pytest.mark.journey
 def test_the_best_and_the_worst_of_each_group_are_told_apart(base: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     changes = ("rl.imitation_steps=0", "rl.environment=character_share", "rl.dpo.beta=0.5", "rl.group_size=8", "train.steps=12")
@@ -76,6 +76,7 @@ def test_the_best_and_the_worst_of_each_group_are_told_apart(base: Path, tmp_pat
     assert sum(late) > sum(early) and "eval/reward" in numbers[3]
 
 
+@pytest.mark.journey
 def test_ranks_share_pairs(base: Path, pairs: Path, tmp_path: Path) -> None:
     losses = []
     for plan, number in (("plan.dp=1", 1), ("plan.dp=2", 2), ("plan.tp=2", 2)):
@@ -97,6 +98,7 @@ def test_ranks_share_pairs(base: Path, pairs: Path, tmp_path: Path) -> None:
         assert [value for row in other for value in row] == pytest.approx([value for row in losses[0] for value in row], rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.journey
 def test_a_student_comes_to_its_teacher_on_its_own_answers(base: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     # Random weights, and another size than the teacher's.
@@ -123,6 +125,7 @@ def test_a_sharded_policy_learns_from_pairs_beside_its_first_weights(base: Path,
     assert first["margin"] == pytest.approx(0.0, abs=1e-6) and second["margin"] > 1e-4 and 0 <= second["eval/accuracy"] <= 1
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("kind", ["fsdp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_the_reference_of_a_sharded_policy_follows_it_and_a_run_goes_on_with_it(kind: str, base: Path, pairs: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"

@@ -19,7 +19,6 @@ from mcore_tools.rl import REFERENCE, _reference, reinforce_rank
 from mcore_tools.training import export_run, open_weights
 from tests.support.countdown import PACE, QUIET, SIZES, countdown_words, rows
 
-pytestmark = pytest.mark.journey
 STILL = ("optimizer.lr=0.0", "optimizer.min_lr=0.0")
 FAST = (*SIZES, *PACE, *QUIET, "train.steps=1", "rl.imitation_steps=0", "train.eval_interval=0", "rl.generation_args.max_tokens=6")
 
@@ -51,6 +50,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
+@pytest.mark.journey
 def test_the_divergence_is_from_the_named_weights_which_the_run_keeps(
     other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +78,7 @@ def test_the_divergence_is_from_the_named_weights_which_the_run_keeps(
     assert f"rl.reference='{other}', and the run began with ''" in capsys.readouterr().err
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(
     "layout", ["plan.tp=2", "plan.dp=2 data_parallel=fsdp", pytest.param("plan.dp=2 data_parallel=fsdp2", marks=pytest.mark.slow)]
 )

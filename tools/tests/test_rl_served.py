@@ -15,7 +15,6 @@ from mcore_tools.recipes import override, recipe
 from mcore_tools.serving import build_engine
 from tests.support.countdown import PACE, QUIET, SIZES, countdown_words, rows
 
-pytestmark = pytest.mark.journey
 TINY = (
     *SIZES,
     *PACE,
@@ -29,6 +28,7 @@ def run(output: Path, *changes: str) -> int:
     return reinforce.main(countdown_words(*TINY, f"output={output}", *changes))
 
 
+@pytest.mark.journey
 def test_a_run_learns_from_a_server_that_takes_its_weights(tmp_path: Path) -> None:
     root, secret, trainer, output = tmp_path / "shared", tmp_path / "secret", tmp_path / "trainer", tmp_path / "run"
     root.mkdir()
@@ -52,6 +52,7 @@ def test_a_run_learns_from_a_server_that_takes_its_weights(tmp_path: Path) -> No
     assert [path.name for path in (root / "run").iterdir()] == ["version-00000005"] and engine.weight_version == 5
 
 
+@pytest.mark.journey
 def test_evaluations_of_a_server_change_nothing_that_is_trained(tmp_path: Path) -> None:
     """Nor do requests of others that it had before."""
     # What is batched together depends on the time that it takes, and must not change a bit here.

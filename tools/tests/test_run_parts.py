@@ -61,9 +61,9 @@ def plain(corpora: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float
 @pytest.mark.parametrize(
     "changes",
     [
-        ("recompute.granularity=full", "recompute.num_layers=2"),
+        pytest.param(("recompute.granularity=full", "recompute.num_layers=2"), marks=pytest.mark.journey),
         ("recompute.modules=[norm,core_attention]",),
-        ("offload.on_cpu=true", "offload.min_offloaded_tensor_size=1"),
+        pytest.param(("offload.on_cpu=true", "offload.min_offloaded_tensor_size=1"), marks=pytest.mark.journey),
         ("ddp.bucket_size=100", "ddp.gradient_accumulation_fusion=false"),
     ],
     ids=["full", "selective", "offload", "ddp"],
@@ -78,6 +78,7 @@ def test_choices_of_memory_leave_every_bit(changes: tuple[str, ...], corpora: Pa
     assert train(corpora, tmp_path, *changes) == plain
 
 
+@pytest.mark.journey
 def test_attention_logits_of_a_run_are_bounded(corpora: Path, plain: list[float], tmp_path: Path) -> None:
     high = train(corpora, tmp_path / "high", "qk_clip.threshold=1e6")
     assert high == plain
@@ -92,6 +93,7 @@ def test_attention_logits_of_a_run_are_bounded(corpora: Path, plain: list[float]
     assert clipped and rows[-1]["qk_clip/max_logit"] < 2 * bound
 
 
+@pytest.mark.journey
 def test_fp8_trains_near_the_model_in_its_own_dtype(corpora: Path, tmp_path: Path) -> None:
     wide = train(corpora, tmp_path / "wide", "train.dtype=float32")
     narrow = train(corpora, tmp_path / "narrow", "train.dtype=float32", "fp8.recipe=rowwise", "fp8.num_layers_at_end_in_bf16=1")
@@ -100,7 +102,7 @@ def test_fp8_trains_near_the_model_in_its_own_dtype(corpora: Path, tmp_path: Pat
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("strategy", ["optim", pytest.param("optim_grads_params", marks=pytest.mark.journey)])
 def test_sharded_runs_take_the_same_choices(world: Any, strategy: str, corpora: Path, plain: list[float], tmp_path: Path) -> None:
     changes = (
         "plan.dp=2",
@@ -157,6 +159,7 @@ def test_fragments_are_rearranged_each_by_itself(corpora: Path, tmp_path: Path) 
     assert cut.count("#") > 2 * whole.count("#") > 0
 
 
+@pytest.mark.journey
 def test_documents_of_one_sequence_do_not_meet(corpora: Path, plain: list[float], tmp_path: Path) -> None:
     config = small(
         corpora, tmp_path, "data.inter_document_masking=true", "train.seq_len=64", "train.global_batch_size=4", "train.steps=100"
@@ -173,6 +176,7 @@ def test_documents_of_one_sequence_do_not_meet(corpora: Path, plain: list[float]
     assert masked != plain and masked == pytest.approx(plain, rel=0.05)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 @pytest.mark.parametrize("plan", ["plan.tp=2", "plan.pp=2", "plan.dp=2"])
 def test_documents_are_kept_apart_in_every_layout(world: Any, plan: str, corpora: Path, tmp_path: Path) -> None:
@@ -202,6 +206,7 @@ def test_further_tokens_are_weighed(factor: float, corpora: Path, tmp_path: Path
         assert row["loss"] == pytest.approx(row["lm_loss"] + factor * row["mtp_1_loss"], rel=0.05 if factor else 1e-12)
 
 
+@pytest.mark.journey
 def test_numbers_of_each_layer_may_be_left_out(corpora: Path, tmp_path: Path) -> None:
     experts = ("moe.num_moe_experts=2", "moe.moe_router_load_balancing_type=aux_loss", "moe.moe_aux_loss_coeff=0.1", "train.steps=2")
     names = []

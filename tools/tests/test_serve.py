@@ -83,7 +83,7 @@ def test_prompts_are_continued_by_the_newest_step_or_the_one_named(
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("coordinator", [False, True])
+@pytest.mark.parametrize("coordinator", [False, pytest.param(True, marks=pytest.mark.journey)])
 def test_prompts_of_a_file_are_continued_once(
     coordinator: bool, saved_run: tuple[RunConfig, Path], tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +142,7 @@ def test_a_file_that_goes_on_gets_the_draws_of_one_that_was_not_ended(
     assert cli.main([*words, "--seed", "1"]) == 2 and "--seed is 1, and was 0 for the texts" in capsys.readouterr().err
 
 
+@pytest.mark.journey
 @pytest.mark.timeout(120)
 def test_one_engine_behind_a_coordinator_says_the_same(
     saved_run: tuple[RunConfig, Path], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -207,7 +208,6 @@ def url_of(command: Command) -> str:
     return command.until("serving ").split(" on ")[1].split(";")[0]
 
 
-@pytest.mark.journey
 @pytest.mark.timeout(180)
 def test_a_signal_ends_the_command_in_order(saved_run: tuple[RunConfig, Path]) -> None:
     with Command(main, [str(saved_run[1]), "--port", "0", "--cache-gb", "0.01"]) as command:
@@ -439,7 +439,6 @@ def test_only_who_starts_the_other_ranks_reads_the_model_before_it_connects(
     assert capsys.readouterr().err == "error: connects\n" * 2
 
 
-@pytest.mark.journey
 def test_ranks_that_were_started_refuse_a_layout_that_the_model_has_not(saved_run: tuple[RunConfig, Path]) -> None:
     for split, reason in (("--tp", "tp=3 must divide"), ("--pp", "num_layers=2 must be at least the number of pipeline stages 3")):
         for code, output, errors in run_ranks(cli.main, ["generate", str(saved_run[1]), "--prompt", "a", split, "3"], 3):

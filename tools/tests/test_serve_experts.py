@@ -83,6 +83,7 @@ async def ask_engines(coordinator: DataParallelInferenceCoordinator) -> tuple[li
     return [record.generated_text for record in records], engines
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("name", ["tp2", pytest.param("pp2", marks=pytest.mark.slow)])
 def test_engines_of_two_ranks_that_share_experts_answer_as_one_process(tmp_path: Path, name: str) -> None:
     folder = save(tmp_path, "moe_tiny")

@@ -62,9 +62,8 @@ def test_sizes_and_backend_are_those_of_the_engine(folder: Path, monkeypatch: py
     assert main([*words, "--prefix-caching"]) == 0 and engines[-1].context.config.enable_prefix_caching is True
 
 
-@pytest.mark.journey
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("coordinator", ["0", "1"])
+@pytest.mark.parametrize("coordinator", ["0", pytest.param("1", marks=pytest.mark.journey)])
 def test_an_operator_names_the_model_and_reads_the_step_log(folder: Path, coordinator: str) -> None:
     words = [str(folder), "--port", "0", "--cache-gb", "0.01", *SIZES, "--log-interval-steps", "2", "--attention-backend", "torch"]
     words += ["--served-model-name", "team/model", "--max-refused-per-s", "0.001"]

@@ -76,6 +76,7 @@ def until(holds: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None
         time.sleep(0.02)
 
 
+@pytest.mark.journey
 def test_a_server_ends_when_all_of_its_engines_were_given_up_and_not_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with coordinated(command(tmp_path), count=2, layout=ONE) as run:
         assert run is not None
@@ -123,6 +124,7 @@ def test_engines_have_no_key_of_another_job(monkeypatch: pytest.MonkeyPatch) -> 
     assert Job.named(job.address) == job
 
 
+@pytest.mark.journey
 def test_an_engine_of_another_host_keeps_the_server_alone(tmp_path: Path) -> None:
     ends: list[str] = []
     security = CoordinatorSecurity(secret="job")
@@ -165,6 +167,7 @@ def test_what_ends_while_it_loads_is_given_up_however_long_that_took(
     assert "dp-0 ended with exit code 9, 3 times before it took requests for a minute, and is given up" in caplog.text
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("obeys", [True, False])
 def test_an_engine_that_hangs_is_ended_and_started_again(
     obeys: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -192,6 +195,7 @@ def test_an_engine_that_hangs_is_ended_and_started_again(
             assert replicas._worlds[0].processes[0].pid != hung.pid and replicas.num_given_up == 0
 
 
+@pytest.mark.journey
 def test_an_engine_that_comes_back_is_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_replicas, "_HUNG_S", 2.0)
     security = CoordinatorSecurity(secret="job")

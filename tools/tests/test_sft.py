@@ -22,7 +22,6 @@ from mcore_tools.serving import open_engine
 from mcore_tools.training import train_rank
 from tests.support.published import ANSWERS, write_chat, write_published
 
-pytestmark = pytest.mark.journey
 FAST = ("train.seq_len=128", "train.global_batch_size=4", "optimizer.lr=3e-3", "log.tensorboard=false", "log.html=false")
 
 
@@ -75,6 +74,7 @@ def test_the_export_has_everything_that_the_model_came_with(tuned: Path, publish
     assert generation["eos_token_id"] == [theirs["eos_token_id"], turn_end]
 
 
+@pytest.mark.journey
 def test_transformers_answers_from_the_export_too(tuned: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -97,6 +97,7 @@ def test_the_model_is_that_of_the_weights_and_another_is_refused(
     assert import_hf(tmp_path / "run" / "hf").config["norm_epsilon"] == 1e-3
 
 
+@pytest.mark.journey
 def test_a_run_is_tuned_further_by_its_name(tuned: Path, chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tune(tuned, chat, tmp_path / "more", "train.steps=2") == 0
     assert f"weights of {tuned / 'checkpoints'}" in capsys.readouterr().out
@@ -137,6 +138,7 @@ def test_a_run_learns_calls_of_tools_and_not_their_results(published: Path, tmp_
     assert '"name": "find"' in parts[0][0] and "lime" in parts[2][0]
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("layout", [["plan.tp=2"], ["plan.cp=2"], ["plan.dp=2", "data_parallel=fsdp"]], ids=lambda layout: layout[0])
 def test_every_layout_learns_the_same(published: Path, chat: Path, tmp_path: Path, layout: list[str]) -> None:
     # With cp conversations are padded, which packs them differently: one a row, and the first step, then.

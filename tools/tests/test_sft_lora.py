@@ -23,7 +23,6 @@ from mcore_tools.serving import open_engine
 from mcore_tools.training import export_adapter, train_rank, with_adapter
 from tests.support.published import ANSWERS, write_chat, write_published
 
-pytestmark = pytest.mark.journey
 LORA = ("lora.rank=8", "lora.alpha=32")
 FAST = (*LORA, "train.seq_len=128", "train.global_batch_size=4", "log.tensorboard=false", "log.html=false")
 
@@ -120,6 +119,7 @@ def test_a_stopped_run_goes_on_with_its_bits(published: Path, chat: Path, tmp_pa
     assert tune(tmp_path / "second", chat, tmp_path / "more", "train.steps=1") == 0
 
 
+@pytest.mark.journey
 def test_adapters_beside_eight_bit_weights_learn_go_on_and_merge_onto_the_original_ones(
     published: Path, chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,6 +188,7 @@ def trained_losses(published: Path, chat: Path, output: Path, ranks: int, layout
     return losses(output)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_learns_the_same(published: Path, chat: Path, tmp_path: Path, alone: list[float], layout: str) -> None:
     found = trained_losses(published, chat, tmp_path / "run", 2, LAYOUTS[layout])
@@ -227,6 +228,7 @@ def continued(published: Path, chat: Path, output: Path, adapter: Path, ranks: i
     return losses(output)
 
 
+@pytest.mark.journey
 def test_a_run_begins_with_an_adapter_of_peft_in_every_layout(published: Path, chat: Path, of_peft: Path, tmp_path: Path) -> None:
     one = continued(published, chat, tmp_path / "one", of_peft, 1)
     # The loss of the first step is that of the adapter's model.
@@ -241,6 +243,7 @@ def test_a_run_begins_with_an_adapter_of_peft_in_every_layout(published: Path, c
         assert continued(published, chat, tmp_path / layout, of_peft, 2, *LAYOUTS[layout]) == pytest.approx(one, rel=1e-9), layout
 
 
+@pytest.mark.journey
 def test_an_adapter_is_trained_further_saved_and_exported_again(
     published: Path, chat: Path, tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

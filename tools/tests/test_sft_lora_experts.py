@@ -17,7 +17,6 @@ from mcore_tools.recipes import override
 from mcore_tools.training import train_rank
 from tests.support.published import write_chat, write_published
 
-pytestmark = pytest.mark.journey
 LAYOUTS = {
     "pp": ["plan.pp=2"],
     "ep": ["plan.dp=2", "plan.ep=2"],
@@ -71,6 +70,7 @@ def alone(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list
     return tune(mixture, tmp_path_factory.mktemp("alone") / "run", [])
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_teaches_the_experts_the_same(
     mixture: Path, tmp_path: Path, alone: tuple[list[float], dict[str, torch.Tensor]], layout: str

@@ -48,6 +48,7 @@ def begun(runs: dict[str, RunConfig], dtype: str, origin: str, output: Path, *ch
     return override(runs[dtype], [f"load.path={path}", f"output={output}", *still, *changes])
 
 
+@pytest.mark.journey
 def test_weights_are_widened_to_the_dtype_of_the_run(runs: dict[str, RunConfig], tmp_path: Path) -> None:
     run = begun(runs, "float32", "bfloat16", tmp_path / "run")
     train_rank(run, "cpu")

@@ -176,7 +176,11 @@ def test_a_configuration_is_parsed_once(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("run", "words"),
-    [("model: [", r"run\.yaml is no YAML"), ("model: {num_layer: 2}", "'num_layer' is no field"), ("[" * 5000, r"run\.yaml is no YAML")],
+    [
+        ("model: [", r"run\.yaml is no YAML"),
+        ("model: {num_layer: 2}", "'num_layer' is no field"),
+        pytest.param("[" * 5000, r"run\.yaml is no YAML", marks=pytest.mark.journey),
+    ],
     ids=["yaml", "field", "deep"],
 )
 def test_a_configuration_that_cannot_be_read_is_named(run: str, words: str, tmp_path: Path) -> None:

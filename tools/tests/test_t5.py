@@ -42,6 +42,7 @@ def train_each(configs: list[RunConfig]) -> None:
         train_rank(config, "cpu")
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_the_loss_falls_alike_in_any_layout(world, corpus: RunConfig, tmp_path: Path) -> None:
     alone = override(corpus, [f"output={tmp_path}/alone"])
@@ -53,6 +54,7 @@ def test_the_loss_falls_alike_in_any_layout(world, corpus: RunConfig, tmp_path: 
         assert losses(config) == pytest.approx(losses(alone), rel=1e-9), config.output
 
 
+@pytest.mark.journey
 def test_a_run_goes_on_and_says_what_it_is(corpus: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole, part = (override(corpus, [f"output={tmp_path / name}", "train.steps=3"]) for name in ("whole", "part"))
     train_rank(whole, "cpu")

@@ -71,7 +71,6 @@ def test_a_mistake_is_said_once_and_shown_by_torchrun(tmp_path: Path) -> None:
     assert files(tmp_path) == before
 
 
-@pytest.mark.journey
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -4,14 +4,11 @@
 
 from pathlib import Path
 
-import pytest
-
 from mcore_parallel.data import ByteTokenizer, preprocess
 from mcore_tools import train
 from tests.support.commands import Command, torchrun_environment
 
 
-@pytest.mark.journey
 def test_a_rank_with_another_learning_rate_is_named_on_every_rank(tmp_path: Path) -> None:
     text, corpus = tmp_path / "text.jsonl", tmp_path / "corpus"
     text.write_text('{"text": "one line"}\n')

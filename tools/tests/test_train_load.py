@@ -81,6 +81,7 @@ def train_each(configs: list[RunConfig]) -> None:
         train_rank(config, "cpu")
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_a_run_begins_with_the_weights_of_another_in_any_layout(world, source: RunConfig, tmp_path: Path) -> None:
     configs = [begun(source, tmp_path / name, *STILL, *changes, "train.steps=1") for name, changes in LAYOUTS.items()]
@@ -104,6 +105,7 @@ def test_runs_that_give_the_same_bits_set_what_is_not_set(monkeypatch: pytest.Mo
             assert (os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["NCCL_ALGO"]) == (":4096:8", "Ring")
 
 
+@pytest.mark.journey
 def test_the_same_command_goes_on_from_its_own_steps(source: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = begun(source, tmp_path / "run", "train.steps=2", "train.checkpoint_interval=1")
     whole = train_rank(config, "cpu")
@@ -134,6 +136,7 @@ def test_all_of_an_older_step_goes_on_as_the_run_did(source: RunConfig, tmp_path
     assert steps_of(config).steps() == [6] and steps_of(source).steps() == [2, 4, 6]
 
 
+@pytest.mark.journey
 def test_a_position_without_the_state_of_the_optimizer(source: RunConfig, tmp_path: Path) -> None:
     # One checkpoint does as well as a folder of them; the other rule has other state.
     config = begun(source, tmp_path / "run", *STILL, "load.take=position", "load.step=none", "optimizer.optimizer=sgd", "train.steps=5")
@@ -144,7 +147,7 @@ def test_a_position_without_the_state_of_the_optimizer(source: RunConfig, tmp_pa
     assert extra["trainer"] == {"step": 5, "consumed_samples": 20, "skipped_steps": 0} and extra["optimizer_step"] == 1
 
 
-@pytest.mark.parametrize("form", ["torch_dist", "fsdp_dtensor"])
+@pytest.mark.parametrize("form", ["torch_dist", pytest.param("fsdp_dtensor", marks=pytest.mark.journey)])
 def test_a_step_takes_its_rates_and_decay_to_megatron_and_back(source: RunConfig, tmp_path: Path, form: str) -> None:
     optimizer = source.optimizer
     assert export_checkpoint_megatron(steps_of(source).path(4), tmp_path / "theirs", prefix="", format=form) == []
@@ -193,6 +196,7 @@ def test_what_is_not_there_is_named_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.journey
 def test_what_does_not_fit_is_named(source: RunConfig, tmp_path: Path) -> None:
     fewer = ["model.num_layers=2", "load.override=[model.num_layers]"]
     with pytest.raises(ValueError, match=r"has weights that this model has not: layers\.2\..*mcore-ckpt edit --drop"):

@@ -87,7 +87,6 @@ def test_a_refusal_is_told_to_torchrun(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-@pytest.mark.journey
 def test_torchrun_shows_why_a_run_was_refused(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "mcore_tools.train"]
     done = subprocess.run([*launcher, "--recipe", "gpt_tinny"], cwd=tmp_path, capture_output=True, text=True, timeout=50)

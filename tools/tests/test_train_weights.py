@@ -33,6 +33,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.journey
 def test_published_weights_go_on_with_pre_training(place: Path) -> None:
     still = sets("load.path=published", "data.prefix=corpus", "optimizer.lr=0", "optimizer.min_lr=0", "output=run", *STEPS, *SHOWN)
     assert main(["train", *still]) == 0
@@ -46,6 +47,7 @@ def test_published_weights_go_on_with_pre_training(place: Path) -> None:
     assert read_manifest(step).extra["hf_config"]["max_position_embeddings"] == 256
 
 
+@pytest.mark.journey
 def test_a_checkpoint_of_megatron_trains_without_a_rename(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", "import-hf", "published", "ours"]) == 0
     assert main(["convert", "export-megatron", "ours", "theirs"]) == 0

@@ -61,6 +61,7 @@ def last_step(config: RunConfig) -> Path:
     return CheckpointManager(Path(config.output) / "checkpoints").path(config.train.steps)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_the_first_loss_is_that_of_the_dense_model_in_any_layout(world, dense: RunConfig, tmp_path: Path) -> None:
     same = override(dense, [f"output={tmp_path}/dense", f"load.path={dense.output}"])
@@ -76,6 +77,7 @@ def test_the_first_loss_is_that_of_the_dense_model_in_any_layout(world, dense: R
     assert ep == pytest.approx(fsdp, rel=1e-9) and ep[1:] != pytest.approx(losses(same)[1:], rel=1e-6)
 
 
+@pytest.mark.journey
 def test_the_same_command_goes_on_with_the_mixture(dense: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = grown(dense, tmp_path / "run", *SLICES)
     train_rank(config, "cpu")
@@ -90,6 +92,7 @@ def test_the_same_command_goes_on_with_the_mixture(dense: RunConfig, tmp_path: P
     assert router.shape == (8, 16) and not torch.equal(router[0], router[1]) and torch.allclose(router[0], router[1], atol=0.1)
 
 
+@pytest.mark.journey
 def test_a_hugging_face_folder_becomes_a_mixture(dense: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     export_run(Path(dense.output) / "checkpoints", tmp_path / "hf")
@@ -122,6 +125,7 @@ def test_choices_that_do_not_go_together_are_refused(changes: list[str], words: 
         override(recipe("gpt_tiny"), changes)
 
 
+@pytest.mark.journey
 def test_what_does_not_become_the_mixture_is_named_before_anything_is_written(dense: RunConfig, tmp_path: Path) -> None:
     run = tmp_path / "run"
     for changes, words in (

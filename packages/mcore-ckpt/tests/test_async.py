@@ -167,6 +167,7 @@ def check_a_stall_is_everybodys(folder):
     return None
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_a_writer_that_hangs_on_one_rank_raises_on_all(world, tmp_path):
     one, two = world(check_a_stall_is_everybodys, folder=str(tmp_path / "c"))

@@ -24,6 +24,7 @@ from mcore_ckpt.chunks import Box
 from mcore_ckpt.foreign import import_torch, read_entry, read_torch
 from mcore_ckpt.inspect import verify
 from mcore_ckpt.manifest import Chunk, FileRecord, Manifest, TensorRecord, read_manifest
+from tests.support.journeys import journeys_among
 
 FILES_PER_KIND = 5
 CAMPAIGN_FILES_PER_KIND = 77
@@ -241,7 +242,7 @@ def _readers(kind, folder):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", [FILES_PER_KIND, pytest.param(CAMPAIGN_FILES_PER_KIND, marks=pytest.mark.slow)])
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not tell the peak of memory")
-@pytest.mark.parametrize("kind", [*FILES, *FOLDERS], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", journeys_among([*FILES, *FOLDERS], "manifest", "metadata", "shares"), ids=lambda kind: kind.__name__)
 def test_small_files_are_read_or_refused_at_once(kind, count, tmp_path):
     worst, refusals = (0.0, 0), 0
     for number in range(count):

@@ -38,6 +38,7 @@ def check(figures):
         assert figures["bad"] == 0 and figures["lies"]["refused"] > figures["lies"]["read"] > 0
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("name", CAMPAIGNS)
 def test_the_short_campaign_loses_nothing(name, tmp_path):
     check(run(CAMPAIGNS[name][0], tmp_path, 110))

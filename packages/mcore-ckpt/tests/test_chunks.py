@@ -149,6 +149,7 @@ def test_overlaps_are_those_that_comparing_every_pair_finds():
     assert len(seen) == 8
 
 
+@pytest.mark.journey
 def test_large_grids_are_checked_in_a_moment():
     for counts in ((20_000,), (150, 150), (30, 30, 20), (12, 12, 12, 8)):
         corners = [()]

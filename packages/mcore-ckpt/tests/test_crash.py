@@ -5,6 +5,7 @@
 import json
 import os
 
+import pytest
 import torch
 
 from mcore_ckpt import save
@@ -116,6 +117,7 @@ def run(script, folder):
     return json.loads(output)
 
 
+@pytest.mark.journey
 def test_every_kill_point_of_a_save_leaves_a_loadable_step(tmp_path):
     for mode, steps in run(SCRIPT, tmp_path).items():
         # The step changes once, at the rename of the manifest, and there are points on both sides of it. The writer process has some.

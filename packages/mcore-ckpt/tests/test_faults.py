@@ -62,7 +62,7 @@ def attempt(folder, step, disk, *, asynchronous, keep=1):
             request.wait()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.journey), True])
 def test_a_power_cut_after_any_operation_of_a_save_leaves_a_step_that_loads(tmp_path, asynchronous):
     CheckpointManager(tmp_path / "run").save(1, state(1), {"step": 1})
     shutil.copytree(tmp_path / "run", tmp_path / "before")
@@ -181,6 +181,7 @@ def test_a_rank_that_loses_the_others_while_they_commit_keeps_its_files(tmp_path
     assert len(folder.names()) == 2
 
 
+@pytest.mark.journey
 def test_a_reader_that_polls_while_steps_come_and_go_never_meets_half_a_step(tmp_path):
     manager, over, seen, problems = CheckpointManager(tmp_path, keep=2), threading.Event(), set(), []
     with FaultyDisk(tmp_path):

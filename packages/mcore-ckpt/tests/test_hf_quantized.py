@@ -243,6 +243,7 @@ def test_a_rank_reads_its_experts_and_no_others(tmp_path: Path, monkeypatch: pyt
         load_hf(quantized, {name: ShardedTensor(torch.zeros(2, 2, 96, 64), (8, 2, 96, 64), (0, 0, 0, 0))})
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(("name", "count"), [("gpt_oss", "num_local_experts"), ("deepseek3", "n_routed_experts")])
 def test_beside_the_tensor_only_copies_of_one_expert_are_in_memory(name: str, count: str, tmp_path: Path) -> None:
     experts = 32

@@ -177,6 +177,7 @@ def test_what_is_exported_is_what_was_written_and_comes_back(model, tmp_path):
         assert torch.equal(value, second[name]) if isinstance(value, torch.Tensor) else value == second[name], name
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("name", ["0.19_fsdp", "0.19_fsdp_experts"])
 def test_a_real_checkpoint_of_sharded_ranks_is_read_and_comes_back(name, tmp_path):
     # Layers of the host, which the wheel makes without a GPU: norms are modules, experts are one by one; 2 query heads a group.
@@ -210,6 +211,7 @@ def test_a_real_checkpoint_of_sharded_ranks_is_read_and_comes_back(name, tmp_pat
     assert read_manifest(tmp_path / "again").extra == manifest.extra
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("name", ["0.16_buckets", "0.19_experts"])
 def test_a_real_torch_dist_checkpoint_goes_there_and_back(name, tmp_path):
     import_checkpoint_megatron(unpack(name, tmp_path), tmp_path / "ours")
@@ -226,6 +228,7 @@ def test_a_real_torch_dist_checkpoint_goes_there_and_back(name, tmp_path):
     assert second["optimizer_param_groups"] == groups
 
 
+@pytest.mark.journey
 def test_no_more_is_read_at_a_time_than_a_part_of_one_tensor(tmp_path, monkeypatch):
     kinds = write(tmp_path / "theirs", shapes_of(experts="grouped"))
     counts, read = [], CheckpointReader.read

@@ -108,6 +108,7 @@ def expected(name, kind=""):
     return tensors
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("name", CASES)
 def test_every_tensor_of_a_real_checkpoint_is_the_one_that_was_written_and_goes_out_again(name, tmp_path):
     left = import_checkpoint_megatron(unpack(name, tmp_path), tmp_path / "ours")

@@ -147,6 +147,7 @@ def check_somebody_does_not_come(folder):
     return str(caught.value)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_a_rank_that_does_not_come_is_named(world, tmp_path):
     assert "1" in world(check_somebody_does_not_come, folder=str(tmp_path))[0].partition("came within 0.5 s")[2].replace("1.5", "")
@@ -294,6 +295,7 @@ def check_asynchronous_failures(folder):
     assert local.load(loaded)[0] == 7 and holds(loaded, 7.0)
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_what_an_asynchronous_save_meets_is_raised_by_the_next_call_on_all_ranks(world, tmp_path):
     world(check_asynchronous_failures, folder=str(tmp_path))
@@ -420,6 +422,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.journey
 def test_a_rank_killed_at_any_point_of_either_kind_of_save_leaves_a_whole_step(tmp_path):
     code, output, errors = run_script(KILLED, str(tmp_path))
     assert code == 0, errors

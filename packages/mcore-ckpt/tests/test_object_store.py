@@ -47,6 +47,7 @@ def bucket(monkeypatch):
         process.wait(10)
 
 
+@pytest.mark.journey
 @pytest.mark.filterwarnings("ignore")
 def test_steps_come_and_go_on_s3(bucket):
     weight = torch.arange(3_000_000.0).reshape(1000, 3000)
@@ -65,6 +66,7 @@ def test_steps_come_and_go_on_s3(bucket):
     assert torch.equal(target, weight)
 
 
+@pytest.mark.journey
 @pytest.mark.filterwarnings("ignore")
 def test_an_upload_that_fails_shows_nothing(bucket):
     def parts():

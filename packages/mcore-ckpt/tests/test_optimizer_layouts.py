@@ -186,6 +186,7 @@ print(extra_peak(import_checkpoint_megatron, f"{folder}/theirs", f"{folder}/agai
 """
 
 
+@pytest.mark.journey
 def test_loading_importing_and_exporting_hold_one_tensor_and_little_more(tmp_path):
     largest = 2048 * 2048 * 4
     moments = {f"optimizer.exp_avg.layers.{layer}.mlp.down.weight": torch.full((2048, 2048), float(layer)) for layer in range(7)}

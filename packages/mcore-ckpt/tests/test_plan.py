@@ -166,6 +166,7 @@ def test_ranks_that_hold_alike_are_planned_once_and_come_to_the_same():
         assert apart == plan_save(held)
 
 
+@pytest.mark.journey
 def test_a_thousand_ranks_with_thousands_of_tensors_are_planned_in_seconds():
     # 16 stages, 8 shards of each tensor, 8 data-parallel copies; a tenth of the tensors that the bound of 30 s is for.
     boxes = [Box((8 * tp, 0), (8, 16)) for tp in range(8)]

@@ -174,6 +174,7 @@ def test_other_formats_say_where_to_go(tmp_path, name, words):
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.journey
 def test_an_asynchronous_save_holds_the_values_of_the_call(tmp_path):
     rng = random.Random(7)
     for trial in range(20):

@@ -151,6 +151,7 @@ def save_and_die(words):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.journey
 def test_the_process_ends_with_a_killed_trainer(tmp_path):
     code, output, errors = run_command(save_and_die, [str(tmp_path)])
     assert code == -signal.SIGKILL and ended(int(output)), errors

@@ -137,6 +137,7 @@ def check_random_layouts(folder, trials):
             assert all(torch.equal(shard.data, values[name][shard.box.slices()]) for name, shard in wanted.items())
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_random_layouts_load_from_random_layouts(world, tmp_path):
     world(check_random_layouts, folder=str(tmp_path), trials=12)
@@ -170,6 +171,7 @@ def check_dtensor(folder):
         assert all(torch.equal(plain[name], values[name]) for name in values)
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_dtensors_also_uneven_ones_go_both_ways(world, tmp_path):
     world(check_dtensor, folder=str(tmp_path))

@@ -100,7 +100,7 @@ def test_tokens_in_company_are_those_of_each_request_alone(
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])
-@pytest.mark.parametrize("what", ["suspend", "reset", "load", "keep", "abort"])
+@pytest.mark.parametrize("what", ["suspend", "reset", "load", "keep", pytest.param("abort", marks=pytest.mark.journey)])
 def test_counts_come_back_after_an_interruption(
     make_model: Make, make_engine: Make, wanted: list[list[int]], run_ahead: bool, what: str
 ) -> None:

@@ -267,6 +267,7 @@ def check_append(device: str, dtype: torch.dtype) -> None:
         assert narrow.keys[[1, 2]].isnan().all() and narrow.values[[1, 2]].isnan().all()
 
 
+@pytest.mark.journey
 @pytest.mark.timeout(200)
 def test_keys_and_values_of_one_width_are_divided_into_heads_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton")
@@ -293,6 +294,7 @@ def test_keys_and_values_of_one_width_are_divided_into_heads_once(monkeypatch: p
     assert two == 2 * one > 0
 
 
+@pytest.mark.journey
 def test_kernels_equal_plain_attention_in_the_interpreter() -> None:
     run_interpreted(__file__)
 

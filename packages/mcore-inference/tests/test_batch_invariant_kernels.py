@@ -127,6 +127,7 @@ def check_trainer(config: TransformerConfig, place: dict[str, Any], count: int, 
     assert compared > count // 2
 
 
+@pytest.mark.journey
 def test_an_engine_by_kernels_is_invariant_in_the_interpreter() -> None:
     run_interpreted(__file__)
 

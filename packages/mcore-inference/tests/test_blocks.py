@@ -184,7 +184,7 @@ class CollidingBlocks(SharedBlocks):
         return kept
 
 
-@pytest.mark.parametrize("machine", [SharedBlocks, CollidingBlocks])
+@pytest.mark.parametrize("machine", [pytest.param(SharedBlocks, marks=pytest.mark.journey), CollidingBlocks])
 def test_shared_blocks_hold_what_was_written_and_go_when_nobody_needs_them(machine: type[SharedBlocks]) -> None:
     run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=25, deadline=None))
 

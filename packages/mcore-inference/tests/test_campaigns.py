@@ -55,6 +55,7 @@ def check(figures, sizes):
     assert {name.partition(":")[0] for name in refused} >= {"chat", "tokenize", "detokenize", "many prompts"}
 
 
+@pytest.mark.journey
 @pytest.mark.timeout(180)
 def test_the_short_campaign_loses_and_leaks_nothing():
     figures = run(SHORT, 170, "--parts", *(part for part in PARTS if part != "kills"))
@@ -64,6 +65,7 @@ def test_the_short_campaign_loses_and_leaks_nothing():
     check({**figures, "killed engines": killed}, SHORT)
 
 
+@pytest.mark.journey
 @pytest.mark.timeout(180)
 def test_an_attack_on_engines_of_other_processes_loses_nothing_and_says_where_all_ran():
     words = {"engine-processes": 2, "frames": 400, "seconds": 1, "rate": 10}

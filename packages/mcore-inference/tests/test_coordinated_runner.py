@@ -135,6 +135,7 @@ def test_the_room_is_that_of_the_smallest_cache_and_fits(make_model: Make, make_
         asyncio.run(fill())
 
 
+@pytest.mark.journey
 def test_figures_are_those_of_all_engines_and_counters_outlive_them(runners: list[EngineRunner]) -> None:
     with ExitStack() as stack:
         coordinator = start(stack)
@@ -474,6 +475,7 @@ def test_a_request_above_eight_mebibytes_is_refused_before_it_is_sent() -> None:
         asyncio.run(ask(start(stack).address))
 
 
+@pytest.mark.journey
 def test_requests_and_answers_that_are_too_long_fail_alone(runners: list[EngineRunner]) -> None:
     best = SamplingParams(num_tokens_to_generate=200, ignore_eos=True, return_log_probs=True, top_n_logprobs=5)
 
@@ -523,6 +525,7 @@ def open_router(stack: ExitStack, receive_ms: int) -> tuple["zmq.Socket[bytes]",
     return router, f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
 
 
+@pytest.mark.journey
 def test_an_engine_takes_no_longer_message_than_it_was_told(runners: list[EngineRunner]) -> None:
     """Whoever has taken the coordinator's place sends what it likes."""
     with ExitStack() as stack:
@@ -646,6 +649,7 @@ REFUSED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.journey
 def test_a_refusal_is_the_same_with_a_coordinator_and_without(runners: list[EngineRunner]) -> None:
     httpx = pytest.importorskip("httpx")
     pytest.importorskip("llguidance")

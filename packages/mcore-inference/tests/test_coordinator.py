@@ -189,6 +189,7 @@ def test_a_cancelled_request_is_aborted_and_others_go_on(runners: list[EngineRun
             time.sleep(0.01)
 
 
+@pytest.mark.journey
 def test_paused_engines_do_not_step_and_lose_nothing(runners: list[EngineRunner]) -> None:
     async def ask(address: str) -> None:
         async with InferenceClient(address) as client, InferenceClient(address) as other:
@@ -211,6 +212,7 @@ def test_paused_engines_do_not_step_and_lose_nothing(runners: list[EngineRunner]
         asyncio.run(ask(serve(stack, runners).address))
 
 
+@pytest.mark.journey
 def test_suspended_engines_hold_no_cache_and_lose_nothing(runners: list[EngineRunner]) -> None:
     async def ask(address: str) -> None:
         async with InferenceClient(address) as client:
@@ -263,7 +265,9 @@ def renewed(make_model: Make, make_engine: Make) -> Any:
     return make_engine(make_model(vocab_size=272, dtype=torch.float32, layers=1, seed=1), ByteTokenizer(), max_sequence_length=512)
 
 
-@pytest.mark.parametrize("policy", ["recompute", "keep", "drain"])
+@pytest.mark.parametrize(
+    "policy", ["recompute", pytest.param("keep", marks=pytest.mark.journey), pytest.param("drain", marks=pytest.mark.journey)]
+)
 def test_weights_reach_all_engines_while_they_serve(runners: list[EngineRunner], renewed: Any, policy: Any) -> None:
     new, old = weights_of(renewed), weights_of(runners[0].engine)
     [expected] = renewed.generate(["abc"], TEN)
@@ -469,6 +473,7 @@ def test_time_in_which_nobody_looked_is_no_time() -> None:
     assert [clock.now() for _ in range(7)] == [100.5, 101.25, 103.25, 103.25, 104.25, 106.25, 106.25]
 
 
+@pytest.mark.journey
 def test_a_coordinator_that_was_frozen_loses_neither_engines_nor_clients(runners: list[EngineRunner]) -> None:
     async def ask(coordinator: DataParallelInferenceCoordinator) -> None:
         async with InferenceClient(coordinator.address) as client:
@@ -597,6 +602,7 @@ def test_warnings_of_a_silence_come_ever_later_and_begin_anew_with_another_one()
     assert [now for now in range(300, 312) if silence.sent(float(now)) is not None] == [305, 310]
 
 
+@pytest.mark.journey
 def test_the_http_server_speaks_to_a_coordinator_as_to_one_engine(runners: list[EngineRunner]) -> None:
     httpx = pytest.importorskip("httpx")
     from mcore_inference.server import serve_runner
@@ -638,6 +644,7 @@ for index in range(200):
 """
 
 
+@pytest.mark.journey
 def test_random_bytes_and_long_messages_harm_nobody(runners: list[EngineRunner]) -> None:
     draw = random.Random(0)
 
@@ -674,6 +681,7 @@ with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
 """
 
 
+@pytest.mark.journey
 def test_a_flood_of_a_stranger_is_answered_a_hundred_times_a_second_and_loses_no_engine(runners: list[EngineRunner]) -> None:
     async def ask(address: str) -> None:
         attack = subprocess.Popen([sys.executable, "-c", FLOOD, address], stdout=subprocess.PIPE, text=True)

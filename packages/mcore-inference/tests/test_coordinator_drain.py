@@ -258,6 +258,7 @@ def test_no_stream_is_lost_when_an_engine_drains_under_load(service: _Service) -
     assert service.workers[0].join(0) and not service.runners[0].engine.has_unfinished_requests()
 
 
+@pytest.mark.journey
 def test_what_does_not_end_in_time_is_told_and_the_rest_retried(service: _Service) -> None:
     service.slow_down(0, 0.2)
 
@@ -295,6 +296,7 @@ def test_a_drain_that_is_hurried_ends_at_once(service: _Service) -> None:
     asyncio.run(ask())
 
 
+@pytest.mark.journey
 def test_the_health_of_a_server_says_that_the_last_engines_drain(service: _Service) -> None:
     for index in range(2):
         service.slow_down(index, 0.05)

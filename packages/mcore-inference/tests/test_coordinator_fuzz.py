@@ -129,6 +129,7 @@ class _Fuzz:
 _OF_CLIENTS = (SubmitRequest, Abort, Pause, Unpause, Suspend, Resume, Stop, AskStatus, LoadWeights, WeightBucket)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(
     ("num_messages", "seeds"), [(10_000, range(4)), pytest.param(250_000, range(4, 8), marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
 )

@@ -81,6 +81,7 @@ class Engine:
             socket.send(encode(Leave(call=1)))
 
 
+@pytest.mark.journey
 def test_ten_thousand_requests_are_answered_once_each_by_one_engine_each() -> None:
     began, ended = Counter[int](), Counter[int]()
     with ExitStack() as stack:

@@ -80,7 +80,10 @@ def spread(conversation: Callable[[random.Random], list[int]], *, engines: int, 
     return [counts[name] for name in names], most
 
 
-@pytest.mark.parametrize(("shared", "own"), [(30, 2), (100, 20), (0, 120), (2000, 10)])
+@pytest.mark.parametrize(
+    ("shared", "own"),
+    [(30, 2), (100, 20), pytest.param(0, 120, marks=pytest.mark.journey), pytest.param(2000, 10, marks=pytest.mark.journey)],
+)
 @pytest.mark.parametrize("places", [64, 256])
 @pytest.mark.parametrize("engines", [2, 8])
 def test_a_system_prompt_keeps_no_engine_idle(shared: int, own: int, places: int, engines: int) -> None:

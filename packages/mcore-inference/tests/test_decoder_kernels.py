@@ -268,10 +268,12 @@ def check_rotation(device: str, dtype: torch.dtype, tolerance: float) -> None:
 CHECKS = (check_linear, check_stream, check_fp8, check_parts, check_narrow, check_peers, check_rotation)
 
 
+@pytest.mark.journey
 def test_kernels_equal_torch_in_the_interpreter() -> None:
     run_interpreted(__file__)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(("dtype", "tokens", "depth", "width"), [(torch.bfloat16, 1, 4096, 12288), (torch.float16, 16, 130, 33)])
 def test_kernels_over_fp8_weights_compile_for_hopper(
     dtype: torch.dtype, tokens: int, depth: int, width: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -224,6 +224,7 @@ def check_one_launch(tokens: int, width: int) -> bool:
     return True
 
 
+@pytest.mark.journey
 def test_split_decoders_draw_the_tokens_of_the_whole_model_in_the_interpreter() -> None:
     run_interpreted(__file__)
 

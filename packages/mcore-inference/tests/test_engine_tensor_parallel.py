@@ -97,12 +97,14 @@ def test_pipelined_engines_draw_the_tokens_of_one(world: Callable[..., list[Any]
     assert one == two
 
 
+@pytest.mark.journey
 @pytest.mark.world(4, shared=True)
 def test_stages_of_split_layers_draw_the_tokens_of_one(world: Callable[..., list[Any]]) -> None:
     ranks = world(functools.partial(check_stages, 2, 2, CONFIG))
     assert all(tokens == ranks[0] for tokens in ranks)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2, shared=True)
 def test_split_norms_across_heads_draw_the_tokens_of_one(world: Callable[..., list[Any]]) -> None:
     config = dataclasses.replace(CONFIG, qk_layernorm=True, qk_layernorm_across_heads=True)

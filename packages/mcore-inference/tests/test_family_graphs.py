@@ -99,6 +99,7 @@ def check(fields: dict[str, Any], device: str, dtype: torch.dtype, gap: float, *
     assert engine.stats()["active_requests"] == engine.stats()["used_blocks"] == 0
 
 
+@pytest.mark.journey
 def test_steps_of_graphs_give_the_tokens_of_whole_sequences_in_the_interpreter() -> None:
     run_interpreted(__file__)
 
@@ -130,6 +131,7 @@ def check_packed(kind: str, device: str, dtype: torch.dtype, gap: float, **execu
     assert forwards["attend_packed"] > 0 and not forwards["forward"]
 
 
+@pytest.mark.journey
 def test_packed_heads_of_a_models_own_forward_give_the_tokens_of_whole_sequences_in_the_interpreter() -> None:
     # Biases, sinks, windows and norms of heads.
     run_interpreted(__file__, "all of them")

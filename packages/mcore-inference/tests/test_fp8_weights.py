@@ -112,6 +112,7 @@ def test_matmuls_of_the_fused_decoder_are_those_of_the_layers(make_engine: Make,
             assert (error > 1e-3) == (weight_dtype == "fp8" and tokens > 16)
 
 
+@pytest.mark.journey
 def test_a_batch_invariant_engine_gives_the_same_bits_in_any_company() -> None:
     config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, init_method_std=0.3)
 
@@ -204,6 +205,7 @@ def check_split() -> None:
         assert part.generated_tokens == whole.generated_tokens
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_ranks_of_a_split_model_round_their_parts(world: Callable[..., Any]) -> None:
     world(check_split)

@@ -25,6 +25,7 @@ from mcore_inference import (
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.models import GPTModel, hybrid_config
 from mcore_parallel.nn import GatedDeltaNetConfig, MambaConfig, Step
+from tests.support.journeys import journeys_among
 
 MAMBA = MambaConfig(state_dim=6, head_dim=8, num_groups=2, chunk_size=4)
 DELTA = GatedDeltaNetConfig(num_key_heads=2, num_value_heads=4, key_head_dim=6, value_head_dim=5, chunk_size=4)
@@ -292,12 +293,13 @@ STAGES = {
 
 
 @pytest.mark.world(2, shared=True)
-@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("stages", journeys_among(STAGES, "no attention behind", "no states behind", "unequal", "preemption"))
 def test_two_stages_serve_the_tokens_of_one(world: Callable[..., Any], stages: str) -> None:
     one, two = world(functools.partial(check_stages, *STAGES[stages]))
     assert one == two and (one[1] > 0 or stages != "preemption")
 
 
+@pytest.mark.journey
 @pytest.mark.world(4, shared=True)
 def test_two_stages_of_two_tp_ranks_do_so_too(world: Callable[..., Any]) -> None:
     ranks = world(functools.partial(check_stages, "M*M-", {"tp": 2, "pp": 2}, None, {}))

@@ -84,12 +84,12 @@ def check_equal(
     ("pattern", "run_ahead", "sizes"),
     [
         ("M*M-", False, {}),
-        ("M*M-", True, {"num_blocks": 11, "max_tokens": 9}),
+        pytest.param("M*M-", True, {"num_blocks": 11, "max_tokens": 9}, marks=pytest.mark.journey),
         ("M*M-", True, {"snapshots": 2, "max_tokens": 9}),
         ("M*M-", False, {"block_size_tokens": 1, "num_blocks": 200}),
         ("G*-G", True, {"snapshots": 2}),
-        ("G*-G", False, {"num_blocks": 11, "max_tokens": 9}),
-        ("MM", True, {"num_blocks": 11, "max_tokens": 9}),
+        pytest.param("G*-G", False, {"num_blocks": 11, "max_tokens": 9}, marks=pytest.mark.journey),
+        pytest.param("MM", True, {"num_blocks": 11, "max_tokens": 9}, marks=pytest.mark.journey),
     ],
 )
 def test_tokens_and_log_probs_are_those_of_an_engine_that_shares_nothing(pattern: str, run_ahead: bool, sizes: dict[str, Any]) -> None:
@@ -335,6 +335,7 @@ def check_split() -> list[list[int]]:
     return records
 
 
+@pytest.mark.journey
 @pytest.mark.world(2, shared=True)
 def test_two_tensor_parallel_ranks_keep_the_same_snapshots(world: Callable[..., Any]) -> None:
     one, two = world(check_split)

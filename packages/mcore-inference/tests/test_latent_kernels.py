@@ -109,10 +109,12 @@ def check(case: Case, device: str, dtype: torch.dtype, tolerance: float) -> None
     assert (out[tokens:] == 0).all(), "rows of padding must stay finite"
 
 
+@pytest.mark.journey
 def test_the_kernel_equals_plain_attention_in_the_interpreter() -> None:
     run_interpreted(__file__)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(
     ("dtype", "case"),
     [

@@ -107,6 +107,7 @@ def check_forms() -> list[Any]:
     return asyncio.run(main())
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_a_mask_that_takes_too_much_ends_its_request_on_all_ranks_alike(world: World) -> None:
     answers = world(check_forms)[0]
@@ -166,6 +167,7 @@ def check_served() -> Any:
     return engine.step_count, dict(engine.finished_counts), engine.num_in_flight, engine.context.get_kvcache_utilization_stats()
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_openais_client_gets_the_tokens_of_one_rank_and_both_ranks_end_alike(world: World) -> None:
     one, two = world(check_served)
@@ -242,6 +244,7 @@ def check_updates() -> list[int]:
     return [engine.weight_version, engine.step_count]
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_weights_and_suspensions_reach_both_ranks_and_a_load_that_one_refuses_fails_on_both(world: World) -> None:
     one, two = world(check_updates)
@@ -276,6 +279,7 @@ async def leave_requests_open(engine: DynamicInferenceEngine) -> None:
         await anext(aiter(await runner.submit("runs", LONG)))
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_a_closed_runner_leaves_both_ranks_alike_for_the_next_one(world: World) -> None:
     one, two = world(check_runners_in_turn)
@@ -402,6 +406,7 @@ def check_frozen() -> float:
     return seconds
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_a_silent_rank_is_named_while_the_step_hangs(world: World) -> None:
     seconds, _ = world(check_frozen)
@@ -485,6 +490,7 @@ def check_one_sided_failures() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_a_step_that_fails_everywhere_ends_its_requests_and_one_that_fails_on_a_rank_the_engine(world: World) -> None:
     world(check_one_sided_failures)
@@ -525,6 +531,7 @@ def check_first_rank_fails() -> float:
     return seconds
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_a_step_that_fails_on_the_first_rank_alone_is_blamed_on_it_and_leaves_no_group_open(world: World) -> None:
     seconds, _ = world(check_first_rank_fails)
@@ -554,6 +561,7 @@ def check_second_runner() -> list[list[int]]:
     return answers
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_a_closed_runner_leaves_the_engine_to_the_next_one(world: World) -> None:
     (first, second, third), _ = world(check_second_runner)
@@ -589,6 +597,7 @@ def check_hanging_load() -> float:
     return asyncio.run(main())
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_a_rank_that_takes_no_weights_is_named(world: World) -> None:
     seconds, _ = world(check_hanging_load)
@@ -656,6 +665,7 @@ def check_alone() -> None:
         EngineRunner(engine, lockstep=impatient)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_a_rank_that_does_not_come_is_named(world: World) -> None:
     world(check_alone)

@@ -117,12 +117,14 @@ def check_served(tp: int, pp: int) -> Any:
     return engine.step_count, engine.weight_version, dict(engine.finished_counts)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_two_stages_behind_a_runner_draw_the_tokens_of_one_rank_and_get_its_weights(world: World) -> None:
     ranks = world(functools.partial(check_served, 1, 2))
     assert ranks[0][0] > 20 and ranks == ranks[:1] * 2
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_two_stages_of_two_tp_ranks_do_so_too(world: World) -> None:
     ranks = world(functools.partial(check_served, 2, 2))
@@ -153,7 +155,7 @@ def check_killed(doomed: int) -> float:
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("doomed", [1, 3])
+@pytest.mark.parametrize("doomed", [1, pytest.param(3, marks=pytest.mark.journey)])
 @pytest.mark.world(4)
 def test_a_killed_rank_of_any_stage_is_named_and_the_others_end(world: World, doomed: int) -> None:
     seconds = world(functools.partial(check_killed, doomed), doomed=(doomed,))
@@ -222,7 +224,11 @@ def test_a_stage_whose_pass_fails_is_named_with_its_error_and_no_time_out(world:
     assert seconds < 30
 
 
-@pytest.mark.parametrize(("plan", "doomed"), [({"pp": 4}, 2), ({"tp": 2, "pp": 2}, 3)], ids=["between stages", "one of two tp ranks"])
+@pytest.mark.parametrize(
+    ("plan", "doomed"),
+    [({"pp": 4}, 2), pytest.param({"tp": 2, "pp": 2}, 3, marks=pytest.mark.journey)],
+    ids=["between stages", "one of two tp ranks"],
+)
 @pytest.mark.world(4)
 def test_so_is_one_that_stages_on_both_sides_or_its_tp_rank_wait_for(world: World, plan: dict[str, int], doomed: int) -> None:
     seconds = world(functools.partial(check_broken_pass, plan, doomed, None))

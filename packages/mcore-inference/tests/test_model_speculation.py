@@ -82,6 +82,7 @@ def slow(*values: Any) -> Any:
 
 
 CASES = ["mtp of one head", "mtp of three heads", "mtp, tied", "mtp, latent", "eagle", "eagle of two layers", "eagle of few tokens"]
+QUICK = ("mtp, tied", "eagle of few tokens")
 
 
 @torch.no_grad()
@@ -110,7 +111,13 @@ def drafts_of_the_whole_text(model: GPTModel, speculation: Kind, tokens: Sequenc
     return text[len(tokens) :]
 
 
-@pytest.mark.parametrize("name", [slow(name) if name in ("mtp of one head", "eagle") else name for name in CASES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        slow(name) if name in ("mtp of one head", "eagle") else pytest.param(name, marks=() if name in QUICK else pytest.mark.journey)
+        for name in CASES
+    ],
+)
 def test_proposals_follow_the_tokens_that_were_drawn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, speculation = case(name)
     seen: list[tuple[list[int], list[int]]] = []
@@ -153,7 +160,9 @@ ROOMY, TIGHT = {}, {"num_blocks": 22, "max_tokens": 13}
     ("name", "sizes"),
     [
         # The least and the most of each kind where blocks and tokens are few, the others where they are not.
-        (slow if (sizes is TIGHT) != (name in ("mtp of three heads", "eagle", "eagle of few tokens")) else pytest.param)(name, sizes)
+        slow(name, sizes)
+        if (sizes is TIGHT) != (name in ("mtp of three heads", "eagle", "eagle of few tokens"))
+        else pytest.param(name, sizes, marks=() if name in QUICK else pytest.mark.journey)
         for name in CASES
         for sizes in (ROOMY, TIGHT)
     ],
@@ -206,6 +215,7 @@ def trained() -> GPTModel:
     return model.eval()
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_right_proposals_save_steps_with_heads_and_beyond_them(trained: GPTModel, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, num_tokens_to_generate=60)
@@ -257,7 +267,7 @@ def test_what_ends_a_request_inside_accepted_proposals_ends_it_there(trained: GP
     assert engine.generate([prompt], SamplingParams(temperature=0.0, num_tokens_to_generate=9))[0].generated_tokens == text[:9]
 
 
-@pytest.mark.parametrize("name", ["mtp of one head", "eagle of few tokens"])
+@pytest.mark.parametrize("name", ["mtp of one head", pytest.param("eagle of few tokens", marks=pytest.mark.journey)])
 def test_sampled_tokens_have_the_distribution_of_the_model(name: str) -> None:
     model, speculation = case(name)
     prompt, count, draws = [1, 2, 3], 2, 800
@@ -278,6 +288,7 @@ def test_sampled_tokens_have_the_distribution_of_the_model(name: str) -> None:
     assert chi_square < 20.5
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("name", ["mtp of three heads", "eagle"])
 def test_a_storm_of_requests_aborts_suspends_and_loads_leaks_nothing(name: str) -> None:
     rng = random.Random(2)
@@ -423,6 +434,7 @@ def few_tokens(model: GPTModel) -> EagleHead:
     return EagleHead(config, model.groups, vocabulary=vocabulary, attention_core=PagedAttention(), dtype=model.dtype, seed=5)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_heads_that_are_split_propose_what_whole_ones_do(world: Callable[..., list[Any]]) -> None:
     one, two = world(check_split_heads)

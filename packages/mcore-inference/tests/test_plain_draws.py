@@ -124,6 +124,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, module: Any, *names: str) -> list[
     return launches
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("rows", [1, 64])
 def test_kernels_compile_for_hopper(rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     pytest.importorskip("triton")

@@ -185,6 +185,7 @@ def test_the_script_streams_a_conversation(server: InferenceServer, page: Page) 
     assert stopped[0][-1][0] == "assistant" and stopped[1:] == ["stopped", False, ""]
 
 
+@pytest.mark.journey
 @pytest.mark.timeout(120)
 def test_a_phone_without_a_network_holds_a_conversation(server: InferenceServer) -> None:
     """In a real browser, under the page's own policy, of the width of a phone."""

@@ -148,6 +148,7 @@ class Direct:
         pass
 
 
+@pytest.mark.journey
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("num_steps", [20_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])], ids=str)
 def test_very_many_empty_steps_are_made_by_both_ranks_and_leave_nothing(num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,6 +235,7 @@ def test_a_late_rank_holds_the_leader_back_and_loses_nothing() -> None:
         assert first.num_steps == second.num_steps == 30 and not failures
 
 
+@pytest.mark.journey
 def test_a_rank_that_is_too_late_is_named_with_its_step() -> None:
     config = LockstepConfig(silence_timeout_s=20.0, step_timeout_s=2.0)
     with ranks(config) as (leader, _, second, failures):

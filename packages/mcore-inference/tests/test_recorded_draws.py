@@ -98,6 +98,7 @@ def check_recorded() -> None:
                 counts.clear()
 
 
+@pytest.mark.journey
 @pytest.mark.world(1)
 def test_plain_steps_draw_inside_and_others_outside(world: Callable[..., Any]) -> None:
     world(check_recorded)

@@ -144,6 +144,7 @@ def test_a_stream_may_be_forwarded_what_came_before_included(engine: DynamicInfe
             assert [token for item in increments for token in item.tokens] == increments[-1].record.generated_tokens
 
 
+@pytest.mark.journey
 def test_what_is_not_streamed_comes_in_one_increment(engine: DynamicInferenceEngine) -> None:
     [wanted] = engine.generate(["abc"], TEN)
 

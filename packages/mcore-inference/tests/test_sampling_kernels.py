@@ -89,6 +89,7 @@ def check_frequencies(device: str) -> None:
     assert ((counts[shares > 0] - expected).square() / expected).sum() < 31.3
 
 
+@pytest.mark.journey
 def test_kernels_draw_the_tokens_of_the_torch_path_in_the_interpreter() -> None:
     run_interpreted(__file__)
 

@@ -139,6 +139,7 @@ def test_scores_of_random_requests_are_those_of_one_row_after_the_other(dtype: t
     check("cpu", dtype, 61, 57, steps=40, seed=seed)
 
 
+@pytest.mark.journey
 def test_the_kernel_gives_the_bits_of_torch_in_the_interpreter() -> None:
     run_interpreted(__file__)
 

@@ -93,6 +93,7 @@ def test_a_completion_is_what_the_engine_gives(client: openai.OpenAI, reference:
     assert len(client.completions.create(prompt="x", **COMMON).choices[0].text) == 16
 
 
+@pytest.mark.journey
 def test_answers_without_a_seed_are_drawn_anew_after_each_start(make_model: Make, make_engine: Make) -> None:
     texts: list[str] = []
     for _ in range(2):
@@ -167,6 +168,7 @@ def test_bytes_of_a_token_are_its_own_where_it_is_no_whole_character(client: ope
     assert all(len(other.bytes) == 1 or other.token == "" for other in others) and len(others) == 4
 
 
+@pytest.mark.journey
 def test_a_chat_without_limit_runs_to_the_end_of_the_context(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(messages=[{"role": "user", "content": "x"}], extra_body={"ignore_eos": True}, **COMMON)
     assert answer.usage is not None and answer.usage.total_tokens == 256
@@ -450,6 +452,7 @@ def test_a_client_that_leaves_ends_its_request(server: InferenceServer, http: ht
     wait_idle(server)
 
 
+@pytest.mark.journey
 def test_many_clients_at_once_get_their_own_answers(client: openai.OpenAI) -> None:
     alone = {seed: client.completions.create(prompt=str(seed), seed=seed, max_tokens=12, **COMMON).choices[0].text for seed in range(12)}
     crowd: dict[int, str] = {}
@@ -548,6 +551,7 @@ def test_close_is_clean_while_streams_are_open(make_model: Make, make_engine: Ma
     assert not running.runner._thread.is_alive() and not running._thread.is_alive()
 
 
+@pytest.mark.journey
 def test_random_bodies_never_break_the_server(http: httpx.Client, server: InferenceServer) -> None:
     rng = random.Random(0)
     values = [

@@ -63,6 +63,7 @@ def test_a_body_of_many_lists_is_refused_before_it_is_read(monkeypatch: pytest.M
         assert isinstance(error, ApiError) and error.status == 422 and "at most 262144" in error.message
 
 
+@pytest.mark.journey
 def test_a_body_of_many_names_is_refused_before_it_is_read_and_json_in_a_text_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {f'a"{number}': 1 for number in range(2**16)}
     read = _read(CompletionBody, json.dumps({"prompt": json.dumps(names)}).encode(), 0)

@@ -23,6 +23,7 @@ from mcore_inference.server import ConnectionLimits, InferenceServer, ServerGrou
 from mcore_inference.server._addresses import RefusalLimiter
 from mcore_inference.server._connection import ConnectionGuard
 from mcore_parallel.data import ByteTokenizer
+from tests.support.journeys import journeys_among
 
 Make = Callable[..., Any]
 # Long enough for a client of a busy machine to say what it has come for.
@@ -86,6 +87,7 @@ def test_a_header_that_does_not_end_is_408(server: InferenceServer, start: bytes
     assert (status, error["code"]) == (408, "header_timeout") and "header_timeout_s=1.2" in error["message"]
 
 
+@pytest.mark.journey
 def test_a_header_and_a_body_that_drip_are_408(server: InferenceServer) -> None:
     with connected(server) as raw:
         raw.sendall(HEAD + b"X-Long: ")
@@ -97,6 +99,7 @@ def test_a_header_and_a_body_that_drip_are_408(server: InferenceServer) -> None:
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
+@pytest.mark.journey
 def test_a_body_that_nobody_asked_for_is_limited_too(server: InferenceServer) -> None:
     with connected(server) as raw:
         raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n")
@@ -113,6 +116,7 @@ def test_a_body_that_nobody_asked_for_is_limited_too(server: InferenceServer) ->
         assert time.monotonic() - begin < 29
 
 
+@pytest.mark.journey
 def test_an_idle_connection_is_closed_and_a_second_request_on_it_is_timed(server: InferenceServer) -> None:
     whole = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
     with connected(server) as raw:
@@ -355,6 +359,7 @@ def test_a_body_that_is_no_http_behind_the_answer_cuts_the_connection(server: In
     assert not caplog.records
 
 
+@pytest.mark.journey
 def test_requests_that_are_no_http_fill_no_log(server: InferenceServer, caplog: pytest.LogCaptureFixture) -> None:
     def send(count: int) -> None:
         for _ in range(count):
@@ -411,7 +416,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("kind", journeys_among(REFUSED, "no HTTP"))
 def test_connections_of_an_address_that_is_refused_too_often_are_held_unread(make_model: Make, make_engine: Make, kind: str) -> None:
     request, begin = REFUSED[kind]
     limits = ConnectionLimits(max_refused_per_s=0.3, penalty_s=0.2, max_connections=8)

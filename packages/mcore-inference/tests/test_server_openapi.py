@@ -123,6 +123,7 @@ def answers(cases: Any, count: int, fields: Mapping[str, Any], **options: Any) -
     return statuses
 
 
+@pytest.mark.journey
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("share", [0.5, pytest.param(1.0, marks=pytest.mark.slow)], ids=["half", "all"])
 @pytest.mark.parametrize("mode", ["positive", "negative"])

@@ -125,6 +125,7 @@ def test_a_signal_lets_open_requests_end_and_refuses_new_ones(number: signal.Sig
     assert answer.json()["usage"]["completion_tokens"] == 30
 
 
+@pytest.mark.journey
 def test_at_the_end_of_the_time_requests_get_an_error_and_silent_clients_are_cut() -> None:
     with serving(pause_s=0.05, drain_s=0.3) as running:
         running.ask(max_tokens=500)

@@ -199,6 +199,7 @@ def test_required_and_named_calls_are_valid_whatever_the_model_draws(
     assert (content, name, reason) == (None, "weather", "tool_calls") and json.loads(arguments)["city"] in ("Oslo", "Rome")
 
 
+@pytest.mark.journey
 def test_several_required_calls_and_choices(random_client: Callable[[str], openai.OpenAI]) -> None:
     ask = random_client("mistral").chat.completions.create
     # The bracket that would end the list is not liked.

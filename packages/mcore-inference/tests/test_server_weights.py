@@ -91,6 +91,7 @@ def test_a_folder_replaces_the_weights_and_tokens_say_which_drew_them(server: In
     assert answer(server)["logprobs"] == after["logprobs"]
 
 
+@pytest.mark.journey
 def test_who_may_not_and_what_is_not_there_change_nothing(server: InferenceServer, root: Path, tmp_path: Path) -> None:
     before = answer(server)
     outside = tmp_path / "outside"

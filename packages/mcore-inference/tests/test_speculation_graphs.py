@@ -133,7 +133,13 @@ ROOMY, TIGHT = {}, {"num_blocks": 26, "block_size_tokens": 4, "max_tokens": 17}
 
 
 @pytest.mark.world(1)
-@pytest.mark.parametrize(("kind", "sizes"), [*((kind, ROOMY) for kind in KINDS), ("mtp, more", TIGHT), ("eagle", TIGHT)])
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        pytest.param(kind, sizes, marks=() if sizes is ROOMY and kind in ("ngram", "eagle") else pytest.mark.journey)
+        for kind, sizes in [*((kind, ROOMY) for kind in KINDS), ("mtp, more", TIGHT), ("eagle", TIGHT)]
+    ],
+)
 def test_recorded_steps_with_proposals_give_the_tokens_of_plain_ones(world: Callable[..., Any], kind: str, sizes: dict[str, Any]) -> None:
     world(check_on_cpu, kind=kind, sizes=sizes)
 
@@ -165,6 +171,7 @@ def check_fused(kind: str) -> None:
     assert results[0] == results[1] and results[0][1]
 
 
+@pytest.mark.journey
 def test_fused_decoders_verify_proposals_in_the_interpreter() -> None:
     run_interpreted(__file__, "eagle")
 
@@ -210,6 +217,7 @@ def check_sizes() -> None:
     assert [size.token_count for size in drafts.graphs._sizes(max(drafts.graphs._step_tokens))] == [2048, 4096, 2048, 2048]
 
 
+@pytest.mark.journey
 @pytest.mark.world(1)
 def test_sizes_are_few_and_forgotten_together(world: Callable[..., Any]) -> None:
     world(check_sizes)

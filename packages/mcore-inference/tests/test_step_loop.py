@@ -69,6 +69,7 @@ def trace(engine: DynamicInferenceEngine, seed: int) -> tuple[list[Any], int]:
     return steps, beside
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("run_ahead", [False, True])
 def test_decode_batches_beside_a_queue_change_no_decision_and_no_token(
     run_ahead: bool, model: GPTModel, make_engine: Make, monkeypatch: pytest.MonkeyPatch

@@ -289,6 +289,7 @@ def test_an_error_at_the_end_of_a_deep_grammar_is_told_at_once_without_traces() 
 AMBIGUOUS = 'start: e\ne: e e e | e e | "a" | \n'
 
 
+@pytest.mark.journey
 def test_an_ambiguous_grammar_ends_by_an_error_before_it_stalls_the_engine(make_model: Make, make_engine: Make) -> None:
     engine = make_engine(make_model(vocab_size=272), ByteTokenizer(), max_sequence_length=128)
     only = SamplingParams(

@@ -78,6 +78,7 @@ def check_same(ours: list[DynamicInferenceRequestRecord], wanted: list[DynamicIn
         torch.testing.assert_close(one.prompt_log_probs, other.prompt_log_probs, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(("kind", "run_ahead"), [("attention", False), ("attention", True), ("M*M-", True), ("G*-G", False)])
 def test_suspends_at_any_steps_change_no_token(make_model: Make, kind: str, run_ahead: bool) -> None:
     model = make_model() if kind == "attention" else hybrid(kind)

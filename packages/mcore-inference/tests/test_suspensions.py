@@ -23,6 +23,7 @@ from mcore_inference import (
 from mcore_parallel import ProcessGroups
 from mcore_parallel.models import GPTModel, hybrid_config
 from mcore_parallel.nn import GatedDeltaNetConfig, MambaConfig
+from tests.support.journeys import journeys_among
 
 MAMBA = MambaConfig(state_dim=6, head_dim=8, num_groups=2, chunk_size=4)
 DELTA = GatedDeltaNetConfig(num_key_heads=2, num_value_heads=4, key_head_dim=6, value_head_dim=5, chunk_size=4)
@@ -114,7 +115,9 @@ def assert_equal(records: Sequence[DynamicInferenceRequestRecord], wanted: Seque
         assert [set(each) for each in record.generated_top_n_logprobs] == [set(each) for each in reference.generated_top_n_logprobs]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", journeys_among(CASES, "ahead", "preemptions", "states ahead, in chunks", "states, preemptions", "states, shared beginnings")
+)
 def test_suspended_before_any_step_an_engine_says_the_same(name: str, make_model: Callable[..., GPTModel]) -> None:
     case = CASES[name]
     engine = build(case, make_model)

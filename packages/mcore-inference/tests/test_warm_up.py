@@ -61,7 +61,7 @@ def test_steps_that_verify_proposals_and_passes_behind_prompts_are_run(execution
     assert passes == ([] if executor.drafts is None else [[True] * 3] * 3 * len(steps))
 
 
-@pytest.mark.parametrize("execution", [None, NGRAMS, HEADS], ids=["plain", "ngrams", "heads"])
+@pytest.mark.parametrize("execution", [None, NGRAMS, pytest.param(HEADS, marks=pytest.mark.journey)], ids=["plain", "ngrams", "heads"])
 @pytest.mark.parametrize("fields", [{}, {"max_requests": 1}, {"max_tokens": 16}, {"max_sequence_length": 40, "block_size_tokens": 64}])
 def test_nothing_is_counted_and_nothing_changes(execution: ExecutionConfig | None, fields: dict[str, Any]) -> None:
     engine, plain = make_engine(execution, **fields), make_engine(execution, **fields)

@@ -105,11 +105,14 @@ def check_company(model: GPTModel) -> None:
     assert torch.equal(outcome(model.train(), *packed(parts)).detach(), torch.cat(alone))
 
 
+MARKS = {("deepseek", torch.bfloat16): (), ("deepseek", torch.float32): pytest.mark.journey, ("one expert", torch.bfloat16): ()}
+
+
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
         # Every kind in the dtype of training, the one of most operations in another.
-        pytest.param(kind, dtype, marks=() if torch.bfloat16 is dtype or kind == "deepseek" else pytest.mark.slow)
+        pytest.param(kind, dtype, marks=MARKS.get((kind, dtype), pytest.mark.journey if torch.bfloat16 is dtype else pytest.mark.slow))
         for kind in KINDS
         for dtype in (torch.bfloat16, torch.float32)
     ],
@@ -218,7 +221,7 @@ def check_expert_parallel(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.journey), torch.float32], ids=str)
 @pytest.mark.parametrize("kind", ["deepseek", "latent"])
 def test_tokens_that_travel_to_experts_of_other_ranks_have_the_bits_of_one_rank(world, kind: str, dtype: torch.dtype) -> None:
     world(check_expert_parallel, kind=kind, dtype=dtype)

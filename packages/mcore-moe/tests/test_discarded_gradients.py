@@ -65,6 +65,7 @@ def check_expert_parallel() -> None:
         check_same_bits(lambda: mixture(groups), groups, batches, ddp={"bucket_size": 2000, **options})
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_ranks_that_share_experts_train_with_the_bits_of_zeroed_sums(world) -> None:
     world(check_expert_parallel)

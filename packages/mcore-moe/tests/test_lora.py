@@ -117,6 +117,7 @@ def test_experts_in_eight_bits_are_those_with_the_rounded_weights() -> None:
     check_rounded([ParallelPlan()])
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_ranks_that_share_or_divide_experts_round_them_alike(world) -> None:
     world(check_rounded, plans=[ParallelPlan(dp=2, ep=2), ParallelPlan(tp=2, etp=2)])
@@ -159,6 +160,7 @@ def check_layouts(expected: Run, config: LoraConfig = LORA) -> None:
                 torch.testing.assert_close(shard.data, whole, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_every_layout_trains_the_adapters_as_one_rank(world) -> None:
     world(check_layouts, expected=serial())

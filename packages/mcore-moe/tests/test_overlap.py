@@ -77,6 +77,7 @@ def check_pairs(plan: ParallelPlan) -> list[str]:
     return first.events
 
 
+@pytest.mark.journey
 @pytest.mark.world(2, shared=True)
 def test_each_part_of_a_pair_works_while_the_rows_of_the_other_travel(world) -> None:
     one, other = world(check_pairs, plan=ParallelPlan(dp=2, ep=2))
@@ -90,6 +91,7 @@ def test_each_part_of_a_pair_works_while_the_rows_of_the_other_travel(world) -> 
     assert pairs == turns * (MICROBATCHES - 1)
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_pairs_over_two_stages_have_the_bits_of_plain_turns(world) -> None:
     events = world(check_pairs, plan=ParallelPlan(dp=2, ep=2, pp=2))

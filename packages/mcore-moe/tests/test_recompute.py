@@ -171,6 +171,7 @@ def check_exchange(plan: ParallelPlan) -> None:
     assert counts[()] == counts["moe_act", "shared_experts"] == counts[("mlp",)] / 2
 
 
+@pytest.mark.journey
 @pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("plan", [ParallelPlan(dp=2, ep=2), ParallelPlan(tp=2, ep=2)], ids=["dp2 ep2", "tp2 ep2"])
 def test_nothing_is_sent_again(world: Any, plan: ParallelPlan) -> None:

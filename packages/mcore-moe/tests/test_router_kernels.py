@@ -196,6 +196,7 @@ def check_alone(device: str) -> None:
     assert probs.shape == (0, 4) and not scores.any() and not squares and not counts.any() and empty.grad is not None
 
 
+@pytest.mark.journey
 def test_kernels_equal_functions_of_torch_in_the_interpreter() -> None:
     run_interpreted(__file__)
 

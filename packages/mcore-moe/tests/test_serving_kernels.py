@@ -139,6 +139,7 @@ def check_rows_in_fp8(device: str, dtype: torch.dtype, tolerance: float) -> None
         close(found, wanted.double(), tolerance)
 
 
+@pytest.mark.journey
 def test_kernels_equal_the_layer_in_the_interpreter() -> None:
     run_interpreted(__file__)
 
@@ -166,7 +167,14 @@ def test_kernels_over_fp8_weights_equal_the_layer_with_their_values_on_a_gpu() -
 
 
 @pytest.mark.parametrize(
-    ("tokens", "sizes"), [(1, (128, 2048, 768)), (16, (5, 136, 40)), (40, (5, 136, 40)), (64, (128, 2048, 768)), (512, (128, 2048, 768))]
+    ("tokens", "sizes"),
+    [
+        (1, (128, 2048, 768)),
+        (16, (5, 136, 40)),
+        pytest.param(40, (5, 136, 40), marks=pytest.mark.journey),
+        (64, (128, 2048, 768)),
+        (512, (128, 2048, 768)),
+    ],
 )
 @pytest.mark.parametrize("fp8", [False, True])
 def test_kernels_compile_for_hopper(
@@ -207,6 +215,7 @@ def test_kernels_compile_for_hopper(
         assert ("e4m3x2" in ptx) == fp8
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("experts", [128, 300, 1024])
 def test_a_router_of_many_tokens_compiles_for_hopper(experts: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton")

@@ -82,6 +82,7 @@ def draw_sizes(data: st.DataObject) -> tuple[int, int, int]:
     return experts, data.draw(st.integers(1, experts), label="topk"), data.draw(st.integers(0, 12), label="tokens")
 
 
+@pytest.mark.journey
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_any_sizes_with_empty_experts_equal_the_loop(data: st.DataObject) -> None:
@@ -101,6 +102,7 @@ def dispatchers_of(experts: int) -> tuple[Any, ...]:
     return LocalTokenDispatcher(experts), MoEAlltoAllTokenDispatcher(experts, ALONE.ep), MoEAllGatherTokenDispatcher(experts, ALONE)
 
 
+@pytest.mark.journey
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_any_capacity_and_rows_of_zeros_equal_the_loop(data: st.DataObject) -> None:

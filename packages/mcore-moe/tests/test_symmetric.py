@@ -142,6 +142,7 @@ def test_every_token_comes_to_its_experts_and_back(sizes: list[int], width: int,
 SHAPES = (([2, 0], 24, 3, 2, 0), ([1, 3], 40, 2, 1, 1), ([0, 1, 2], 8, 4, 2, 2), ([1, 1], 2056, 2, 2, 3), ([0, 0], 16, 1, 1, 4))
 
 
+@pytest.mark.journey
 def test_kernels_move_as_the_reference_in_the_interpreter() -> None:
     run_interpreted(__file__)
 
@@ -428,6 +429,7 @@ def check_more_tokens_than_fit() -> None:
             dispatcher.dispatch(torch.ones(17, D, dtype=F64), random_routing(17, E, K, 0))
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_a_rank_with_more_tokens_than_fit_is_told_what_to_set(world) -> None:
     world(check_more_tokens_than_fit)

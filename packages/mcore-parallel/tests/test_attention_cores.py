@@ -345,6 +345,7 @@ def test_windows_over_split_sequences(world, window: tuple[int, int] | None, pac
     world(check_split, spec=spec)
 
 
+@pytest.mark.journey
 def test_flex_makes_a_mask_once_for_equal_lengths_and_compiles_one_kernel_for_all_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = torch.compile(flex_attention, fullgraph=True, backend="eager")
     monkeypatch.setattr("mcore_parallel.nn.attention._flex._unfused", kernel)

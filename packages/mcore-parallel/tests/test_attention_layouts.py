@@ -61,6 +61,7 @@ def check_layouts(cases: list[tuple[ParallelPlan, TransformerConfig, str | None,
             torch.testing.assert_close(shard.data, parameters[name].data[part], rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_two_ranks_train_as_one(world) -> None:
     alone = ProcessGroups.single()
@@ -81,6 +82,7 @@ def test_two_ranks_train_as_one(world) -> None:
     world(check_layouts, cases=cases)
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_four_ranks_share_two_key_value_heads(world) -> None:
     expected = train(CONFIG, ProcessGroups.single())

@@ -91,12 +91,22 @@ NAMES = [
 ]
 
 
+MARKS = {
+    ("window and sinks", torch.float32): pytest.mark.journey,
+    ("window and sinks", torch.float64): (),
+    ("gate and norms across heads", torch.bfloat16): (),
+}
+
+
 @pytest.mark.parametrize(
     ("fields", "dtype"),
     [
         # Every variant in the dtype of training, the one of most operations in all of them.
         pytest.param(
-            fields, dtype, id=f"{name}-{dtype}", marks=() if torch.bfloat16 is dtype or name == "window and sinks" else pytest.mark.slow
+            fields,
+            dtype,
+            id=f"{name}-{dtype}",
+            marks=MARKS.get((name, dtype), pytest.mark.journey if torch.bfloat16 is dtype else pytest.mark.slow),
         )
         for name, fields in zip(NAMES, VARIANTS, strict=True)
         for dtype in (torch.float32, torch.bfloat16, torch.float64)
@@ -159,6 +169,7 @@ def further_heads(device: str, dtype: torch.dtype) -> None:
         assert torch.equal(outcomes(*packed([parts[i] for i in order])), torch.cat([alone[i] for i in order]))
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_heads_of_further_tokens_have_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype) -> None:
     further_heads("cpu", dtype)
@@ -180,6 +191,7 @@ def check_tensor_parallel() -> None:
         build(groups, qk_layernorm=True, qk_layernorm_across_heads=True)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_over_two_tensor_parallel_ranks_too(world) -> None:
     world(check_tensor_parallel)

@@ -192,6 +192,7 @@ HEADS: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.journey
 def test_kernels_are_right_and_invariant_in_the_interpreter() -> None:
     run_interpreted(__file__)
 
@@ -224,6 +225,7 @@ def instructions(assembly: str) -> list[str]:
     return re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.aligned\.\S+", assembly)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(("columns", "depth", "slices"), [(256, 2048, 4), (24576, 256, 1)])
 def test_few_rows_and_many_run_the_same_instructions_of_hopper(
     columns: int, depth: int, slices: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -244,6 +246,7 @@ def test_few_rows_and_many_run_the_same_instructions_of_hopper(
     assert all(other == few for other in many)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(("columns", "depth"), [(1536, 2048), (24576, 256), (40, 100)])
 def test_few_rows_of_an_expert_and_many_run_the_same_instructions_of_hopper(
     columns: int, depth: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -263,6 +266,7 @@ def test_few_rows_of_an_expert_and_many_run_the_same_instructions_of_hopper(
     assert all(other == few for other in many)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_attention_and_statistics_compile_for_hopper(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton")

@@ -186,6 +186,7 @@ def test_compositions_pass_gradcheck_on_two_ranks(world) -> None:
     world(check_gradcheck)
 
 
+@pytest.mark.journey
 @pytest.mark.world(3)
 def test_compositions_pass_gradcheck_on_three_ranks(world) -> None:
     world(check_gradcheck)
@@ -431,6 +432,7 @@ print(*comm.reduce_scatter(torch.ones(4, 3, device="meta"), of_two).shape)
 """
 
 
+@pytest.mark.journey
 def test_tensors_without_data_go_through_collectives_in_a_new_process() -> None:
     """Nothing else has loaded what torch makes of them."""
     done = subprocess.run([sys.executable, "-c", META], capture_output=True, text=True, timeout=120)

@@ -176,6 +176,7 @@ def check_members_connect_again() -> list[str]:
     return names
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_members_connect_again_under_new_names_whatever_other_groups_they_are_in(world) -> None:
     one, two = world(check_members_connect_again)

@@ -72,7 +72,7 @@ def test_equal_runs_are_equal_to_the_bit(tmp_path: Path) -> None:
     assert names.index(("backward", 0, "layers.1")) < names.index(("backward", 0, "layers.0")) < names.index(names[-1])
 
 
-@pytest.mark.parametrize("statistics_only", [False, True])
+@pytest.mark.parametrize("statistics_only", [pytest.param(False, marks=pytest.mark.journey), True])
 def test_the_first_wrong_layer_is_named(tmp_path: Path, statistics_only: bool, capsys: pytest.CaptureFixture[str]) -> None:
     record(f"{tmp_path}/good")
     record(f"{tmp_path}/bad", spoil=double("layers.1.mlp"), statistics_only=statistics_only)
@@ -89,6 +89,7 @@ def test_the_first_wrong_layer_is_named(tmp_path: Path, statistics_only: bool, c
     assert json.loads(capsys.readouterr().out)["first"]["name"] == "layers.1.mlp"
 
 
+@pytest.mark.journey
 def test_rounding_is_no_difference_unless_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record(f"{tmp_path}/fine")
     record(f"{tmp_path}/coarse", dtype=torch.float32)

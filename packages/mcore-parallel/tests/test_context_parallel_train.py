@@ -86,6 +86,7 @@ def serial(steps: int = 2) -> dict[bool, Run]:
     return {packed: train(ProcessGroups.single(), None, packed, steps=steps) for packed in (False, True)}
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_two_ranks_train_as_one(world) -> None:
     world(
@@ -113,7 +114,7 @@ def test_a_ring_can_be_recomputed(world) -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        ParallelPlan(cp=4, hierarchical_cp=(2, 2)),
+        pytest.param(ParallelPlan(cp=4, hierarchical_cp=(2, 2)), marks=pytest.mark.journey),
         ParallelPlan(tp=2, cp=2, hierarchical_cp=(2, 1)),
         ParallelPlan(tp=2, cp=2, hierarchical_cp=(1, 2), sequence_parallel=False),
         ParallelPlan(cp=2, pp=2, hierarchical_cp=(2, 1)),

@@ -154,6 +154,7 @@ def check_compiled() -> None:
     torch.testing.assert_close(results[0], results[1], rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_loss_compiles_without_a_graph_break(world) -> None:
     world(check_compiled)

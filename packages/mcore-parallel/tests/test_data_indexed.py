@@ -239,6 +239,7 @@ def test_verify_finds_an_entry_that_opening_does_not_read(tmp_path):
         IndexedDataset(tmp_path / "a").verify()
 
 
+@pytest.mark.journey
 def test_every_damaged_length_pointer_and_outer_boundary_is_found_before_training(tmp_path):
     write_golden(tmp_path / "a", False)
     IndexedDataset(tmp_path / "a").verify()

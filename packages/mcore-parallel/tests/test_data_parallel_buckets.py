@@ -176,6 +176,7 @@ def test_every_way_to_sum_equals_one_process_on_two_ranks(world) -> None:
     world(check_ways)
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_every_way_to_sum_equals_one_process_on_four_ranks(world) -> None:
     world(check_ways)

@@ -86,6 +86,7 @@ def test_preprocess_writes_one_document_each(tmp_path, eod):
     assert texts_of(tmp_path / "out" / "corpus", eod=256) == ["hello", "\u4e2d\u6587"]
 
 
+@pytest.mark.journey
 def test_workers_do_not_change_the_result(tmp_path):
     source = write_lines(tmp_path / "in.jsonl", [f"document {number} " * (number % 7) for number in range(5000)])
     for workers in (1, 2):

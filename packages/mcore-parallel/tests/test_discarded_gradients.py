@@ -58,13 +58,17 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+def mark_of(name: str, count: int) -> Any:
+    if name == "float64":
+        return ()
+    return pytest.mark.journey if count > 1 else pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("options", "fusion", "count"),
     [
         # Several micro-batches of every model, fused or not; one micro-batch of the plain one.
-        pytest.param(
-            options, fusion, count, id=f"{name}-{fusion}-{count}", marks=() if count > 1 or name == "float64" else pytest.mark.slow
-        )
+        pytest.param(options, fusion, count, id=f"{name}-{fusion}-{count}", marks=mark_of(name, count))
         for name, options in MODELS.items()
         for fusion in (False, True)
         for count in (1, 4)
@@ -106,6 +110,7 @@ def check_replicas() -> None:
             check_same_bits(lambda tied=tied: gpt(groups, tied=tied), groups, batches, ddp=config)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_replicas_that_sum_in_the_backward_train_with_the_bits_of_zeroed_sums(world) -> None:
     world(check_replicas)
@@ -133,6 +138,7 @@ def check_stages() -> None:
             )
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_stages_train_with_the_bits_of_zeroed_sums_in_every_schedule(world) -> None:
     world(check_stages)

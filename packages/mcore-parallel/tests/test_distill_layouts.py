@@ -118,7 +118,14 @@ def check(degrees: dict[str, Any], expected: Curve, store: Path, offline: Curve,
 @pytest.mark.world(2)
 @pytest.mark.parametrize(
     "degrees",
-    [{"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"cp": 2}, {"dp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}],
+    [
+        pytest.param({"tp": 2}, marks=pytest.mark.journey),
+        pytest.param({"tp": 2, "sequence_parallel": False}, marks=pytest.mark.journey),
+        {"cp": 2},
+        {"dp": 2},
+        {"pp": 2},
+        {"pp": 2, "vpp": 2},
+    ],
     ids=str,
 )
 def test_two_ranks_learn_and_write_as_one(world: Any, tmp_path: Path, degrees: dict[str, Any]) -> None:

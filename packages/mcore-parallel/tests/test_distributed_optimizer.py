@@ -166,6 +166,7 @@ def test_slices_train_like_replicas_on_two_ranks(world) -> None:
     world(check_equal, plan={"dp": 2}, variants=variants)
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_slices_train_like_replicas_on_four_ranks_with_experts_and_instances(world) -> None:
     variants = [{}, {"num_distributed_optimizer_instances": 2}]
@@ -182,11 +183,13 @@ def check_overflows(plan: dict, variants: list[dict], clips: tuple[float, ...]) 
     assert [scale for *_, scale in results] == [2.0**k for k in (10, 10, 11, 11, 10, 10, 10, 11, 11, 11)]
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_overflows_on_one_rank_are_skipped_alike_in_slices_on_two_ranks(world) -> None:
     world(check_overflows, plan={"dp": 2}, variants=[{}, {"num_distributed_optimizer_instances": 2}], clips=(0.0, 0.02))
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_overflows_on_one_rank_are_skipped_alike_in_slices_on_four_ranks(world) -> None:
     world(check_overflows, plan={"dp": 4}, variants=[{}, {"num_distributed_optimizer_instances": 2}], clips=(0.02,))
@@ -318,6 +321,7 @@ def check_continuation() -> None:
             assert torch.equal(value, values(resumed)[name]), (dtype, options, name)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_a_reloaded_run_continues_bit_for_bit(world) -> None:
     world(check_continuation)
@@ -375,6 +379,7 @@ def check_train_step(plans: list[dict]) -> None:
                 assert found == pytest.approx(wanted, rel=1e-8)
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_the_train_step_is_the_same_over_slices(world) -> None:
     world(check_train_step, plans=[{"dp": 4}, {"tp": 2, "dp": 2, "sequence_parallel": True}, {"pp": 2, "dp": 2}])

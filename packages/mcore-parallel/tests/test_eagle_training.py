@@ -144,7 +144,15 @@ def check(degrees: dict[str, Any], expected: Curve, store: Path, written: Path, 
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("degrees", [{"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"dp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        pytest.param({"tp": 2}, marks=pytest.mark.journey),
+        pytest.param({"tp": 2, "sequence_parallel": False}, marks=pytest.mark.journey),
+        {"dp": 2},
+    ],
+    ids=str,
+)
 def test_two_ranks_learn_write_and_publish_as_one(world: Any, tmp_path: Path, degrees: dict[str, Any]) -> None:
     fill(tmp_path / "one", ONE, DENSE)
     weights = published_weights(EagleHead(architecture(DENSE), ONE, vocabulary=VOCABULARY, dtype=torch.float64, seed=4))
@@ -223,6 +231,7 @@ def successors(seed: int, count: int = 4) -> Batch:
     return Batch(tokens=tokens[:, :-1], labels=tokens[:, 1:], loss_mask=torch.ones(count, S))
 
 
+@pytest.mark.journey
 def test_a_head_that_has_learnt_drafts_better_than_chance() -> None:
     # A target that knows the text, to begin with.
     model = GPTModel(DENSE, ONE, dtype=torch.float64, seed=1, unpadded_vocab_size=REAL)

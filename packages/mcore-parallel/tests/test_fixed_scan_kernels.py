@@ -109,10 +109,12 @@ def check_gradients(config: Config, device: str) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4 * float(wanted.detach().abs().max()))
 
 
+@pytest.mark.journey
 def test_kernels_are_right_and_invariant_in_the_interpreter() -> None:
     run_interpreted(__file__)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(("config", "dtype"), [(LARGE[1], torch.bfloat16), (SMALL[2], torch.float32), (LARGE[3], torch.bfloat16)])
 def test_single_tokens_and_long_sequences_are_one_compilation_for_hopper(
     config: Config, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -315,7 +315,7 @@ def check_model(sequence_parallel: bool) -> list[float]:
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=pytest.mark.journey)])
 def test_model_over_two_ranks_trains_as_on_one(world, sequence_parallel) -> None:
     first, second = world(check_model, sequence_parallel=sequence_parallel)
     assert first == second
@@ -369,6 +369,7 @@ def check_kernels(device: str) -> None:
         assert not bool(torch.isfinite(data.float() * inverse)[1, 3])
 
 
+@pytest.mark.journey
 def test_kernels_equal_the_torch_code_in_the_interpreter() -> None:
     run_interpreted(__file__)
     assert not has_kernel(torch.ones(2))

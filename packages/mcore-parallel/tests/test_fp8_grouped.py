@@ -230,12 +230,16 @@ def check_weight_gradient(kernels, grad: ScaledColumns, x: ScaledColumns, start:
         torch.testing.assert_close(found.cpu().double(), wanted, rtol=1e-3, atol=1e-3 * (1 + wanted.abs().max().item()))
 
 
+@pytest.mark.journey
 def test_kernels_equal_the_torch_code_in_the_interpreter() -> None:
     run_interpreted(__file__)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "depth", "out"), [(8, 768, 2048), (2048, 136, 40), (8192, 2048, 1536)])
+@pytest.mark.parametrize(
+    ("rows", "depth", "out"),
+    [(8, 768, 2048), pytest.param(2048, 136, 40, marks=pytest.mark.journey), pytest.param(8192, 2048, 1536, marks=pytest.mark.journey)],
+)
 def test_products_of_rows_by_fp8_weights_compile_for_hopper(
     dtype: torch.dtype, rows: int, depth: int, out: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

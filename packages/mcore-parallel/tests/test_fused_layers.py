@@ -181,6 +181,7 @@ def check_all(device: str, dtype: torch.dtype, tolerance: float) -> None:
         check(device, dtype, tolerance)
 
 
+@pytest.mark.journey
 def test_kernels_equal_torch_in_the_interpreter() -> None:
     run_interpreted(__file__)
 

@@ -245,6 +245,7 @@ def check_compiled() -> None:
         torch.testing.assert_close(mine, theirs, **EXACT)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_fused_loss_compiles(world) -> None:
     world(check_compiled)
@@ -307,5 +308,6 @@ print("same")
 """
 
 
+@pytest.mark.journey
 def test_triton_kernels_equal_torch_in_the_interpreter() -> None:
     run_interpreted("-c", KERNELS)

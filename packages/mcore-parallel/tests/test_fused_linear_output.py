@@ -68,11 +68,13 @@ def test_methods_agree_on_one_rank() -> None:
     check_methods(1)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_methods_agree_on_two_ranks(world) -> None:
     world(check_methods, tp=2)
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_methods_agree_on_four_ranks(world) -> None:
     world(check_methods, tp=4)

@@ -139,6 +139,7 @@ def test_tokens_that_tp_does_not_divide_are_an_error() -> None:
         model(torch.zeros(5, dtype=torch.int64, device="meta"), Step.causal(1, 5, "meta"))
 
 
+@pytest.mark.journey
 def test_the_whole_model_compiles_into_one_graph() -> None:
     model = GPTModel(CONFIG, ProcessGroups.single())
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

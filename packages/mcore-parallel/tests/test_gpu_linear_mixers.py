@@ -156,6 +156,7 @@ def check_delta(device: str, dtype: torch.dtype, tolerance: float, sizes: tuple[
 CHECKS = (check_conv, check_gated_norm, check_scan, check_bounded_scan, check_delta)
 
 
+@pytest.mark.journey
 def test_kernels_equal_torch_in_the_interpreter() -> None:
     run_interpreted(__file__)
 
@@ -181,6 +182,7 @@ def test_narrow_heads_and_states_are_scanned_by_eight_warps() -> None:
             assert {config.num_warps for config in wide} == {4, 8}
 
 
+@pytest.mark.journey
 def test_the_kernel_of_the_delta_rule_compiles_for_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     from mcore_parallel.nn.kernels import _triton_delta

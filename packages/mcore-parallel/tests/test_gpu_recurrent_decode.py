@@ -78,10 +78,12 @@ def check(config: Config, dtype: torch.dtype, tolerance: float, device: str, *, 
     assert torch.equal(after.conv, before.conv) and torch.equal(after.memory, before.memory)
 
 
+@pytest.mark.journey
 def test_kernels_equal_torch_in_the_interpreter() -> None:
     run_interpreted(__file__)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(("config", "dtype"), [(LARGE[0], torch.bfloat16), (SMALL[2], torch.float32), (LARGE[2], torch.bfloat16)])
 def test_kernels_compile_for_hopper(config: Config, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton")

@@ -122,7 +122,7 @@ def test_replayed_blocks_train_with_the_bits_of_the_eager_ones(patterns: tuple[s
     assert report.replays == (3 * 2 - 3) * blocks
 
 
-@pytest.mark.parametrize("backend", [None, "sdpa", "context_parallel", "reference"])
+@pytest.mark.parametrize("backend", [pytest.param(None, marks=pytest.mark.journey), "sdpa", "context_parallel", "reference"])
 def test_layers_over_packed_sequences_run_from_one_graph_however_they_are_packed(backend: str | None) -> None:
     config = CONFIG if backend is None else dataclasses.replace(CONFIG, attention_backend=backend)
 
@@ -206,7 +206,7 @@ def check_pipeline(chunks: int) -> None:
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("chunks", [1, pytest.param(2, marks=pytest.mark.journey)])
 def test_replayed_layers_of_a_pipeline_have_the_bits_of_the_eager_ones(world: Callable[..., list[Any]], chunks: int) -> None:
     world(check_pipeline, chunks=chunks)
 

@@ -61,6 +61,7 @@ def random_plans(number: int, largest: int) -> Iterator[ParallelPlan]:
             yield plan
 
 
+@pytest.mark.journey
 def test_enumerations_equal_the_closed_form_up_to_16384_ranks() -> None:
     draw = random.Random(6)
     big = [
@@ -191,6 +192,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@pytest.mark.journey
 def test_groups_of_large_worlds_are_built() -> None:
     plans = [
         ParallelPlan(tp=4, cp=2, dp=2, pp=4, ep=8),
@@ -302,6 +304,7 @@ def check_time_limit(folder: str) -> None:
                         comm.all_reduce(torch.ones(1), group)
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_every_group_has_the_time_limit_and_closes_for_another_life(world, tmp_path: Path) -> None:
     world(check_time_limit, folder=str(tmp_path))

@@ -87,6 +87,7 @@ def check_absence(absent: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.journey
 @pytest.mark.world(3)
 @pytest.mark.parametrize("absent", [0, 2])
 def test_a_rank_that_does_not_come_is_named_within_the_time_out(world, absent: int) -> None:

@@ -191,6 +191,7 @@ def test_a_rank_at_work_is_waited_for_within_the_limit(at_work: bool, idle_s: fl
     assert bool(report) == ends and report is not None
 
 
+@pytest.mark.journey
 def test_a_request_that_nobody_answers_ends_and_a_network_that_heals_is_used_again() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     cable = Cable(server.port)

@@ -107,6 +107,7 @@ def check_training_goes_on() -> None:
         assert told == ["restart 1 of at most 1 after rank 1: OSError: the disk is gone"]
 
 
+@pytest.mark.journey
 @pytest.mark.world(3)
 def test_a_run_whose_rank_fails_once_ends_with_the_same_bits(world) -> None:
     world(check_training_goes_on)
@@ -176,6 +177,7 @@ def check_stuck() -> None:
             run_with_restarts(work, store, rank=rank, world_size=size, config=config)
 
 
+@pytest.mark.journey
 @pytest.mark.world(3)
 def test_a_rank_that_does_not_come_back_is_named(world) -> None:
     world(check_stuck)

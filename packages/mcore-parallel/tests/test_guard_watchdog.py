@@ -68,6 +68,7 @@ def one_rank_sleeps(store: dist.Store, rank: int, num_ranks: int) -> None:
             dist.all_reduce(x, group=group)
 
 
+@pytest.mark.journey
 def test_a_sleeping_rank_is_named_with_group_number_and_stack(tmp_path: Path) -> None:
     results = run(one_rank_sleeps, 3, tmp_path)
     assert [code for code, _ in results] == [STALLED_EXIT_CODE] * 3
@@ -105,6 +106,7 @@ def one_rank_dies_unnoticed(store: dist.Store, rank: int, num_ranks: int) -> Non
                 daydream()
 
 
+@pytest.mark.journey
 def test_a_rank_that_dies_unnoticed_is_named(tmp_path: Path) -> None:
     results = run(one_rank_dies_unnoticed, 3, tmp_path)
     assert [code for code, _ in results] == [STALLED_EXIT_CODE, 9, STALLED_EXIT_CODE]
@@ -112,6 +114,7 @@ def test_a_rank_that_dies_unnoticed_is_named(tmp_path: Path) -> None:
     assert "rank 1 died: no rank waits in a recorded collective; look at rank 1" in report
 
 
+@pytest.mark.journey
 def test_a_rank_that_left_with_an_error_is_named_with_it(tmp_path: Path) -> None:
     results = run(raise_and_leave_when_reported, 2, tmp_path)
     assert [code for code, _ in results] == [STALLED_EXIT_CODE, 0]
@@ -166,6 +169,7 @@ def alone_without_store(store: dist.Store, rank: int, num_ranks: int) -> None:
         daydream()
 
 
+@pytest.mark.journey
 def test_a_rank_whose_store_is_gone_still_reports_and_ends(tmp_path: Path) -> None:
     results = run(alone_without_store, 2, tmp_path)
     assert [code for code, _ in results] == [0, STALLED_EXIT_CODE]

@@ -96,11 +96,16 @@ def check(degrees: dict[str, Any], expected: dict[str, Curve]) -> None:
 
 
 @pytest.mark.world(2, shared=True)
-@pytest.mark.parametrize("degrees", [{"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"cp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "degrees",
+    [pytest.param({"tp": 2}, marks=pytest.mark.journey), {"tp": 2, "sequence_parallel": False}, {"cp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}],
+    ids=str,
+)
 def test_two_ranks_train_as_one(world: Any, degrees: dict[str, Any]) -> None:
     world(check, degrees=degrees, expected={name: serial(name) for name in PATTERNS})
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_four_ranks_of_two_axes_train_as_one(world: Any) -> None:
     world(check, degrees={"tp": 2, "pp": 2, "vpp": 2}, expected={name: serial(name) for name in PATTERNS})

@@ -111,6 +111,7 @@ def check_layouts(expected: Run, dropped: Run, config: LoraConfig) -> None:
     assert count == (1 if stages.pp.rank == 0 else 0)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_every_layout_trains_the_adapters_as_one_rank(world) -> None:
     dropping = LoraConfig(rank=2, alpha=8.0, dropout=0.25)

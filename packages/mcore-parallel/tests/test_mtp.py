@@ -69,9 +69,9 @@ def check(degrees: dict[str, Any], expected: dict[str, Curve], pipeline: Pipelin
 @pytest.mark.parametrize(
     ("degrees", "text"),
     [
-        ({"tp": 2}, None),
+        pytest.param({"tp": 2}, None, marks=pytest.mark.journey),
         ({"tp": 2, "sequence_parallel": False}, None),
-        ({"cp": 2}, None),
+        pytest.param({"cp": 2}, None, marks=pytest.mark.journey),
         ({"dp": 2}, None),
         ({"pp": 2}, "Ettt|tmmL"),
         ({"pp": 2}, "Etttt|mmL"),
@@ -85,6 +85,7 @@ def test_two_ranks_train_as_one(world: Any, degrees: dict[str, Any], text: str |
     world(check, degrees=degrees, expected={name: serial(name) for name in names}, pipeline=PipelineConfig(layout=text))
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_four_ranks_of_two_axes_train_as_one(world: Any) -> None:
     world(check, degrees={"tp": 2, "pp": 2}, expected={name: serial(name) for name in CONFIGS}, pipeline=PipelineConfig())

@@ -66,6 +66,7 @@ def compare(groups: ProcessGroups) -> None:
             assert torch.equal(ours, expected), choice
 
 
+@pytest.mark.journey
 def test_every_choice_has_the_bits_of_a_plain_run() -> None:
     compare(ProcessGroups.single())
 
@@ -74,6 +75,7 @@ def check_ranks(tp: int) -> None:
     compare(ProcessGroups.build(ParallelPlan(tp=tp, sequence_parallel=True)))
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_every_choice_works_on_two_ranks(world) -> None:
     world(check_ranks, tp=2)
@@ -127,6 +129,7 @@ def check_pipeline() -> None:
             assert all(torch.equal(ours, expected) for ours, expected in zip(other, results[0], strict=True))
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_offloading_works_in_a_pipeline_with_one_and_two_chunks(world) -> None:
     world(check_pipeline)

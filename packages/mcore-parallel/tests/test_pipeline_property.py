@@ -49,6 +49,7 @@ def schedules(draw: st.DrawFn) -> tuple[Schedule, int, int, int]:
     return partial(combined_one_f_one_b, num_chunks=v, group_size=size, delay_weight_grad=draw(st.booleans())), p, v, m
 
 
+@pytest.mark.journey
 @campaign
 @given(schedules())
 def test_what_is_not_refused_finishes_and_holds_no_more_than_it_may(drawn: tuple[Schedule, int, int, int]) -> None:

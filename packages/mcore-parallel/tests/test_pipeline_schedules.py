@@ -133,12 +133,14 @@ def check_every_schedule(stages: int, count: int, expected: Curve, layers: int =
             compare(expected, groups, pipeline, count, chunks=2, layers=layers, steps=steps)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 @pytest.mark.parametrize("count", [4, 5])
 def test_two_stages_train_as_one_with_every_schedule(world, count: int) -> None:
     world(check_every_schedule, stages=2, count=count, expected=serial(count, layers=4), layers=4)
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 @pytest.mark.parametrize("count", [pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow), 7])
 def test_four_stages_train_as_one_with_every_schedule(world, count: int) -> None:
@@ -157,6 +159,7 @@ def check_groups_and_ragged(expected: Curve) -> None:
         compare(expected, groups, pipeline, 7, True, chunks=chunks, steps=1)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_micro_batches_of_different_shapes_train_as_on_one_stage(world) -> None:
     world(check_groups_and_ragged, expected=serial(7, True, steps=1))
@@ -175,6 +178,7 @@ def check_tensor_parallel(sequence_parallel: bool, expected: Curve, twice: Curve
     compare(expected, groups, zero_bubble, 3, layers=4, steps=1, recompute=RecomputeConfig(modules=("norm", "mlp")))
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_split_backward_trains_as_one_rank_beside_tensor_parallelism(world, sequence_parallel: bool) -> None:
@@ -240,6 +244,7 @@ def check_trainer() -> list[list[float]]:
     return [losses_of_trainer(groups, PipelineConfig(schedule=name), chunks) for name, chunks in choices]
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_the_trainer_runs_the_schedule_it_is_given(world) -> None:
     expected = losses_of_trainer(ProcessGroups.single(), PipelineConfig(), 1)

@@ -111,18 +111,23 @@ def test_every_schedule_trains_as_one_rank(world) -> None:
     world(check_schedules, degrees={}, expected=serial())
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_every_schedule_trains_as_one_rank_beside_tensor_parallelism(world) -> None:
     world(check_schedules, degrees={"tp": 2}, expected=serial())
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_both_ends_share_the_embedding_under_every_schedule(world) -> None:
     world(check_tied, degrees={"pp": 2}, expected=serial(TIED))
 
 
 @pytest.mark.world(4)
-@pytest.mark.parametrize("degrees", [{"pp": 2, "dp": 2}, {"tp": 2, "pp": 2}, {"pp": 4}])
+@pytest.mark.parametrize(
+    "degrees",
+    [pytest.param({"pp": 2, "dp": 2}, marks=pytest.mark.journey), pytest.param({"tp": 2, "pp": 2}, marks=pytest.mark.journey), {"pp": 4}],
+)
 def test_both_ends_share_the_embedding_beside_other_axes(world, degrees: dict[str, Any]) -> None:
     world(check_tied, degrees=degrees, expected=serial(TIED))
 

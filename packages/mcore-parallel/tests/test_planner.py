@@ -180,6 +180,7 @@ def test_a_stage_waits_less_with_more_micro_batches_and_chunks() -> None:
     assert bubble(8, 1) == pytest.approx(3 / 8) and bubble(16, 1) == pytest.approx(3 / 16) and bubble(8, 2) == pytest.approx(3 / 16)
 
 
+@pytest.mark.journey
 def test_sixteen_thousand_gpus_are_planned() -> None:
     for name in ("llama3-405b", "kimi-k2-like"):
         found = propose(Workload(model=find_model(name), sequence=8192, global_batch=2048), 16_384, Cluster())

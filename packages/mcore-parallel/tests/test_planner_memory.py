@@ -154,7 +154,7 @@ def test_the_loss_keeps_what_is_estimated(fusion: bool) -> None:
     del loss
 
 
-@pytest.mark.parametrize("vocab_size", [32, 1024])
+@pytest.mark.parametrize("vocab_size", [32, pytest.param(1024, marks=pytest.mark.journey)])
 def test_the_peak_of_a_step_is_estimated(vocab_size: int, kernels: bool) -> None:
     config = TransformerConfig(**{**SIZES, "vocab_size": vocab_size}, num_query_groups=2)
     for name in ("nothing", "norm", "norm and mlp", "layers"):
@@ -169,12 +169,23 @@ def test_the_peak_of_a_step_is_estimated(vocab_size: int, kernels: bool) -> None
             assert memory.allocated - workspace == pytest.approx(measured, rel=0.03), (name, dtype, fusion, memory)
 
 
-@pytest.mark.parametrize("degrees", [{"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"dp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        pytest.param({"tp": 2}, marks=pytest.mark.journey),
+        pytest.param({"tp": 2, "sequence_parallel": False}, marks=pytest.mark.journey),
+        {"dp": 2},
+        pytest.param({"pp": 2}, marks=pytest.mark.journey),
+        pytest.param({"pp": 2, "vpp": 2}, marks=pytest.mark.journey),
+    ],
+    ids=str,
+)
 @pytest.mark.world(2, shared=True)
 def test_the_peak_of_every_rank_is_estimated(world: Any, degrees: dict[str, Any]) -> None:
     world(check_peak, degrees=degrees, config=GROUPED)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_a_table_at_both_ends_is_estimated(world: Any) -> None:
     world(check_peak, degrees={"pp": 2}, config=dataclasses.replace(GROUPED, share_embeddings_and_output_weights=True))

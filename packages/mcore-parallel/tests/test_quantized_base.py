@@ -170,6 +170,7 @@ def check_layouts(expected: dict[BaseDtype, Run]) -> None:
             torch.testing.assert_close(y, build(SINGLE, "fp8")(x, Step.causal(2, 16))[0].logits(), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_every_layout_rounds_and_trains_as_one_rank(world) -> None:
     assert serial("fp8")[0] != serial("fp8_weight_only")[0]

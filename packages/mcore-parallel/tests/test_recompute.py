@@ -102,6 +102,7 @@ def check_ranks(tp: int) -> None:
                 torch.testing.assert_close(leaf.grad, torch.full((4, 2), 2 * 2.718281828459045**2))
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_every_choice_works_on_two_ranks(world) -> None:
     world(check_ranks, tp=2)
@@ -144,6 +145,7 @@ def check_partial() -> None:
         assert len(runs) == 2 and all(map(torch.equal, found, plain))
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_the_first_micro_batches_in_flight_run_only_a_part_again(world) -> None:
     world(check_partial)

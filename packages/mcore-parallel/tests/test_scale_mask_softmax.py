@@ -98,5 +98,6 @@ print("same")
 """
 
 
+@pytest.mark.journey
 def test_the_kernels_give_the_same_when_they_are_interpreted() -> None:
     run_interpreted("-c", INTERPRETED)

@@ -147,7 +147,15 @@ def check(degrees: dict[str, Any], expected: dict[str, Curve]) -> None:
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("degrees", [{"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"dp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        pytest.param({"tp": 2}, marks=pytest.mark.journey),
+        pytest.param({"tp": 2, "sequence_parallel": False}, marks=pytest.mark.journey),
+        {"dp": 2},
+    ],
+    ids=str,
+)
 def test_two_ranks_train_as_one(world: Any, degrees: dict[str, Any]) -> None:
     world(check, degrees=degrees, expected={name: curve(ProcessGroups.single(), name) for name in CONFIGS})
 

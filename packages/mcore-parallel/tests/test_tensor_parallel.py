@@ -180,6 +180,7 @@ def check_unknown_ids(tp: int) -> None:
     assert torch.equal(layer.weight.grad, whole.grad[spec.slices(groups)])
 
 
+@pytest.mark.journey
 def test_unknown_ids_are_the_zero_vector_in_a_graph_on_one_rank() -> None:
     check_unknown_ids(1)
 
@@ -284,6 +285,7 @@ def check_compiled() -> None:
     check_unknown_ids(tp=2)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_layers_compile_without_a_graph_break_and_take_unknown_ids(world) -> None:
     world(check_compiled)

@@ -143,6 +143,7 @@ def check_the_slow_rank(sleep_s: float) -> list[dict[str, float]]:
     return found
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_the_slowest_rank_is_named_every_second_step(world: Callable[..., list[Any]]) -> None:
     # Far longer than a core may be taken away from the other.

@@ -84,6 +84,7 @@ def test_times_are_compared_over_the_ranks(world) -> None:
     world(check_slowest_rank)
 
 
+@pytest.mark.journey
 def test_a_window_traces_the_parts_of_its_steps_and_changes_no_bit(tmp_path: Path) -> None:
     straight, traced = trainer(Rows()), trainer(rows := Rows(), profile=ProfileConfig(
         tool="torch", step_start=2, step_end=4, output=str(tmp_path), record_shapes=False).build())  # fmt: skip
@@ -100,6 +101,7 @@ def test_a_window_traces_the_parts_of_its_steps_and_changes_no_bit(tmp_path: Pat
     assert not any("communication" in name for row in rows.rows for name in row), "no kernel of a device ran"
 
 
+@pytest.mark.journey
 def test_the_line_of_the_last_traced_step_tells_the_exposed_share(tmp_path: Path) -> None:
     found = CommunicationReport(
         num_steps=2, span_s=2.0, compute_s=1.0, communication_s=0.5, exposed_s=0.25, other_s=0.75, exposed_by_collective={}

@@ -131,6 +131,7 @@ def test_a_loss_in_chunks_overwrites_once(options: dict[str, Tensor], chunk_toke
     assert weight.grad is None and sums[0].any() and torch.equal(*sums)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_fused_accumulation_has_the_bits_of_autograd_on_two_ranks(world) -> None:
     world(check_layouts, tp=2, dtype=torch.float32)

@@ -297,6 +297,7 @@ def engine(tokenizer: ByteTokenizer = TOKENIZER, longest: int = 512) -> DynamicI
     return DynamicInferenceEngine(model, context, tokenizer, seed=1)
 
 
+@pytest.mark.journey
 def test_log_probs_of_all_turns_are_those_of_the_trainer() -> None:
     drawing = engine()
     interface = MegatronChatLocal(drawing, tools=Insisting.tools)
@@ -345,6 +346,7 @@ class _InTurn(_Insistence):
         return await super().reply(answer)
 
 
+@pytest.mark.journey
 def test_what_a_conversation_draws_does_not_hang_on_which_one_is_faster() -> None:
     def trajectories(order: Sequence[int], seed: int = 3) -> list[Sequence[int]]:
         interface = MegatronChatLocal(engine(), seed=seed)

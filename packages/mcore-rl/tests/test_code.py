@@ -45,8 +45,8 @@ def reward(environment: NumberedProblems, program: str) -> float:
         ("print(input())", 0.1),
         ("print(int(input()) ** 2); raise SystemExit(1)", 0.1),
         ("def", 0.1),
-        ("while True: pass", 0.1),
-        ("import time; time.sleep(60)", 0.1),
+        pytest.param("while True: pass", 0.1, marks=pytest.mark.journey),
+        pytest.param("import time; time.sleep(60)", 0.1, marks=pytest.mark.journey),
         ("x = bytearray(1 << 30); print(int(input()) ** 2)", 0.1),
         ("print('9' * (2 << 20))", 0.1),
         ("import sys; sys.stdout.buffer.write(bytes([255, 254]))", 0.1),
@@ -68,6 +68,7 @@ def test_the_network_is_another_one(environment: Code) -> None:
     assert reward(environment, alone) == 1.0
 
 
+@pytest.mark.journey
 def test_nothing_is_left_of_a_program(environment: Code, programs: Path, tmp_path: Path) -> None:
     left = tmp_path / "alive"
     child = (
@@ -140,6 +141,7 @@ def test_fields_out_of_their_range_are_refused(field: str, value: Any) -> None:
         CodeConfig(**{field: value})
 
 
+@pytest.mark.journey
 def test_a_program_does_not_outlive_its_limit_by_any_request_of_its_own(environment: Code, tmp_path: Path) -> None:
     left = tmp_path / "alive"
     lasting = f"import ctypes, time\nctypes.CDLL(None).prctl(1, 0)\ntime.sleep(4.5)\nopen({str(left)!r}, 'w')"
@@ -148,6 +150,7 @@ def test_a_program_does_not_outlive_its_limit_by_any_request_of_its_own(environm
     assert not left.exists()
 
 
+@pytest.mark.journey
 def test_a_program_makes_its_judge_neither_refuse_nor_fail(environment: Code, programs: Path) -> None:
     refusal = "import sys; print('a process without network', file=sys.stderr); raise SystemExit(125)"
     deep = "import os\nfor _ in range(1200):\n os.mkdir('dddd')\n os.chdir('dddd')\nprint(int(input()) ** 2)"
@@ -159,6 +162,7 @@ def test_a_program_makes_its_judge_neither_refuse_nor_fail(environment: Code, pr
     assert not [*programs.iterdir()]
 
 
+@pytest.mark.journey
 def test_programs_are_judged_alike_in_processes_of_their_own_and_end_with_them(environment: Code, tmp_path: Path) -> None:
     left = tmp_path / "alive"
     lasting = f"import time\ntime.sleep(6.0)\nopen({str(left)!r}, 'w')"

@@ -144,7 +144,7 @@ def carry(plan: ParallelPlan) -> tuple[bool, dict[str, Tensor]]:
     [
         pytest.param(2, ParallelPlan(), marks=pytest.mark.world(2)),
         pytest.param(4, ParallelPlan(tp=2), marks=pytest.mark.world(4)),
-        pytest.param(4, ParallelPlan(pp=2), marks=pytest.mark.world(4)),
+        pytest.param(4, ParallelPlan(pp=2), marks=[pytest.mark.world(4), pytest.mark.journey]),
         pytest.param(4, ParallelPlan(dp=3), marks=pytest.mark.world(4)),
     ],
     ids=["one", "tp2", "pp2", "dp3"],
@@ -209,6 +209,7 @@ def lose_a_half(lost: int, of: str) -> str:
     return message
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 @pytest.mark.parametrize(("lost", "half"), [(0, "trains"), (2, "serves")])
 @pytest.mark.parametrize(("of", "purpose", "kind"), [("refit", "weights", "RefitTimeoutError"), ("gather", "rollouts", "RankTimeoutError")])
@@ -300,6 +301,7 @@ def iterate_beside(iterations: int) -> list[tuple[float, float]]:
     return [(report.mean_reward, report.train.loss) for report in reports]
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_halves_that_take_turns_learn_what_one_rank_learns(world) -> None:
     trainer, engine = world(iterate_apart, plan=ParallelPlan(), iterations=3, max_lag=0)
@@ -326,6 +328,7 @@ def iterate_on_one_device(device: str, max_lag: int) -> tuple[list[float], list[
     return rewards, sorted(loop._transfer.ipc_peers)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("max_lag", [0, 1])
 @pytest.mark.parametrize(
     ("device", "backend"), [("cpu", "cpu:gloo,cuda:gloo"), pytest.param("cuda:0", "cpu:gloo,cuda:nccl", marks=pytest.mark.gpu)]
@@ -336,6 +339,7 @@ def test_halves_that_are_processes_of_one_device_learn(device: str, backend: str
     assert sum(rewards[-2:]) > 1.2 * sum(rewards[:2])
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 @pytest.mark.parametrize("plan", [ParallelPlan(tp=2), ParallelPlan(dp=2)], ids=str)
 def test_the_policy_learns_one_step_off(world, plan: ParallelPlan) -> None:
@@ -409,6 +413,7 @@ def draw_across_refits(max_lag: int, iterations: int, own_lag: int | None) -> li
     ]
 
 
+@pytest.mark.journey
 @pytest.mark.world(3)
 @pytest.mark.parametrize("max_lag", [1, 2])
 def test_answers_in_flight_survive_a_refit_and_none_is_lost_or_doubled(world, max_lag: int) -> None:
@@ -433,6 +438,7 @@ def test_answers_in_flight_survive_a_refit_and_none_is_lost_or_doubled(world, ma
         assert age == pytest.approx(sum(ages) / len(ages))
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_what_an_engine_gives_up_for_its_age_is_drawn_again(world) -> None:
     (taken, reports, num_posed, _), (*_, redrawn) = world(draw_across_refits, max_lag=2, iterations=4, own_lag=0)
@@ -477,6 +483,7 @@ def spans_of_work(max_lag: int) -> list[tuple[float, float]]:
     return spans
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_one_step_off_the_halves_work_at_the_same_time(world) -> None:
     for max_lag in (0, 1):

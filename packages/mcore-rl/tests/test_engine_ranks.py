@@ -52,6 +52,7 @@ from mcore_rl import (
 )
 from mcore_rl.envs import CharacterShare
 from mcore_rl.inference import BalancedInference
+from tests.support.journeys import journeys_among
 from tests.support.world import run
 
 TOKENIZER = ByteTokenizer()
@@ -206,17 +207,19 @@ CASES = {
 
 
 @pytest.mark.world(2, shared=True)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", journeys_among(CASES, "tp", "pp", "pp-into-pp", "suspended"))
 def test_an_engine_of_two_ranks_draws_what_one_of_a_rank_draws_and_the_policy_learns_alike(world, whole: list[Any], case: str) -> None:
     plan, served, config = CASES[case]
     assert_alike(whole, world(learn, plan=plan, served=served, config=config), 36)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2, shared=True)
 def test_pairs_are_drawn_by_an_engine_of_two_ranks(world) -> None:
     assert_alike([learn(ParallelPlan(), None, pairs=True)], world(learn, plan=ParallelPlan(dp=2), served=SPLIT, pairs=True), 36)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2, shared=True)
 def test_an_engine_spreads_experts_over_its_ranks_and_records_where_tokens_go(world) -> None:
     served = dataclasses.replace(SPLIT, ep=2)
@@ -224,6 +227,7 @@ def test_an_engine_spreads_experts_over_its_ranks_and_records_where_tokens_go(wo
     assert_alike([learn(ParallelPlan(), None, experts=True)], split, 36)
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_two_engines_of_two_ranks_share_the_problems_as_two_of_one_do(world) -> None:
     split = world(learn, plan=ParallelPlan(tp=2, dp=2), served=dataclasses.replace(SPLIT, dp=2))
@@ -269,6 +273,7 @@ def lose_a_rank(lost: int) -> tuple[str, str, float]:
     return str(caught.value), str(caught.value.__cause__), time.monotonic() - begin
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_rank_that_dies_in_a_draw_is_named_on_the_others(world, lost: int) -> None:
@@ -296,6 +301,7 @@ def lose_a_rank_of_an_engine() -> str:
     return str(caught.value)
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_all_ranks_say_which_rank_of_the_run_was_lost(world) -> None:
     first, second, third, _ = world(lose_a_rank_of_an_engine, doomed=(3,))

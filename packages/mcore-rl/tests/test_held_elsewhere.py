@@ -48,6 +48,7 @@ from mcore_rl.agent._conversation_memory import ConversationMemory
 from mcore_rl.envs import Arithmetic, ArithmeticConfig, Calculator
 from mcore_rl.inference import PeerError, PeerReplyError
 from tests.support.environments import Drawing, HostileTool, Noting
+from tests.support.journeys import journeys_among
 
 SUMS = ArithmeticConfig(num_numbers=(2, 2), max_number=9, operators="+", worked=1.0, slips=0.0)
 TOKENIZER = ByteTokenizer()
@@ -119,7 +120,9 @@ def elsewhere(how: str, make: Any, limits: JudgeLimits) -> Iterator[ProcessJudge
         yield environment
 
 
-@pytest.mark.parametrize("how", ["processes", "http", "http of processes"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("processes", marks=pytest.mark.journey), "http", pytest.param("http of processes", marks=pytest.mark.journey)]
+)
 def test_conversations_and_rewards_are_those_of_an_environment_here(how: str) -> None:
     own = mixture()
     with elsewhere(how, mixture, JudgeLimits(num_workers=2)) as environment:
@@ -171,15 +174,30 @@ def num_ended(judge: ProcessJudge) -> int:
 @pytest.mark.parametrize(
     ("where", "hostile", "words"),
     [
-        ("processes", "loop", "the process that holds the conversation about problem '0' of 'hostile_tool' was ended after time_s=3"),
-        ("remote", "loop", "the process that holds the conversation about problem '0' of 'hostile_tool' was ended after time_s=3"),
+        pytest.param(
+            "processes",
+            "loop",
+            "the process that holds the conversation about problem '0' of 'hostile_tool' was ended after time_s=3",
+            marks=pytest.mark.journey,
+        ),
+        pytest.param(
+            "remote",
+            "loop",
+            "the process that holds the conversation about problem '0' of 'hostile_tool' was ended after time_s=3",
+            marks=pytest.mark.journey,
+        ),
         ("processes", "kill", "the process that holds the conversation about problem '0' of 'hostile_tool' died"),
         ("remote", "exit", "the process that holds the conversation about problem '0' of 'hostile_tool' died"),
         ("processes", "memory", "the environment 'hostile_tool' failed: MemoryError()"),
         ("remote", "memory", "the environment 'hostile_tool' failed: MemoryError()"),
         ("processes", "network", "the environment 'hostile_tool' failed: OSError(101, 'Network is unreachable')"),
         ("processes", "raise", "the environment 'hostile_tool' failed: ValueError('of the judge')"),
-        ("processes", "other", "the environment says what is no message: a chat message has an unknown field 'text'; it has role, content"),
+        pytest.param(
+            "processes",
+            "other",
+            "the environment says what is no message: a chat message has an unknown field 'text'; it has role, content",
+            marks=pytest.mark.journey,
+        ),
         ("processes", "flood", "the environment 'hostile_tool' failed: ValueError('a reply of 2097"),
     ],
 )
@@ -219,6 +237,7 @@ def test_processes_that_die_between_two_turns_lose_nothing(processes: ProcessJud
     assert reward == 3.0
 
 
+@pytest.mark.journey
 def test_a_start_of_processes_holds_no_event_loop_up(monkeypatch: pytest.MonkeyPatch) -> None:
     judge = ProcessJudge(HostileTool, LENIENT)
     starts, may_go_on = threading.Event(), threading.Event()
@@ -252,7 +271,7 @@ HOW = ["processes", "http", "http of processes"]
 LENIENT = JudgeLimits(num_workers=2, time_s=20.0, memory_gb=0.5)
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", journeys_among(HOW, "processes", "http of processes"))
 def test_tools_are_asked_once_a_turn(how: str, tmp_path: Path) -> None:
     calls = tmp_path / "calls"
     conversations = [["a", "lock", "b", "lock", "c", "d"], *[["a", "a", "a", "a", "a", "a"]] * 3]
@@ -264,6 +283,7 @@ def test_tools_are_asked_once_a_turn(how: str, tmp_path: Path) -> None:
     assert sorted(calls.read_text().split()) == sorted(answer for answers in conversations for answer in answers)
 
 
+@pytest.mark.journey
 def test_what_a_conversation_keeps_takes_no_memory_from_others(tmp_path: Path) -> None:
     calls = tmp_path / "calls"
     judge = ProcessJudge(functools.partial(Noting, calls), dataclasses.replace(LENIENT, num_workers=1))
@@ -285,6 +305,7 @@ def test_what_a_conversation_keeps_takes_no_memory_from_others(tmp_path: Path) -
     assert calls.read_text().split() == ["hold", "use", "hold", "a"]
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("answer", ["raise", "begin"])
 def test_a_conversation_that_fails_or_leaves_a_task_costs_others_of_its_process_a_replay(answer: str, tmp_path: Path) -> None:
     calls = tmp_path / "calls"
@@ -306,6 +327,7 @@ def test_a_conversation_that_fails_or_leaves_a_task_costs_others_of_its_process_
     assert calls.read_text().split() == ["a", answer, *(["begin", "finish"] if answer == "begin" else []), "a", "b"]
 
 
+@pytest.mark.journey
 def test_threads_of_a_turn_end_with_it_and_cost_nobody_a_replay(tmp_path: Path) -> None:
     calls = tmp_path / "calls"
     judge = ProcessJudge(functools.partial(Noting, calls), dataclasses.replace(LENIENT, num_workers=1))
@@ -339,6 +361,7 @@ def test_conversations_are_remembered_until_they_are_taken_or_too_many() -> None
     assert memory.take(one) is None and len(memory) == 0
 
 
+@pytest.mark.journey
 def test_each_turn_has_the_limit_of_time_for_itself(processes: ProcessJudge) -> None:
     # Replayed, the four together take longer than time_s.
     turns = [Turn(answer="slow", replies=[{"role": "tool", "content": f"{number}: 0"}]) for number in range(1, 5)]
@@ -354,6 +377,7 @@ def test_replies_that_are_drawn_need_what_was_said(processes: ProcessJudge) -> N
         assert rollout.reward == 3.0
 
 
+@pytest.mark.journey
 def test_a_process_that_is_stopped_is_ended_though_the_conversation_is_longer_than_its_pipe(processes: ProcessJudge) -> None:
     asyncio.run(processes._opening(PROBLEM))
     stopped = [worker.pid for worker in processes._idle if worker.is_alive]
@@ -396,7 +420,7 @@ def of_two_limits() -> WeightedMultiTask:
     return WeightedMultiTask([Hanging(), Calculator(SUMS)], [1, 1])
 
 
-@pytest.mark.parametrize("how", ["processes", "http"])
+@pytest.mark.parametrize("how", [pytest.param("processes", marks=pytest.mark.journey), "http"])
 def test_the_environment_of_a_mixture_that_takes_long_is_named(how: str, caplog: pytest.LogCaptureFixture) -> None:
     with elsewhere(how, of_two_limits, JudgeLimits(num_workers=1)) as environment:
         assert played(environment, ["slow"]) == []
@@ -449,7 +473,7 @@ def of_unsaid() -> WeightedMultiTask:
     return WeightedMultiTask([Unsaid(), Arithmetic(SUMS)], [1, 0])
 
 
-@pytest.mark.parametrize("how", ["here", "processes", "http"])
+@pytest.mark.parametrize("how", ["here", pytest.param("processes", marks=pytest.mark.journey), "http"])
 @pytest.mark.parametrize("make", [Levels, Unsaid, of_levels])
 def test_problems_with_names_of_their_own_are_conversations_and_no_reply_ends_them(how: str, make: Any) -> None:
     with elsewhere(how, make, JudgeLimits(num_workers=1)) as environment:

@@ -302,6 +302,7 @@ def test_a_neighbour_that_dies_with_the_memory_is_named_at_once(world, lost: int
     assert left == 0
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 @pytest.mark.parametrize(("lost", "what"), [(0, "send"), (1, "take")], ids=["trainer", "engine"])
 def test_a_neighbour_that_stalls_is_named_at_the_limit(world, lost: int, what: str) -> None:
@@ -335,6 +336,7 @@ def recover(kind: str) -> Any:
     return message, num_left(device, before), engine.weights if model is None else state_of(model)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 @pytest.mark.parametrize("kind", DEVICES)
 def test_a_load_that_an_engine_gave_up_leaves_nothing(world, kind: str) -> None:

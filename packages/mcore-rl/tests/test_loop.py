@@ -127,13 +127,14 @@ def test_the_policy_learns_and_engine_and_trainer_agree() -> None:
     assert reports[0].train.metrics["ratio"] == pytest.approx(1.0)
 
 
+@pytest.mark.journey
 def test_engine_and_trainer_agree_bit_by_bit_with_a_batch_invariant_backend() -> None:
     reports = iterate(ParallelPlan(), 2, batch_invariant=True, config=SMALLER)
     assert [report.train.metrics["logprob_mismatch"] for report in reports] == [0.0, 0.0]
     assert [report.train.metrics["ratio"] for report in reports] == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.journey)], ids=["rows", "packed"])
 def test_old_log_probs_of_a_batch_invariant_engine_save_a_pass_and_change_no_bit(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     config = dataclasses.replace(CONFIG, num_groups=1, group_size=4, micro_batch_size=2, num_epochs=2, num_mini_batches=2)
     if packed:
@@ -296,7 +297,11 @@ class Unreliable(CharacterShare):
         return await super().get_reward(response, problem)
 
 
-@pytest.mark.parametrize(("silent_after", "timeout_s", "dropped"), [(10**9, 60.0, 10), (1, 6.0, 5 + 16)], ids=["judge", "deadline"])
+@pytest.mark.parametrize(
+    ("silent_after", "timeout_s", "dropped"),
+    [(10**9, 60.0, 10), pytest.param(1, 6.0, 5 + 16, marks=pytest.mark.journey)],
+    ids=["judge", "deadline"],
+)
 def test_the_survivors_are_trained_on_and_the_others_counted(silent_after: int, timeout_s: float, dropped: int) -> None:
     config = dataclasses.replace(CONFIG, rollout_timeout_s=timeout_s)
     [report] = iterate(ParallelPlan(), 1, config=config, agent=Unreliable(silent_after))
@@ -406,7 +411,11 @@ def test_rollouts_are_trained_on_several_times(packed: bool) -> None:
 
 
 @pytest.mark.world(2, shared=True)
-@pytest.mark.parametrize(("plan", "packed"), [(ParallelPlan(dp=2), True), (ParallelPlan(pp=2), False), (ParallelPlan(cp=2), True)], ids=str)
+@pytest.mark.parametrize(
+    ("plan", "packed"),
+    [(ParallelPlan(dp=2), True), (ParallelPlan(pp=2), False), pytest.param(ParallelPlan(cp=2), True, marks=pytest.mark.journey)],
+    ids=str,
+)
 def test_all_ranks_see_one_loss_of_each_update(world, plan: ParallelPlan, packed: bool) -> None:
     one, other = world(check_updates, plan=plan, packed=packed)
     assert one == other
@@ -428,7 +437,7 @@ def check_schedule(schedule: str) -> tuple[list[float], list[float], set[str]]:
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize(("schedule", "kind"), [("zero_bubble", "W"), ("combined", "Combined")])
+@pytest.mark.parametrize(("schedule", "kind"), [pytest.param("zero_bubble", "W", marks=pytest.mark.journey), ("combined", "Combined")])
 def test_updates_follow_the_schedule_of_the_learner(world, schedule: str, kind: str) -> None:
     for expected, norms, kinds in world(check_schedule, schedule=schedule):
         assert kind in kinds and norms == pytest.approx(expected, rel=1e-3)

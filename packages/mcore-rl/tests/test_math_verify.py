@@ -53,6 +53,7 @@ def test_answers_are_compared_as_expressions(judge: ProcessJudge, golden: str, a
     assert reward(judge, golden, f"It is {answer}.") == 0.0
 
 
+@pytest.mark.journey
 @needs_library
 def test_an_answer_without_an_end_is_lost_alone(judge: ProcessJudge) -> None:
     begin = time.perf_counter()

@@ -114,6 +114,7 @@ def divergence(student: GPTModel, rollouts: list[TokenRollout]) -> float:
     return total / count
 
 
+@pytest.mark.journey
 def test_the_divergence_falls_and_is_that_of_the_whole_distributions() -> None:
     reports, plain = distill(None, 7)
     assert reports[0].train.loss == pytest.approx(plain, rel=1e-6)

@@ -89,6 +89,7 @@ def test_tokens_and_log_probs_are_those_of_the_engine_in_the_process() -> None:
         assert (mine.finish_reason, list(mine.logprobs)) == (theirs.finish_reason, pytest.approx(theirs.logprobs, abs=1e-6))
 
 
+@pytest.mark.journey
 def test_draws_follow_the_seeds_of_their_own_interface_whatever_the_server_is_asked() -> None:
     prompts = [list(TOKENIZER.tokenize(text)) for text in ("hello", "a", "of several tokens")]
     args = GenericGenerationArgs(max_tokens=12)
@@ -114,6 +115,7 @@ def test_draws_follow_the_seeds_of_their_own_interface_whatever_the_server_is_as
     assert drawn == expected
 
 
+@pytest.mark.journey
 def test_a_request_with_a_name_is_drawn_alike_by_engines_and_servers() -> None:
     prompt, args = list(TOKENIZER.tokenize("hello")), GenericGenerationArgs(max_tokens=12)
 

@@ -233,6 +233,7 @@ def iterate(plan: ParallelPlan, iterations: int, config: GRPOConfig = CONFIG, wa
     return reports
 
 
+@pytest.mark.journey
 def test_the_policy_learns_from_single_answers() -> None:
     reports = iterate(ParallelPlan(), 10)
     assert sum(report.mean_reward for report in reports[-2:]) > 1.2 * sum(report.mean_reward for report in reports[:2])
@@ -253,6 +254,7 @@ def losses(plan: ParallelPlan, packed: bool) -> list[float]:
     return [update.loss for report in iterate(plan, 2, config) for update in (*report.updates, *report.critic_updates)]
 
 
+@pytest.mark.journey
 @pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize(
     ("plan", "packed"),

@@ -113,6 +113,7 @@ def check(plan: ParallelPlan) -> None:
         assert ours == pytest.approx(theirs, rel=1e-9)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize("plan", [ParallelPlan(dp=2), ParallelPlan(tp=2), ParallelPlan(pp=2), ParallelPlan(cp=2)], ids=str)
 def test_layouts_learn_alike(world, plan: ParallelPlan) -> None:

@@ -46,6 +46,7 @@ def rewards(judge: ProcessJudge, *responses: str) -> list[float | str]:
     return [one if isinstance(one, float) else f"{type(one).__name__}: {one}" for one in asyncio.run(all_at_once())]
 
 
+@pytest.mark.journey
 def test_it_judges_and_poses_what_the_environment_does_and_its_processes_end_with_it() -> None:
     make = CountdownConfig.small().build
     own, judge = make(), ProcessJudge(make, LIMITS)
@@ -82,7 +83,7 @@ def test_it_judges_and_poses_what_the_environment_does_and_its_processes_end_wit
         ("loop", "the process that judges problem '7' of 'hostile' was ended after time_s=1"),
         ("memory", "the judge of 'hostile' failed: MemoryError()"),
         ("raise", "the judge of 'hostile' failed: ValueError('of the judge')"),
-        ("text", "the judge of 'hostile' failed: {'reward': 'much'}"),
+        pytest.param("text", "the judge of 'hostile' failed: {'reward': 'much'}", marks=pytest.mark.journey),
         ("network", "the judge of 'hostile' failed: OSError(101, 'Network is unreachable')"),
     ],
 )
@@ -120,6 +121,7 @@ def test_a_process_that_was_killed_while_idle_is_started_again(judge: ProcessJud
     assert judge.num_restarts >= before + 1
 
 
+@pytest.mark.journey
 def test_the_first_process_is_started_again_too(judge: ProcessJudge) -> None:
     judge._template._process.kill()
     judge._template._process.join(10)
@@ -128,6 +130,7 @@ def test_the_first_process_is_started_again_too(judge: ProcessJudge) -> None:
     assert rewards(judge, "good", "bad", "kill", "good")[::3] == [1.0, 1.0]
 
 
+@pytest.mark.journey
 def test_processes_may_have_the_network() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         judge = ProcessJudge(Hostile, JudgeLimits(num_workers=1, network=True))
@@ -137,6 +140,7 @@ def test_processes_may_have_the_network() -> None:
             judge.close()
 
 
+@pytest.mark.journey
 def test_an_environment_that_cannot_be_made_there_says_why() -> None:
     with pytest.raises(JudgeProcessError, match=r"no process for 'hostile' started: OSError\('no data here'\)"):
         ProcessJudge(here_alone, LIMITS)

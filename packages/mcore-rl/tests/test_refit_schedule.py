@@ -35,7 +35,7 @@ def layouts_of(generator: random.Random, num_trainers: int, takers: list[Any]) -
     return [*trainers, *engines]
 
 
-@pytest.mark.parametrize("limit", [1, 8, 50, 300, 10_000])
+@pytest.mark.parametrize("limit", [pytest.param(1, marks=pytest.mark.journey), pytest.param(8, marks=pytest.mark.journey), 50, 300, 10_000])
 def test_buckets_are_within_the_limit_and_hold_each_element_once(limit: int) -> None:
     for seed in range(20):
         layouts = layouts_of(random.Random(f"{limit} {seed}"), 2, [None, (2, 0), (2, 1)])

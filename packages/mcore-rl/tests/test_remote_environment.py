@@ -126,6 +126,7 @@ def test_an_evaluation_loses_what_its_judge_loses(told: tuple[Told, EnvironmentS
         assert sum(words in message and "environment 'told'" in message for message in dropped) == 1
 
 
+@pytest.mark.journey
 def test_a_judge_that_holds_the_server_up_is_given_up(told: tuple[Told, EnvironmentServer]) -> None:
     environment, server = told
     remote = RemoteEnvironment(server.url, api_key="secret")

@@ -160,6 +160,7 @@ def test_drawing_poses_nothing_before_the_weights_that_it_would_wait_for(interfa
     assert own.draw().oldest == 1
 
 
+@pytest.mark.journey
 def test_groups_have_their_time_from_when_they_are_expected(interface: Scripted, stream: Any) -> None:
     agent = Numbers()
     own = stream(agent=agent, rollout_timeout_s=0.3)

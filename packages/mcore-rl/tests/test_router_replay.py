@@ -264,6 +264,7 @@ def without(drawn: list[TokenRollout]) -> list[TokenRollout]:
     return [dataclasses.replace(rollout, routed_experts=None) for rollout in drawn]
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 def test_replay_takes_away_what_other_experts_add_to_the_mismatch(packed: bool) -> None:
     # Among many experts some are nearly equally good, and the one that is best depends on the last bits.
@@ -397,7 +398,9 @@ def iterate(plan: ParallelPlan) -> list[float]:
 
 @pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize(
-    "plan", [ParallelPlan(tp=2), ParallelPlan(pp=2), ParallelPlan(cp=2), ParallelPlan(dp=2, ep=2)], ids=["tp", "pp", "cp", "ep"]
+    "plan",
+    [pytest.param(ParallelPlan(tp=2), marks=pytest.mark.journey), ParallelPlan(pp=2), ParallelPlan(cp=2), ParallelPlan(dp=2, ep=2)],
+    ids=["tp", "pp", "cp", "ep"],
 )
 def test_every_layout_replays(world, plan: ParallelPlan) -> None:
     one, other = world(iterate, plan=plan)

@@ -362,6 +362,7 @@ CONFIG = GRPOConfig(
 )
 
 
+@pytest.mark.journey
 def test_a_policy_learns_from_servers_that_take_its_weights(tmp_path: Path) -> None:
     root, own = tmp_path / "weights", learner(ProcessGroups.single())
     agent = CharacterShare(["a", "b"], "abcdefghijklmnopqrstuvwxyz")
@@ -397,6 +398,7 @@ def learn_beside(urls: list[str], root: str) -> tuple[list[float], list[str]]:
 OTHER: dict[str, Any] = {**LLAMA, "config": {**LLAMA["config"], "num_layers": 2}}
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_ranks_share_servers_and_all_learn_how_it_went(world, tmp_path: Path) -> None:
     root = tmp_path / "weights"

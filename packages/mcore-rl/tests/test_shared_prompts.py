@@ -277,7 +277,9 @@ def test_updates_are_those_of_prompts_with_each_answer(fields: dict[str, Any]) -
 
 
 @pytest.mark.world(2, shared=True)
-@pytest.mark.parametrize("plan", [ParallelPlan(tp=2), ParallelPlan(pp=2), ParallelPlan(dp=2)], ids=["tp", "pp", "dp"])
+@pytest.mark.parametrize(
+    "plan", [pytest.param(ParallelPlan(tp=2), marks=pytest.mark.journey), ParallelPlan(pp=2), ParallelPlan(dp=2)], ids=["tp", "pp", "dp"]
+)
 def test_every_layout_updates_alike(world: Any, plan: ParallelPlan) -> None:
     world(compare_updates, plan=plan)
 

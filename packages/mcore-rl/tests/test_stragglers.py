@@ -67,6 +67,7 @@ class OneNeverEnds(InferenceInterface):
         return [[InferenceResponse(response=f"{number}", token_ids=[*prompt, 1], prompt_length=len(prompt), logprobs=[-1.0])]]
 
 
+@pytest.mark.journey
 def test_one_of_64_that_never_ends_costs_itself() -> None:
     # The campaign of tests.campaigns.rl_trust has 50 runs.
     config = GRPOConfig(num_groups=8, group_size=8, seq_len=8, rollout_timeout_s=1.5)
@@ -97,6 +98,7 @@ class Outcomes(NumberedProblems):
         return float(self.num_judged) if problem.problem_id == "pair" else 1.0
 
 
+@pytest.mark.journey
 def test_an_answer_that_never_ends_costs_none_of_the_pairs() -> None:
     config = GRPOConfig(num_groups=8, group_size=8, seq_len=8, rollout_timeout_s=5.0)
     interface, pairs = OneNeverEnds(3), BestAndWorst(Outcomes("pair"), group_size=8)

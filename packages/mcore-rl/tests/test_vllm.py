@@ -117,6 +117,7 @@ def sink_of(server: WeightServer, folder: Path, dtype: torch.dtype | None = None
     return ServedWeights([server], folder, family="llama", config=sizes, dtype=dtype, in_flight="drain")
 
 
+@pytest.mark.journey
 def test_the_check_holds_for_a_server_of_this_project(tmp_path: Path) -> None:
     root = tmp_path / "weights"
     root.mkdir()

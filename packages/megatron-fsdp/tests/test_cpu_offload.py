@@ -79,11 +79,13 @@ def check_equal(every: list[dict[str, Any]]) -> None:
         assert all(torch.equal(value, whole[name]) for name, value in expected.full_state_dict()), options
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_training_on_the_host_equals_training_on_the_device_bit_for_bit(world):
     world(check_equal, every=ONE_AXIS)
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_training_on_the_host_equals_training_on_the_device_over_two_axes_too(world):
     world(check_two_axes)

@@ -104,6 +104,7 @@ def check_addresses() -> None:
             model(torch.ones(1, 6))
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_units_lie_at_two_addresses_in_every_step_and_train_as_without(world):
     world(check_addresses)
@@ -127,6 +128,7 @@ def check_strategies() -> None:
             assert all(torch.equal(value.to_local(), actual[name].to_local()) for name, value in expected.gradients().items())
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_gradients_that_wait_for_their_sum_do_not_share_a_buffer(world):
     world(check_strategies)
@@ -142,6 +144,7 @@ def check_unusual_orders() -> None:
         assert results[0] == results[1], (order, recompute)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_units_that_run_in_another_order_or_twice_take_the_buffer_they_need(world):
     world(check_unusual_orders)

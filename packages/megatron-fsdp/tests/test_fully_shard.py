@@ -147,6 +147,7 @@ def live_units(model: MegatronFSDP) -> int:
     return sum(any(group.buffer.allocated for group in unit.groups) for unit in model.runtime.units)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_the_model_stays_usable_after_a_forward_or_backward_that_failed(world):
     world(check_failures)
@@ -177,6 +178,7 @@ def note_live_units(model: MegatronFSDP, most: list[int], *_: Any) -> None:
     most[0] = max(most[0], live_units(model))
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_only_the_running_and_the_next_units_are_gathered(world):
     world(check_memory)
@@ -349,6 +351,7 @@ def check_root_after_forward() -> None:
             assert {id(p) for p in model.parameters()} == {id(p) for p in model.sharded_parameters().values()}
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_the_roots_parameters_can_be_used_after_its_forward(world):
     world(check_root_after_forward)

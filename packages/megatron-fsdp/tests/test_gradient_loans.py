@@ -108,6 +108,7 @@ def check_loans() -> None:
         assert held == 0, "gradients have memory between zero_grad and the next backward"
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_gradients_written_into_lent_memory_equal_those_of_autograd(world):
     world(check_loans)

@@ -76,6 +76,7 @@ def measured() -> list[tuple[float, float]]:
     return [*(train(12, zero_dp_strategy=strategy) for strategy in range(4)), *(train(2, **options) for options in two_levels)]
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_each_strategy_needs_less_memory_than_the_one_before(world):
     for actual in world(measured):

@@ -209,6 +209,7 @@ def check_tensor_parallel() -> None:
     assert_serial(model, train(model, optimizer, mesh.get_local_rank("dp_shard"), 2))
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_tensor_parallel_modules_train_as_one_rank_does(world):
     """Handed over by name, on meshes in either order, and as DTensors."""
@@ -247,6 +248,7 @@ def check_uneven_tensor_parallel() -> None:
             assert even.to_local().numel() * 4 == even.numel() and torch.equal(DTensor.full_tensor(even), expected["even"]), names
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_tensors_that_are_unevenly_divided_already_are_divided_further(world):
     world(check_uneven_tensor_parallel)
@@ -295,6 +297,7 @@ def check_experts() -> None:
             assert experts.shape == (EXPERTS, WIDTH, WIDTH) and experts.to_local().numel() <= held + WIDTH
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_experts_on_a_mesh_of_their_own_train_as_one_rank_does(world):
     world(check_experts)
@@ -314,6 +317,7 @@ def check_communicators() -> None:
     assert {group.topology.shards.pg for group in plain.runtime.groups if group.topology.shards.size > 1} == {dist.group.WORLD}
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_what_a_module_exchanges_never_waits_behind_a_gather(world):
     world(check_communicators)
@@ -349,6 +353,7 @@ def load(directory: Path, shape: tuple[int, int], ep: int, **options: Any) -> li
     return train(model, optimizer, dist.get_rank(), dist.get_world_size(), range(2, 4))
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(
     ("source", "target"),
     [

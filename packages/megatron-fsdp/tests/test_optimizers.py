@@ -75,6 +75,7 @@ def check_rules() -> None:
             assert all(torch.equal(actual[key], value) for key, value in expected.items()), (name, looked_at)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_rules_step_shards_as_whole_parameters_also_after_a_look_at_their_state(world):
     world(check_rules)

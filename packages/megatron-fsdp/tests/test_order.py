@@ -62,6 +62,7 @@ def check_meetings(strategies: list[str]) -> None:
             assert num_rendezvous(model) == before, (strategy, micro_batches)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_ranks_that_keep_to_the_order_ask_nobody(world):
     world(check_meetings, strategies=["no_shard", "optim", "optim_grads", "optim_grads_params"])

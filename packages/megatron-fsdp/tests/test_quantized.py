@@ -196,6 +196,7 @@ def check_training() -> None:
             assert value.dtype == torch.float64 and value.shape == expected[name].shape
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_shards_have_the_bytes_and_scales_of_whole_tensors(world):
     world(check_training)

@@ -133,6 +133,7 @@ def test_recomputed_units_are_reduced_in_turn_and_released(world, reentrant):
     world(check_turns, reentrant=reentrant)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed_activations_and_accumulated_gradients_equal_replicated_training_bit_for_bit(world, reentrant):

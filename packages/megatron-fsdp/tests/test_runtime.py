@@ -258,6 +258,7 @@ def check_compiled() -> None:
         torch.compiler.reset()
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_a_unit_compiled_before_or_after_sharding_is_one_graph(world):
     world(check_compiled)
@@ -324,6 +325,7 @@ def check_odd_sizes() -> None:
             torch.testing.assert_close(gradients[name].full_tensor(), parameter.grad, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_odd_sizes_are_divided_over_one_two_and_four_ranks(world):
     world(check_odd_sizes)

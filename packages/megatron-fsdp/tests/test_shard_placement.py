@@ -101,11 +101,13 @@ def check_muon(every: tuple[str, ...]) -> None:
         assert max(abs(a - b) for a, b in zip(actual, norms, strict=True)) < 1e-10, options
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_muon_steps_whole_matrices_as_on_one_device(world):
     world(check_muon, every=("no_shard", "optim", "optim_grads", "optim_grads_params", "double buffer", "offload"))
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_muon_steps_whole_matrices_as_on_one_device_with_more_ranks_than_matrices_of_a_unit(world):
     world(check_muon, every=("optim", "optim_grads_params", "outer", "outer optim"))
@@ -149,6 +151,7 @@ def load(folder: str, placements: dict[str, Any]) -> None:
     assert difference(model, expected) < 1e-10
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(("source", "target"), [(2, 4), (4, 1)])
 def test_a_checkpoint_of_whole_matrices_and_blocks_continues_on_other_ranks(tmp_path: Path, source: int, target: int):
     placements = dict.fromkeys(MATRICES, TensorAtomic())

@@ -83,7 +83,16 @@ def check_copies(strategy: str, outer: bool) -> None:
 
 
 @pytest.mark.world(4, shared=True)
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params", "outer"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "no_shard",
+        "optim",
+        "optim_grads",
+        pytest.param("optim_grads_params", marks=pytest.mark.journey),
+        pytest.param("outer", marks=pytest.mark.journey),
+    ],
+)
 def test_every_copy_of_a_state_dict_loads_what_it_holds(world, strategy):
     world(check_copies, strategy="optim_grads_params" if strategy == "outer" else strategy, outer=strategy == "outer")
 
@@ -116,6 +125,7 @@ def check_other_tensors() -> None:
         assert torch.equal(value["exp_avg"].full_tensor(), copies[name]), name
 
 
+@pytest.mark.journey
 @pytest.mark.world(3)
 def test_parameters_gradients_and_moments_keep_their_place_too(world):
     world(check_other_tensors)
@@ -193,6 +203,7 @@ def check_lists() -> None:
         plain = whole
 
 
+@pytest.mark.journey
 @pytest.mark.world(3)
 def test_kernels_over_lists_step_and_clip_shards(world):
     world(check_lists)

@@ -86,6 +86,7 @@ def load(directory: Path, options: dict[str, Any]) -> tuple[dict[str, torch.Tens
     return dict(model.full_state_dict()), moments(model, optimizer)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(
     ("source", "target"),
     [((4, 3), (2, 1)), ((2, 0), (3, 3)), pytest.param((3, 3), (1, 2), marks=pytest.mark.slow), ((1, 3), (4, 2))],
@@ -100,7 +101,9 @@ def test_a_checkpoint_continues_in_another_world_and_strategy(tmp_path, source, 
             torch.testing.assert_close(theirs[name].reshape(-1), mine[name].reshape(-1), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("offloads", [(True, False), (False, True)], ids=["from the host", "to the host"])
+@pytest.mark.parametrize(
+    "offloads", [pytest.param((True, False), marks=pytest.mark.journey), (False, True)], ids=["from the host", "to the host"]
+)
 def test_a_checkpoint_saved_while_training_goes_on_moves_between_host_and_device(tmp_path, offloads):
     saved = run(save, 2, directory=tmp_path, options={"cpu_offload": offloads[0]}, background=True)[0]
     loaded = run(load, 3, directory=tmp_path, options={"cpu_offload": offloads[1], "zero_dp_strategy": 2})[0]

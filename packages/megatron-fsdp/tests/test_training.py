@@ -173,6 +173,7 @@ def check_accumulation() -> None:
             assert max(abs(a - b) for a, b in zip(losses, actual, strict=True)) < 1e-12
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_accumulated_gradients_equal_replicated_training_with_and_without_no_sync(world):
     world(check_accumulation)
@@ -194,6 +195,7 @@ def check_variants() -> None:
         assert difference(model, expected) < 1e-12, options
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_units_prefetch_and_recomputation_do_not_change_the_result(world):
     world(check_variants)
@@ -218,6 +220,7 @@ def check_hybrid() -> None:
             assert len(divided) == 5, "three blocks and the root, which has a frozen one; not the scalars"
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_replicas_of_shards_equal_replicated_training(world):
     world(check_hybrid)
@@ -233,6 +236,7 @@ def check_sum_and_clip() -> None:
         assert difference(model, expected) < 1e-12
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_sums_and_clipping_equal_replicated_training(world):
     world(check_sum_and_clip)

@@ -173,6 +173,7 @@ def check_bits(microbatches: int, recomputes: tuple[str, ...]) -> None:
         assert all(torch.equal(value, weights[name]) for name, value in model.full_state_dict()), (strategy, recompute)
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 @pytest.mark.parametrize(
     ("microbatches", "recomputes"), [(1, ("none", "inside", "none", "units")), (4, ("units", "none", "inside", "inside"))]
@@ -190,6 +191,7 @@ def check_narrow() -> None:
         assert all(torch.equal(value, weights[name]) for name, value in model.full_state_dict()), strategy
 
 
+@pytest.mark.journey
 @pytest.mark.world(2)
 def test_bfloat16_training_adds_gradients_and_steps_weights_in_float32_bit_for_bit(world):
     world(check_narrow)
@@ -205,6 +207,7 @@ def check_levels() -> None:
         torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=1e-6, atol=0)
 
 
+@pytest.mark.journey
 @pytest.mark.world(4)
 def test_replicas_of_shards_and_shards_of_shards_follow_replicated_training(world):
     world(check_levels)

@@ -87,6 +87,7 @@ def test_the_commit_tagged_as_the_first_release_is_still_the_first_release(repos
     assert "first release" in capsys.readouterr().out
 
 
+@pytest.mark.journey
 def test_the_newest_tag_among_the_ancestors_is_the_baseline(repository, capsys):
     repository.release("0.1.0")
     repository.git("checkout", "-q", "-b", "side")

@@ -94,7 +94,7 @@ def test_ty_reports_every_use(project):
     assert "error[" not in output
 
 
-@pytest.mark.parametrize("name", ["basedpyright", "pyright"])
+@pytest.mark.parametrize("name", [pytest.param("basedpyright", marks=pytest.mark.journey), "pyright"])
 def test_pyright_reports_every_use(project, name):
     output = run(project, program(name), "--pythonpath", sys.executable, "consumer.py", "library")
     assert lines(output, r"consumer\.py:(\d+):\d+ - warning: .*deprecated") == USES

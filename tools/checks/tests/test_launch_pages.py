@@ -22,7 +22,6 @@ def check_world(words: list[str]) -> int:
     return 0
 
 
-@pytest.mark.journey
 def test_check_world_exchanges_over_every_group():
     first, other = run_ranks(check_world, ["--tp", "2"], 2)
     assert (first[0], other[0]) == (0, 0), first[2] + other[2]
