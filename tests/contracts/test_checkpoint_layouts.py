@@ -68,7 +68,6 @@ def check_goes_on(folder: str, targets: list[tuple[ParallelPlan, bool]], config:
     return sum(len(value) > 1 for value in state.values() if isinstance(value, list))
 
 
-@pytest.mark.journey
 @pytest.mark.world(4)
 def test_experts_with_biases_and_without_a_gate_go_on_in_every_layout(world, tmp_path: Path) -> None:
     model = dataclasses.replace(CONFIG.model, activation="gelu", add_bias_linear=True)

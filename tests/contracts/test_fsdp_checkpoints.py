@@ -5,7 +5,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -72,7 +71,6 @@ def loaded(folder: str, model_ranks: int, strategy: int) -> dict[str, torch.Tens
     return {name: value.full_tensor() for name, value in state.items()}
 
 
-@pytest.mark.journey
 def test_sharded_parameters_and_moments_load_on_other_meshes(tmp_path: Path) -> None:
     folder = str(tmp_path / "c")
     expected = run(saved, 4, folder=folder)[0]

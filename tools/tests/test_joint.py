@@ -51,7 +51,6 @@ def test_every_pair_of_grids_gives_the_curve_of_one_process(name: str) -> None:
     assert alone()[-1] < alone()[0] - 0.2
 
 
-@pytest.mark.journey
 def test_the_command_trains_and_names_what_is_wrong(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["--set", "encoder.dp=1", "--set", "decoder.tp=1", "--set", "steps=3"]) == 0
     lines = capfd.readouterr().out.splitlines()

@@ -56,7 +56,6 @@ def test_the_loss_falls_and_virtual_stages_give_the_same_curve(corpus: RunConfig
     assert losses(staged) == pytest.approx(curve, rel=1e-9)
 
 
-@pytest.mark.journey
 def test_the_command_trains_its_own_recipe(
     corpus: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -97,7 +97,6 @@ def test_the_model_is_that_of_the_weights_and_another_is_refused(
     assert import_hf(tmp_path / "run" / "hf").config["norm_epsilon"] == 1e-3
 
 
-@pytest.mark.journey
 def test_a_run_is_tuned_further_by_its_name(tuned: Path, chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tune(tuned, chat, tmp_path / "more", "train.steps=2") == 0
     assert f"weights of {tuned / 'checkpoints'}" in capsys.readouterr().out

@@ -47,7 +47,6 @@ def bucket(monkeypatch):
         process.wait(10)
 
 
-@pytest.mark.journey
 @pytest.mark.filterwarnings("ignore")
 def test_steps_come_and_go_on_s3(bucket):
     weight = torch.arange(3_000_000.0).reshape(1000, 3000)

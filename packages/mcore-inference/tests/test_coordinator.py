@@ -189,7 +189,6 @@ def test_a_cancelled_request_is_aborted_and_others_go_on(runners: list[EngineRun
             time.sleep(0.01)
 
 
-@pytest.mark.journey
 def test_paused_engines_do_not_step_and_lose_nothing(runners: list[EngineRunner]) -> None:
     async def ask(address: str) -> None:
         async with InferenceClient(address) as client, InferenceClient(address) as other:

@@ -97,7 +97,6 @@ def test_pipelined_engines_draw_the_tokens_of_one(world: Callable[..., list[Any]
     assert one == two
 
 
-@pytest.mark.journey
 @pytest.mark.world(4, shared=True)
 def test_stages_of_split_layers_draw_the_tokens_of_one(world: Callable[..., list[Any]]) -> None:
     ranks = world(functools.partial(check_stages, 2, 2, CONFIG))

@@ -561,7 +561,6 @@ def check_second_runner() -> list[list[int]]:
     return answers
 
 
-@pytest.mark.journey
 @pytest.mark.world(2)
 def test_a_closed_runner_leaves_the_engine_to_the_next_one(world: World) -> None:
     (first, second, third), _ = world(check_second_runner)

@@ -268,7 +268,6 @@ def test_two_ranks_equal_the_loop(world, plan: ParallelPlan) -> None:
     world(check_variants, plan=plan)
 
 
-@pytest.mark.journey
 @pytest.mark.world(4)
 def test_four_ranks_equal_the_loop(world) -> None:
     world(check_variants, plan=ParallelPlan(tp=2, dp=2, ep=2, etp=2))

@@ -82,7 +82,6 @@ def test_two_ranks_train_as_one(world) -> None:
     world(check_layouts, cases=cases)
 
 
-@pytest.mark.journey
 @pytest.mark.world(4)
 def test_four_ranks_share_two_key_value_heads(world) -> None:
     expected = train(CONFIG, ProcessGroups.single())

@@ -169,7 +169,6 @@ def test_two_ranks_equal_one(world) -> None:
     world(check_all, cp=2, expected=[expectation(case) for case in CASES])
 
 
-@pytest.mark.journey
 @pytest.mark.world(4)
 def test_four_ranks_equal_one(world) -> None:
     world(check_all, cp=4, expected=[expectation(case) for case in CASES])

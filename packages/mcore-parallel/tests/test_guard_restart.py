@@ -107,7 +107,6 @@ def check_training_goes_on() -> None:
         assert told == ["restart 1 of at most 1 after rank 1: OSError: the disk is gone"]
 
 
-@pytest.mark.journey
 @pytest.mark.world(3)
 def test_a_run_whose_rank_fails_once_ends_with_the_same_bits(world) -> None:
     world(check_training_goes_on)

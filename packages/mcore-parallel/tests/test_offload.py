@@ -66,7 +66,6 @@ def compare(groups: ProcessGroups) -> None:
             assert torch.equal(ours, expected), choice
 
 
-@pytest.mark.journey
 def test_every_choice_has_the_bits_of_a_plain_run() -> None:
     compare(ProcessGroups.single())
 

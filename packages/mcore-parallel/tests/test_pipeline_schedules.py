@@ -244,7 +244,6 @@ def check_trainer() -> list[list[float]]:
     return [losses_of_trainer(groups, PipelineConfig(schedule=name), chunks) for name, chunks in choices]
 
 
-@pytest.mark.journey
 @pytest.mark.world(2)
 def test_the_trainer_runs_the_schedule_it_is_given(world) -> None:
     expected = losses_of_trainer(ProcessGroups.single(), PipelineConfig(), 1)

@@ -59,7 +59,6 @@ def check(tp: int, dp: int) -> None:
         torch.testing.assert_close(ours, plain, rtol=2**-6, atol=2**-5)
 
 
-@pytest.mark.journey
 @pytest.mark.world(2)
 def test_replicas_have_the_same_gradients_with_and_without_fusion(world) -> None:
     world(check, tp=1, dp=2)

@@ -233,7 +233,6 @@ def iterate(plan: ParallelPlan, iterations: int, config: GRPOConfig = CONFIG, wa
     return reports
 
 
-@pytest.mark.journey
 def test_the_policy_learns_from_single_answers() -> None:
     reports = iterate(ParallelPlan(), 10)
     assert sum(report.mean_reward for report in reports[-2:]) > 1.2 * sum(report.mean_reward for report in reports[:2])

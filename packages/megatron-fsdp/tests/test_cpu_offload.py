@@ -85,7 +85,6 @@ def test_training_on_the_host_equals_training_on_the_device_bit_for_bit(world):
     world(check_equal, every=ONE_AXIS)
 
 
-@pytest.mark.journey
 @pytest.mark.world(4)
 def test_training_on_the_host_equals_training_on_the_device_over_two_axes_too(world):
     world(check_two_axes)

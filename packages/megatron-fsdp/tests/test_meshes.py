@@ -209,7 +209,6 @@ def check_tensor_parallel() -> None:
     assert_serial(model, train(model, optimizer, mesh.get_local_rank("dp_shard"), 2))
 
 
-@pytest.mark.journey
 @pytest.mark.world(4)
 def test_tensor_parallel_modules_train_as_one_rank_does(world):
     """Handed over by name, on meshes in either order, and as DTensors."""

@@ -173,7 +173,6 @@ def check_bits(microbatches: int, recomputes: tuple[str, ...]) -> None:
         assert all(torch.equal(value, weights[name]) for name, value in model.full_state_dict()), (strategy, recompute)
 
 
-@pytest.mark.journey
 @pytest.mark.world(2)
 @pytest.mark.parametrize(
     ("microbatches", "recomputes"), [(1, ("none", "inside", "none", "units")), (4, ("units", "none", "inside", "inside"))]
