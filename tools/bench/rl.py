@@ -301,8 +301,9 @@ def turns(learner: Learner, engine: DynamicInferenceEngine, clock: Clock, cycles
 
 
 def _tensor_bytes() -> int:
-    """Of all tensors that Python holds, memory that several share once."""
-    storages = [found.untyped_storage() for found in gc.get_objects() if type(found) in (Tensor, torch.nn.Parameter)]
+    """Of all dense tensors that Python holds, memory that several share once."""
+    tensors = [found for found in gc.get_objects() if type(found) in (Tensor, torch.nn.Parameter)]
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.device.type != "meta"}.values())
 
 
