@@ -237,7 +237,7 @@ def programs(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def campaigns(session: nox.Session) -> None:
-    """The tests marked slow: long campaigns and rare layouts, whose short forms are among all tests."""
+    """The tests marked slow: long campaigns and rare layouts, whose short forms are among tests and journeys."""
     python = _dev(session, "test", "api")
     arguments = ["-q", "-m", "slow and not gpu", *(session.posargs or ["-n", "auto", "--maxprocesses", "8", *BY_FILE])]
     session.run(str(python), "-m", "pytest", *arguments, external=True)
