@@ -36,7 +36,11 @@ def check_reference(kind: type[FullyShardedModel | TorchShardedModel], dtype: to
     groups = ProcessGroups.build(ParallelPlan(dp=2))
     rows = torch.randint(64, (2, 2, 9), generator=torch.Generator().manual_seed(0))
     batches = [Batch(tokens=row[:, :-1], labels=row[:, 1:], loss_mask=torch.ones(2, 8)) for row in rows]
-    model = kind(GPTModel(SIZES, groups, dtype=dtype), groups).train()
+    whole = GPTModel(SIZES, groups, dtype=dtype)
+    model = kind(whole, groups)
+    for trains in (False, True):
+        model.train(trains)
+        assert {module.training for module in whole.modules()} == {trains}
 
     def scores(reference: FrozenWeights | None = None) -> list[torch.Tensor]:
         if reference is None:

@@ -64,6 +64,11 @@ class TorchShardedModel(nn.Module):
     def forward(self, x: Tensor, step: Any) -> Any:
         return self.module(x, step)
 
+    def train(self, mode: bool = True) -> "TorchShardedModel":
+        """The model's own mode, too: it is no child."""
+        self.module.train(mode)
+        return super().train(mode)
+
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return self.module.parameters(recurse)
 
