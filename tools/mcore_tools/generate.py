@@ -323,8 +323,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.input is None:
             check_scores(options)
             return _continue(options, words, None)
-        # Of several ranks the first has the texts.
-        is_first = int(os.environ.get("RANK", "0")) == 0
+        # Of several ranks the first has the texts; without WORLD_SIZE this process starts the others, and an engine of one rank has none.
+        is_first = options.tp * options.pp == 1 or "WORLD_SIZE" not in os.environ or int(os.environ.get("RANK", "0")) == 0
         with PromptFile(options.input, options.output, _settings(options), writes=is_first) as prompts:
             return _continue(options, words, prompts)
     except (ValueError, OSError, CheckpointingException, CoordinatorError, EngineLostError) as error:

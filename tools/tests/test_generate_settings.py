@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Sampling settings and chats of `mcore generate` are those of the engine, or refused before a model is loaded."""
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -332,6 +333,46 @@ def test_a_file_that_went_while_it_was_opened_is_made_again(tmp_path: Path, monk
     with PromptFile(source, target, {}), pytest.raises(ValueError, match="is written by another command"):
         PromptFile(source, target, {})
     assert not target.exists()
+
+
+def test_a_file_that_comes_between_two_questions_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = tmp_path / "prompts.txt", tmp_path / "texts.jsonl"
+    source.write_text("words\n")
+    with contextlib.ExitStack() as stack:
+        first: list[PromptFile] = []
+        ask = Path.stat
+
+        def late(path: Path, **options: Any) -> Any:
+            """The other command makes it behind the first question of this one."""
+            if path != target or first:
+                return ask(path, **options)
+            try:
+                return ask(path, **options)
+            finally:
+                first.append(None)  # type: ignore[arg-type]
+                first[0] = stack.enter_context(PromptFile(source, target, {}))
+
+        monkeypatch.setattr(Path, "stat", late)
+        with pytest.raises(ValueError, match="is written by another command"):
+            PromptFile(source, target, {})
+
+
+def test_a_file_that_took_the_name_meanwhile_stays(tmp_path: Path) -> None:
+    source, target, other = (tmp_path / name for name in ("prompts.txt", "texts.jsonl", "other.jsonl"))
+    source.write_text("words\n")
+    other.write_text("kept")
+    with PromptFile(source, target, {}):
+        other.rename(target)
+    assert target.read_text() == "kept"
+
+
+def test_links_and_full_files_stay(tmp_path: Path) -> None:
+    source, target, behind = (tmp_path / name for name in ("prompts.txt", "texts.jsonl", "behind.jsonl"))
+    source.write_text("words\n")
+    target.symlink_to(behind)
+    with PromptFile(source, target, {}):
+        assert behind.exists()
+    assert target.is_symlink()
 
 
 class Refuses:

@@ -3,7 +3,6 @@
 """Prompts of a file, continued in any order, by a command that can be ended and goes on where it was."""
 
 import asyncio
-import contextlib
 import dataclasses
 import fcntl
 import json
@@ -157,11 +156,9 @@ class PromptFile:
         self._size = 0
         """Bytes of the target that were read."""
         self._settings, self._settings_file = settings, target.with_name(f"{target.name}.settings.json")
-        self._keeps_settings = target.is_file() or not target.exists()
+        self._keeps_settings, self._writes = _is_file_or_none(target), writes
         self._lock: int | None = None
-        """Descriptor of the target, which is locked by it from before its first line is read."""
-        self._is_new = False
-        """Whether it was not there before."""
+        """Descriptor of the target, which is locked by it from before its first line is read; None where there are no locks."""
         try:
             if self._keeps_settings and writes:
                 self._lock_target()
@@ -185,40 +182,47 @@ class PromptFile:
         self.close()
 
     def close(self) -> None:
-        """Let others write the target; it goes where this command made it and nothing else. May be called again."""
+        """Let others write the target, which goes while it is empty. May be called again."""
         if self._lock is None:
             return
-        if self._is_new and not os.fstat(self._lock).st_size:
+        lock, self._lock = self._lock, None
+        # A link, such as /dev/stdout, is nobody's to remove.
+        if not os.fstat(lock).st_size and not self._target.is_symlink() and self._is_at_target(lock):
             # Whoever opened it meanwhile finds that it is no longer there, and makes another one.
             self._target.unlink(missing_ok=True)
-        os.close(self._lock)
-        self._lock = None
+        os.close(lock)
+
+    def _is_at_target(self, descriptor: int) -> bool:
+        """Whether the target is this file, and no other that took its name."""
+        try:
+            return os.path.samestat(os.fstat(descriptor), self._target.stat())
+        except FileNotFoundError:
+            return False
 
     def _lock_target(self) -> None:
         """Open the target, which is made where it is not there, for this command alone."""
         while True:
-            self._is_new = not self._target.exists()
-            if self._is_new:
+            is_new = not self._target.exists()
+            if is_new:
                 self._check_folder()
             # Some file systems lock what can be written alone.
-            can_write = self._is_new or os.access(self._target, os.W_OK)
-            self._lock = os.open(self._target, (os.O_RDWR if can_write else os.O_RDONLY) | os.O_CREAT, 0o666)
+            can_write = is_new or os.access(self._target, os.W_OK)
+            lock = os.open(self._target, (os.O_RDWR if can_write else os.O_RDONLY) | os.O_CREAT, 0o666)
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                os.close(self._lock)
-                self._lock = None
+                os.close(lock)
                 raise ValueError(
                     f"--output {self._target} is written by another command; wait for its end, or give another --output"
                 ) from None
             except OSError:
                 # Some have no locks, and others may write it.
-                self._is_new = False
+                os.close(lock)
                 return
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(self._lock), self._target.stat()):
-                    return
-            os.close(self._lock)
+            if self._is_at_target(lock):
+                self._lock = lock
+                return
+            os.close(lock)
 
     def _check_folder(self) -> None:
         if not os.access(self._target.absolute().parent, os.W_OK):
@@ -245,7 +249,7 @@ class PromptFile:
         if not self._target.exists() or _is_stream(self._target):
             return set()
         whole, newline, half = self._target.read_bytes().rpartition(b"\n")
-        if half and self._lock is not None:
+        if half and self._writes:
             os.truncate(self._target, len(whole) + len(newline))
         self._size = len(whole) + len(newline)
         done: set[int] = set()
@@ -315,6 +319,14 @@ class PromptFile:
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def _is_file_or_none(path: Path) -> bool:
+    """Whether it is a file, or not there yet; asked once, since another command may make or remove it between two questions."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        return True
 
 
 def _is_stream(path: Path) -> bool:

@@ -24,7 +24,7 @@ from mcore_inference.requests import (
 from mcore_inference.sampling import SamplingParams
 from mcore_inference.speculation import NgramDrafter
 from mcore_inference.structured import GrammarMatcher
-from mcore_inference.text import TextStream, Tokenizer, text_until_failure
+from mcore_inference.text import TextStream, Tokenizer, text_until_failure, whole_text
 
 
 @dataclass(kw_only=True, eq=False)
@@ -235,7 +235,7 @@ class ActiveRequest:
             if self.text is not None:
                 record.generated_text = self.text.finish()
             elif self.tokenizer is not None and tokens:
-                record.generated_text = self.tokenizer.detokenize(tokens)
+                record.generated_text = whole_text(self.tokenizer, tokens)
         except Exception as failure:
             if self.text is not None:
                 record.generated_text = self.text.text

@@ -20,7 +20,6 @@ from mcore_inference.engine._lockstep import LockstepLeader, rank_name, ranks_of
 from mcore_inference.engine._lockstep_config import LockstepConfig
 from mcore_inference.engine._shared_loads import SharedLoad, SharedLoads
 from mcore_inference.engine._stream import Ending, Growth, News, RequestStream, Result, call_in, deliver, settle, settle_all
-from mcore_inference.engine._stream_text import StreamText
 from mcore_inference.engine._weights import WeightChunk, WeightPolicy, check_policy
 from mcore_inference.requests import DynamicInferenceRequestRecord, EngineDeadError, QueueFullError, RankFailedError
 from mcore_inference.sampling import SamplingParams
@@ -125,8 +124,6 @@ class EngineRunner:
         """Run once something holds between two steps."""
         self._num_holds = 0
         self._streams: dict[int, RequestStream] = {}
-        self._texts: dict[int, StreamText] = {}
-        """Of streams whose text is made in the threads of their event loops."""
         self._closing = False
         self._paused = False
         self._awaits_weights = False
@@ -195,8 +192,8 @@ class EngineRunner:
                 )
             number = increments.request_id = self._calls.add_request(prompt, sampling_params, priority=priority)
             self._streams[number] = increments
-            if stream and (text := self.engine.watch(number, lambda error: self._end(number, error))) is not None:
-                self._texts[number] = text
+            if stream:
+                increments.text = self.engine.watch(number, lambda error: self._end(number, error))
 
         added = self._queue(add)
         try:
@@ -523,7 +520,7 @@ class EngineRunner:
 
     def _grown(self, records: Iterable[DynamicInferenceRequestRecord]) -> list[Growth]:
         """What requests that go on have and their streams have not."""
-        streams, texts = self._streams, self._texts
+        streams = self._streams
         growths: list[Growth] = []
         # A step meets this for each of its streams.
         for record in records:
@@ -532,7 +529,7 @@ class EngineRunner:
             if (stream := streams.get(number)) is None:
                 continue
             first, end = stream.num_tokens, len(segments[0].generated_tokens) if len(segments) == 1 else record.num_generated
-            if (text := texts.get(number)) is None:
+            if (text := stream.text) is None:
                 text = record.generated_text[stream.num_characters :]
                 stream.num_characters += len(text)
             stream.num_tokens = end
@@ -543,10 +540,8 @@ class EngineRunner:
         """The ends of streams."""
         news: list[News] = []
         for record in records:
-            number = record.request_id
-            stream, text = self._streams.pop(number, None), self._texts.pop(number, None)
-            if stream is not None:
-                rest = record.generated_text[stream.num_characters :] if text is None else text
+            if (stream := self._streams.pop(record.request_id, None)) is not None:
+                rest = record.generated_text[stream.num_characters :] if stream.text is None else stream.text
                 news.append((stream, Ending(record, stream.num_tokens, rest)))
         return news
 
@@ -581,7 +576,7 @@ class EngineRunner:
             self._closing = True
             self._wake.notify()
             commands, self._commands = self._commands, []
-            streams, self._streams, self._texts = self._streams, {}, {}
+            streams, self._streams = self._streams, {}
             waiting, self._waiting = self._waiting, []
         # One that is answered already stays so.
         for command in [*self._begun, *commands, *(command for _, command in waiting)]:

@@ -18,7 +18,7 @@ __all__ = ["Ending", "EndingQueue", "Growth", "Increment", "News", "RequestStrea
 
 
 @experimental_api
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Increment:
     """What a request gained since the last increment."""
 
@@ -98,6 +98,8 @@ class RequestStream:
         # Owned by the engine's thread:
         self.num_tokens = 0
         self.num_characters = 0
+        self.text: StreamText | None = None
+        """Made in the loop's thread; None where the record's grows with each step, or there is none."""
 
     def __aiter__(self) -> AsyncIterator[Increment]:
         return self._queue.increments()
@@ -210,16 +212,8 @@ def _grown_by(record: DynamicInferenceRequestRecord, first: int, end: int, text:
     # The engine's thread may have added to them since.
     count = end - first
     tokens = tokens[:count]
-    increment = object.__new__(Increment)
-    # Its own constructor, of a class whose instances are frozen, takes longer than all else here.
-    vars(increment).update(
-        tokens=tokens,
-        log_probs=values[:count],
-        top_n_logprobs=best[:count],
-        text=text if isinstance(text, str) else text.push(tokens),
-        record=None,
-    )
-    return increment
+    new = text if isinstance(text, str) else text.push(tokens)
+    return Increment(tokens=tokens, log_probs=values[:count], top_n_logprobs=best[:count], text=new)
 
 
 def _settle_all(results: Iterable[Result]) -> None:

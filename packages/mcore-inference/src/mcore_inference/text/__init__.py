@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Tokenizers, and the text of a growing list of tokens."""
 
-from mcore_inference.text._pieces import TextPieces, text_until_failure
+from mcore_inference.text._pieces import TextPieces, text_until_failure, whole_text
 from mcore_inference.text._stream import TextStream
 from mcore_inference.text._token_bytes import TokenBytes
 from mcore_inference.text._token_texts import TokenTexts
@@ -33,4 +33,5 @@ __all__ = [
     "VocabularyTokenizer",
     "chat_tokens",
     "text_until_failure",
+    "whole_text",
 ]

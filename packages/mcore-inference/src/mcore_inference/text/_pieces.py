@@ -8,11 +8,13 @@ from collections.abc import Iterable
 from mcore_inference._stability import internal_api
 from mcore_inference.text._tokenizer import Tokenizer
 
-__all__ = ["TextPieces", "text_until_failure"]
+__all__ = ["TextPieces", "text_until_failure", "whole_text"]
 
 _BROKEN = "\ufffd"
 # A character of UTF-8 has at most four bytes, so at most three tokens of it can be missing their rest.
 _MAX_BROKEN = 3
+_MAX_HELD = 64
+"""Tokens behind the last whole character."""
 
 
 @internal_api
@@ -29,29 +31,56 @@ class TextPieces:
         """Tokens whose text is not all given, and before them those of the last piece: the text of a token may depend on them."""
         self._num_before = 0
         """Tokens of the window that are those of the last piece."""
-        self._given: int | None = 0
-        """Characters of the window's text that are given; None for all."""
+        self._given: str | None = ""
+        """What is given of the window's text; None for all."""
 
     def push(self, token: int) -> str:
         """Take a token; new text that further tokens cannot change."""
         window, given = self._window, self._given
         if given is None:
-            given = self._given = len(self._detokenize(window[:]))
+            given = self._given = self._detokenize(window[:])
         window.append(token)
         text = self._detokenize(window[:])
         if not text.endswith(_BROKEN):
+            if self._num_before and text == given:
+                # A special token, say: those before it tell whether the next begins with a space.
+                window.pop()
+                return ""
             del window[: self._num_before]
             self._num_before, self._given = len(window), None
-            return text[given:]
+            return text[len(given) :]
+        if len(window) - self._num_before > _MAX_HELD:
+            # No character is so long, and to decode them again with each token takes ever longer.
+            new = self.rest()
+            self._window, self._num_before, self._given = [], 0, ""
+            return new
+        if not text.startswith(given):
+            # Some decoders break all bytes in a row, those of whole characters too, until the last character is whole.
+            return ""
         end = length = len(text)
         while end > 0 and length - end < _MAX_BROKEN and text[end - 1] == _BROKEN:
             end -= 1
-        self._given = max(given, end)
-        return text[given:end]
+        self._given = text[: max(len(given), end)]
+        return text[len(given) : end]
 
     def rest(self) -> str:
         """What was held back, behind the last token."""
-        return "" if self._given is None else self._detokenize(self._window[:])[self._given :]
+        given = self._given
+        if given is None:
+            return ""
+        text = self._detokenize(self._window[:])
+        return text[len(given) :] if text.startswith(given) else self._detokenize(self._window[self._num_before :])
+
+
+@internal_api
+def whole_text(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    """Text of an output, which may end within a character."""
+    text = tokenizer.detokenize(tokens)
+    if _BROKEN not in text:
+        return text
+    # Some decoders break whole characters beside a broken one.
+    pieces = TextPieces(tokenizer)
+    return "".join(map(pieces.push, tokens)) + pieces.rest()
 
 
 @internal_api

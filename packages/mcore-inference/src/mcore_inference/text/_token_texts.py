@@ -45,4 +45,10 @@ class TokenTexts:
 
     def detokenize(self, ids: list[int]) -> str:
         """As of the tokenizer; what it raises is not remembered."""
-        return self._text_of(ids[0]) if len(ids) == 1 else self._tokenizer.detokenize(ids)
+        try:
+            return self._text_of(ids[0]) if len(ids) == 1 else self._tokenizer.detokenize(ids)
+        except (Exception, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            # Libraries in Rust panic by one that is no Exception, which would end more than this request.
+            raise RuntimeError(f"the tokenizer panicked: {error}") from error
