@@ -43,7 +43,7 @@ class World:
         )
         entry = ActiveRequest(
             record=DynamicInferenceRequestRecord.from_request(request), params=SamplingParams(), order=number, seed=0,
-            stop_ids=frozenset(), bad_words=(), text=None, started=0.0, chain=PrefixChain(self.context.block_size),
+            stop_ids=frozenset(), bad_words=(), text=None, tokenizer=None, started=0.0, chain=PrefixChain(self.context.block_size),
         )  # fmt: skip
         entry.grow_keys()
         self.entries[number] = entry
