@@ -38,6 +38,7 @@ from mcore_rl import (
     preference_margins,
 )
 from mcore_rl import _update as update_module
+from mcore_rl._collect import own_failure_first
 from mcore_rl.envs import CharacterShare
 
 TOKENIZER = ByteTokenizer()
@@ -202,3 +203,10 @@ def test_a_half_that_cannot_do_its_part_ends_the_iteration_of_the_other(world) -
     (own, _), (told, waited_s) = world(warm_the_critic)
     assert own.startswith("ValueError: train_policy=False leaves nothing to train without a critic")
     assert told.startswith("RuntimeError: ranks failed: ") and "train_policy=False" in told and waited_s < SOON_S
+
+
+def test_what_failed_here_is_told_before_what_another_rank_refused() -> None:
+    with pytest.raises(KeyError, match="own"), own_failure_first(KeyError("own")):
+        raise RuntimeError("rank 1 refused (rollouts): ValueError: its own")
+    with pytest.raises(RuntimeError, match="rank 1 refused"), own_failure_first(None):
+        raise RuntimeError("rank 1 refused (rollouts): ValueError: its own")

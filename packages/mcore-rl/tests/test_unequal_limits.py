@@ -188,6 +188,25 @@ def test_what_an_engine_refuses_before_its_first_weight_ends_the_call_of_all(wor
     assert again == once_more == ""
 
 
+def refuse_beside_a_trainer() -> Any:
+    placement, transfer = Placement.split(ParallelPlan()), WeightTransfer(timeout_s=LONG_S)
+    model = None if placement.groups is None else GPTModel(SIZES, placement.groups, seed=1)
+
+    def load(engine: Any) -> tuple[str, float]:
+        taker = None if placement.trains else engine
+        return attempt(lambda: refit(model, placement.groups, taker, transfer, placement=placement))
+
+    return load(Refusing()), load(Whole())[0]
+
+
+@pytest.mark.world(2)
+def test_what_an_engine_of_its_own_refuses_ends_the_call_of_the_trainer(world) -> None:
+    (trainer, again), (own, once_more) = world(refuse_beside_a_trainer)
+    assert own[0] == "ValueError: version=-1 must not be negative"
+    assert "gave up (weights): ValueError: version=-1 must not be negative" in trainer[0] and trainer[1] < SOON_S
+    assert again == once_more == ""
+
+
 # -- the rendezvous alone ----------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,6 @@ from mcore_rl._delivery import Delivery
 from mcore_rl._exchange import all_gather_json, all_to_all_bytes
 from mcore_rl._header import RolloutHeader
 from mcore_rl._lost import LostGroup, check_all_lost, described, last_reason
-from mcore_rl._placement import RankTimeoutError
 from mcore_rl._rendezvous import rendezvous, withdraw
 from mcore_rl._rollout_statistics import example_numbers, pair_counts, token_versions
 from mcore_rl._shaping import same_reward
@@ -176,14 +175,14 @@ def told_to_others(world: Group) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_failure_first(failure: Exception | None) -> Iterator[None]:
-    """Around what tells the others of a failure: raises it behind that, and instead of an error that some of them never came.
+    """Around what tells the others of a failure: raises it behind that, and instead of an error of theirs, or that some of them never came.
 
     Args:
         failure: of this rank; None where there is none.
     """
     try:
         yield
-    except RankTimeoutError as error:
+    except Exception as error:
         if failure is not None:
             raise failure from error
         raise

@@ -305,9 +305,9 @@ class DisjointLoop:
         if not train_policy and learner.critic is None:
             raise ValueError("train_policy=False leaves nothing to train without a critic; pass Learner(critic=...)")
         if isinstance(learner.objective, DPOObjective):
-            return {"updates": tuple(update_pairs(self.config, batch.collected, learner, lr))}
+            return {"updates": tuple(update_pairs(self.config, batch.collected, learner, lr, timeout_s=self.timeout_s))}
         written = None if batch.written is None else batch.written.result
-        done = update(self.config, batch.collected, learner, lr, train_policy=train_policy, written=written)
+        done = update(self.config, batch.collected, learner, lr, train_policy=train_policy, written=written, timeout_s=self.timeout_s)
         if not done.policy and not done.critic:
             raise RuntimeError(
                 f"no token of the rollouts counts: mask_truncated={self.config.mask_truncated}, and all are truncated or empty"
@@ -324,7 +324,9 @@ class DisjointLoop:
         learner, server, placement = self._learner, self._server, self.placement
         if self._stream is not None and server is not None:
             load = functools.partial(self._stream.load_weights, version=self.version + 1, in_flight=server.in_flight)
-            take_over(load, self._transfer.weights(None, None, server.engine, placement=placement), placement.world, placement)
+            take_over(
+                load, self._transfer.weights(None, None, server.engine, placement=placement), placement.world, placement, self.timeout_s
+            )
         else:
             model, engine = (None if learner is None else learner.model), (None if server is None else server.engine)
             refit(model, placement.groups, engine, self._transfer, placement=placement)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_parallel.training import TrainReport
+from mcore_parallel.training import Batch, TrainReport
 from mcore_rl._advantage import AdvantageConfig
 from mcore_rl._aggregation import Aggregation
 from mcore_rl._collect import Collection, Drawn, exchange, fitting, run_async, told_to_others
@@ -92,7 +92,7 @@ def dpo_iteration(
                 drawn = _draw(config, pairs, interface, engine, learner)
     collected = exchange(config, drawn, groups, next(model.parameters()).device, pairs=True, timeout_s=limit_s)
     rolled_out = time.perf_counter()
-    updates = update_pairs(config, collected, learner, lr)
+    updates = update_pairs(config, collected, learner, lr, timeout_s=learner.transfer.timeout_s)
     trained = time.perf_counter()
     if engine is not None:
         refit(model, groups, engine, learner.transfer)
@@ -204,18 +204,23 @@ async def ask_pairs(config: GRPOConfig, pairs: ContrastiveRolloutGenerator, inte
     return Drawn(groups=own, num_filtered=num_equal, num_unpaired=num_unpaired, lost=last_reason(drawn) or late)
 
 
-def update_pairs(config: GRPOConfig, collected: Collection, learner: Learner, lr: float) -> list[TrainReport]:
+def update_pairs(config: GRPOConfig, collected: Collection, learner: Learner, lr: float, *, timeout_s: float) -> list[TrainReport]:
     """All updates of one iteration, from the pairs of this rank."""
     objective, groups, reference = check_pairs(config, learner), learner.groups, learner.reference
     assert reference is not None
     style = BatchStyle(pad_id=config.pad_id, device=next(learner.model.parameters()).device)
     sizes = {"seq_len": config.seq_len, "micro_batch_size": config.micro_batch_size, "style": style}
-    parts = []
-    for planned in collected.updates:
-        own = [collected.rollouts[number] for number in planned.shares[groups.dp.rank]]
-        pairs = [ContrastiveRollout(chosen=chosen, rejected=rejected) for chosen, rejected in zip(own[::2], own[1::2], strict=True)]
-        batches = pair_batches(pairs, num_pairs=planned.num_rows // 2, **sizes)
-        parts.append(with_ref_logprobs(reference, batches, groups, temperature=objective.temperature))
+
+    def written() -> list[list[Batch]]:
+        parts = []
+        for planned in collected.updates:
+            own = [collected.rollouts[number] for number in planned.shares[groups.dp.rank]]
+            pairs = [ContrastiveRollout(chosen=chosen, rejected=rejected) for chosen, rejected in zip(own[::2], own[1::2], strict=True)]
+            parts.append(pair_batches(pairs, num_pairs=planned.num_rows // 2, **sizes))
+        return parts
+
+    on_all = agree(groups.world, timeout_s, "micro-batches", written)
+    parts = [with_ref_logprobs(reference, batches, groups, temperature=objective.temperature) for batches in on_all]
     learner.model.train()
     reports = [learner.step(batches, objective, lr) for _ in range(config.num_epochs) for batches in parts]
     finish_parameters(learner)

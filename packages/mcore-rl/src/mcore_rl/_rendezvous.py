@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
 from mcore_parallel import Group
 from mcore_rl._ended import absence, announce, ended
 from mcore_rl._placement import RankTimeoutError
@@ -20,7 +22,7 @@ from mcore_rl._stability import experimental_api
 T = TypeVar("T")
 
 _PREFIX = "mcore_rl rendezvous"
-_FIRST_POLL_S, _LONGEST_POLL_S = 1e-3, 0.05
+_FIRST_POLL_S, _LONGEST_POLL_S, _POLL_SHARE = 1e-3, 0.05, 0.02
 _LOOK_S = 1.0
 """Between two looks whether those who are missing live."""
 
@@ -50,10 +52,19 @@ def meet(group: Group, timeout_s: float, purpose: str, *, names: Sequence[str] =
     """
     if group.size == 1:
         return
+    try:
+        _meet(group, timeout_s, purpose, names)
+    except dist.DistError as error:
+        raise RankTimeoutError(
+            f"the store of these ranks is gone, as when the rank that kept it dies ({purpose}: {error}); look at the log of that rank"
+        ) from error
+
+
+def _meet(group: Group, timeout_s: float, purpose: str, names: Sequence[str]) -> None:
     store = _store(group)
     # Nobody comes a second time before the turn has its verdict, so that the sum over all ranks says whether all are here.
     turn = store.add(f"{_PREFIX}/{group.rank}", 1)
-    begin, poll_s = time.monotonic(), _FIRST_POLL_S
+    begin = time.monotonic()
     look = begin + _LOOK_S
     try:
         if turn == 1:
@@ -75,8 +86,8 @@ def meet(group: Group, timeout_s: float, purpose: str, *, names: Sequence[str] =
                     # All have come, and the last one has not counted itself yet.
                     _decide(group, turn, {})
                 continue
-            time.sleep(poll_s)
-            poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+            # What a wait takes longer by.
+            time.sleep(min(_LONGEST_POLL_S, max(_FIRST_POLL_S, _POLL_SHARE * (now - begin))))
     except BaseException as error:
         _give_up(group, turn, purpose, error, names)
         raise

@@ -159,7 +159,7 @@ class WeightTransfer:
             parts = [] if model is None or groups is None else _parts(model, groups)
             device, taken = _device(parts, engine, world), _taken(engine)
         except Exception as error:
-            withdraw(world, "weights", error, names=_names(placement))
+            _withdraw(world, placement, error, self.timeout_s)
             raise
         self._meet(world, placement)
         try:
@@ -343,7 +343,8 @@ def refit(
             neighbours at once, and of others within their limit; engines are left as they leave a load that raised (see their
             ``load_weights``). Where that closed a connection, every later call of these ranks is refused: start them anew.
     """
-    weights = (transfer or WeightTransfer()).weights(model, groups, engine, placement=placement)
+    transfer = transfer or WeightTransfer()
+    weights = transfer.weights(model, groups, engine, placement=placement)
     if engine is None:
         for _ in weights:
             raise AssertionError("weights came to a rank without an engine")
@@ -351,11 +352,15 @@ def refit(
         engine.load_weights(weights)
     else:
         world = placement.world if placement is not None else cast(ProcessGroups, groups).world
-        take_over(engine.load_weights, weights, world, placement)
+        take_over(engine.load_weights, weights, world, placement, transfer.timeout_s)
 
 
 def take_over(
-    load: Callable[[Iterator[tuple[str, Any]]], None], weights: Iterator[tuple[str, Any]], world: Group, placement: Placement | None
+    load: Callable[[Iterator[tuple[str, Any]]], None],
+    weights: Iterator[tuple[str, Any]],
+    world: Group,
+    placement: Placement | None,
+    timeout_s: float,
 ) -> None:
     """Load weights of a `WeightTransfer`; where that fails, tell those who wait for this rank.
 
@@ -364,6 +369,7 @@ def take_over(
         weights: of ``WeightTransfer.weights``.
         world: all ranks that consume them together.
         placement: as of ``WeightTransfer.weights``.
+        timeout_s: that of the transfer.
     """
     stream = cast(Any, weights)
     try:
@@ -371,9 +377,11 @@ def take_over(
     except BaseException as error:
         if inspect.getgeneratorstate(stream) == inspect.GEN_CREATED:
             # It was refused before any was asked for.
-            withdraw(world, "weights", error, names=_names(placement))
-        # The error may keep it, and those who are in the middle of it with this rank hear only then that it is given up.
-        stream.close()
+            _withdraw(world, placement, error, timeout_s)
+        # The error may keep it, and those who are in the middle of it with this rank hear only then that it is given up. One that another
+        # thread is in the middle of cannot be closed here.
+        if inspect.getgeneratorstate(stream) != inspect.GEN_RUNNING:
+            stream.close()
         raise
 
 
@@ -449,6 +457,14 @@ def _names(placement: Placement | None) -> Sequence[str]:
     return () if placement is None else half_names(placement)
 
 
+def _withdraw(world: Group, placement: Placement | None, error: BaseException, timeout_s: float) -> None:
+    withdraw(world, "weights", error, names=_names(placement))
+    if placement is not None and isinstance(error, Exception):
+        # They wait for this rank there before they look at what it withdrew from.
+        with contextlib.suppress(RankTimeoutError):
+            placement.gather(None, timeout_s, "weights")
+
+
 def _gave_up(world: Group, places: Sequence[int], where: str) -> str:
     names = " and ".join(f"rank {world.ranks[place]}" for place in places)
     return f"{names} gave up ({where}); look at the log of that rank"
@@ -469,9 +485,16 @@ def _check_connected(world: Group) -> None:
     """Raises:
     RefitTimeoutError: a transfer between ranks of this world was given up.
     """
-    if world.pg is None or not (store := world.pg.get_group_store()).check([_DISCONNECTED]):
+    if world.pg is None:
         return
-    first, *peers = (f"rank {world.ranks[place]}" for place in json.loads(store.get(_DISCONNECTED)))
+    try:
+        if not (store := world.pg.get_group_store()).check([_DISCONNECTED]):
+            return
+        places = json.loads(store.get(_DISCONNECTED))
+    except dist.DistError:
+        # It is gone with the rank that kept it, which those who wait for it name.
+        return
+    first, *peers = (f"rank {world.ranks[place]}" for place in places)
     raise RefitTimeoutError(
         f"{first} gave up a transfer with {' and '.join(peers)} and with it the connection between them; start the ranks anew, with a "
         "longer timeout_s"
@@ -492,6 +515,8 @@ def _finish(works: Sequence[dist.Work], transfers: Sequence[tuple[int, Tensor, b
         what = f"did not {'send' if waited[0][2] else 'take'} weights"
         try:
             gone = _wait(work, begin + timeout_s, waited[0][1].device, world, peers)
+        except RefitTimeoutError:
+            raise
         except (RuntimeError, TimeoutError) as error:
             waited_s = time.monotonic() - begin
             _disconnected(world, peers, waited[0][1].device)

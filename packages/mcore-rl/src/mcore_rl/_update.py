@@ -117,6 +117,7 @@ def update(
     *,
     train_policy: bool = True,
     written: Callable[[], Sequence[MiniBatch]] | None = None,
+    timeout_s: float | None = None,
 ) -> Updates:
     """All updates of one iteration, of the policy and of the critic, on every rank of the layout.
 
@@ -130,10 +131,11 @@ def update(
         lr: learning rate of the policy.
         train_policy: False leaves the policy as it is.
         written: gives ``mini_batches`` of these rollouts; None to write them here.
+        timeout_s: limit of waiting for the others to have written theirs; None for that of ``learner.transfer``.
 
     Raises:
         RuntimeError: another rank cannot write its micro-batches; named. None has begun an update then.
-        RankTimeoutError: a rank did not come within ``learner.transfer.timeout_s``; named.
+        RankTimeoutError: a rank did not come within ``timeout_s``; named.
     """
     begin = time.perf_counter()
     device = next(learner.model.parameters()).device
@@ -142,7 +144,8 @@ def update(
         on_host = mini_batches(config, collected, learner.groups) if written is None else written()
         return [MiniBatch(part.numbers, part.written.on(device)) for part in on_host]
 
-    parts = agree(learner.groups.world, learner.transfer.timeout_s, "micro-batches", prepared)
+    limit_s = learner.transfer.timeout_s if timeout_s is None else timeout_s
+    parts = agree(learner.groups.world, limit_s, "micro-batches", prepared)
     packed = time.perf_counter()
     parts = [_score(config, part, learner) for part in parts]
     if config.gae is not None:

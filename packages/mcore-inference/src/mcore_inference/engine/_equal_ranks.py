@@ -49,7 +49,7 @@ def _tell(model: GPTModel, call: str, *, refuses: bool) -> None:
         return
     number = torch.tensor([ranks.ranks[ranks.rank] + 1 if refuses else 0], dtype=torch.int64, device=next(model.parameters()).device)
     # Together they reach all, and a step uses them anyway: a communicator of its own would take memory.
-    for part in (groups.tp_pp, groups.ep) if shares_experts(model) else (groups.tp_pp,):
+    for part in (groups.tp_pp, groups.tp_ep) if shares_experts(model) else (groups.tp_pp,):
         number = all_reduce(number, part, op="max")
     refused = int(number.item()) - 1
     if refused >= 0 and not refuses:
