@@ -54,7 +54,8 @@ def status(group: Group) -> Status:
 # -- the coordinator alone ---------------------------------------------------------------------------------------------
 
 
-def test_a_draining_engine_keeps_its_requests_and_gets_no_more() -> None:
+@pytest.mark.parametrize("goodbye_is_read", [True, False])
+def test_a_draining_engine_keeps_its_requests_and_gets_no_more(goodbye_is_read: bool) -> None:
     group = Group(engines=2, clients=1)
     group.send(b"c0", submit(0, stream=True))
     [(engine, other)] = [pair for pair in ((b"e0", b"e1"), (b"e1", b"e0")) if group.got(pair[0], SubmitRequest)]
@@ -68,12 +69,18 @@ def test_a_draining_engine_keeps_its_requests_and_gets_no_more() -> None:
     assert group.core.num_engines == 1 and len(group.core.engine_names) == 2
     group.send(engine, partials(first.request_id, ended=[first.request_id]))
     assert [each.request_id for message in group.got(b"c0", Partials) for each in message.replies] == [0]
-    group.send(engine, Disconnect())
+    if goodbye_is_read:
+        group.send(engine, Disconnect())
+    else:
+        # Its connection was gone before.
+        group.lose(engine)
+        group.send(engine, Disconnect())
     assert not group.got(b"c0", Failure) and not group.got(b"c0", Refusal)
     assert (status(group).past["lost_engines"], status(group).past["drained_engines"]) == (0, 1)
 
 
-def test_what_a_drain_left_goes_to_others_or_fails_by_name() -> None:
+@pytest.mark.parametrize("goodbye_is_read", [True, False])
+def test_what_a_drain_left_goes_to_others_or_fails_by_name(goodbye_is_read: bool) -> None:
     group = Group(engines=2, clients=1)
     for number in range(4):
         group.send(b"c0", submit(number, stream=True))
@@ -81,10 +88,14 @@ def test_what_a_drain_left_goes_to_others_or_fails_by_name() -> None:
     assert len(numbers) == 2
     group.send(b"e0", Leave(call=1))
     group.send(b"e0", partials(numbers[0]))
-    group.send(b"e0", Disconnect())
+    if goodbye_is_read:
+        group.send(b"e0", Disconnect())
+    else:
+        group.lose(b"e0")
     (failure,) = group.got(b"c0", Failure)
     assert (failure.kind, failure.is_transient) == ("EngineLostError", True)
-    assert failure.message == "engine dp-0 was lost (its time to drain was over) and tokens of it were sent"
+    why = "its time to drain was over" + ("" if goodbye_is_read else ", or its connection broke")
+    assert failure.message == f"engine dp-0 was lost ({why}) and tokens of it were sent"
     assert len(group.got(b"e1", SubmitRequest)) == 3 and status(group).past["lost_engines"] == 1
 
 
@@ -272,7 +283,7 @@ def test_what_does_not_end_in_time_is_told_and_the_rest_retried(service: _Servic
             assert 0.35 < time.monotonic() - begin < 15.0
             ends = await asyncio.gather(*(reader.end for reader in readers), return_exceptions=True)
             (lost,) = [end for end in ends if isinstance(end, Exception)]
-            assert isinstance(lost, EngineLostError) and "dp-0 was lost (its time to drain was over)" in str(lost)
+            assert isinstance(lost, EngineLostError) and "dp-0 was lost (its time to drain was over" in str(lost)
             assert all(len(record.generated_tokens) == 100 for record in await asyncio.gather(*whole))
 
     asyncio.run(ask())

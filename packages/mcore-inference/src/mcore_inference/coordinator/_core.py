@@ -116,8 +116,12 @@ class CoordinatorCore:
 
     def unreachable(self, peer: bytes, now: float) -> Outbox:
         """What follows when a message could not be sent to a peer."""
-        if peer in self._group.engines:
-            self._lose(peer, "its connection is gone", now, has_ended=True)
+        engine = self._group.engines.get(peer)
+        if engine is not None:
+            # The goodbye of one that drains may not have been read yet.
+            drains = engine.state is MemberState.DRAINING
+            reason = "its time to drain was over, or its connection broke" if drains else "its connection is gone"
+            self._lose(peer, reason, now, has_ended=True, is_drained=drains and not engine.requests)
         self._forget_client(peer, now)
         return self._group.flush()
 
