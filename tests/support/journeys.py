@@ -7,6 +7,13 @@ from typing import Any
 
 import pytest
 
+TWO_RANKS = (
+    pytest.param({"tp": 2}, marks=pytest.mark.journey),
+    pytest.param({"tp": 2, "sequence_parallel": False}, marks=pytest.mark.journey),
+    {"dp": 2},
+)
+"""Plans of two ranks that are compared with one."""
+
 
 def journeys_among(cases: Iterable[Any], *long: str) -> list[Any]:
     """The cases as parameters, each named by a text or a ``__name__``; the long ones are marked journey.

@@ -33,6 +33,7 @@ from mcore_parallel.training.eagle import (
     vocab_parallel_argmax,
 )
 from tests.support.commands import run_script
+from tests.support.journeys import TWO_RANKS
 from tests.support.layouts import Curve, check_curve
 
 B, S, V, D = 2, 8, 24, 8
@@ -144,15 +145,7 @@ def check(degrees: dict[str, Any], expected: Curve, store: Path, written: Path, 
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize(
-    "degrees",
-    [
-        pytest.param({"tp": 2}, marks=pytest.mark.journey),
-        pytest.param({"tp": 2, "sequence_parallel": False}, marks=pytest.mark.journey),
-        {"dp": 2},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("degrees", TWO_RANKS, ids=str)
 def test_two_ranks_learn_write_and_publish_as_one(world: Any, tmp_path: Path, degrees: dict[str, Any]) -> None:
     fill(tmp_path / "one", ONE, DENSE)
     weights = published_weights(EagleHead(architecture(DENSE), ONE, vocabulary=VOCABULARY, dtype=torch.float64, seed=4))

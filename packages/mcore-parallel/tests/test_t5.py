@@ -17,6 +17,7 @@ from mcore_parallel.models import T5Model, TransformerConfig
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.pipeline import PipelineLayout
 from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
+from tests.support.journeys import TWO_RANKS
 from tests.support.layouts import Curve, check_curve, train_in
 
 S, R, V = 16, 12, 24
@@ -147,15 +148,7 @@ def check(degrees: dict[str, Any], expected: dict[str, Curve]) -> None:
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize(
-    "degrees",
-    [
-        pytest.param({"tp": 2}, marks=pytest.mark.journey),
-        pytest.param({"tp": 2, "sequence_parallel": False}, marks=pytest.mark.journey),
-        {"dp": 2},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("degrees", TWO_RANKS, ids=str)
 def test_two_ranks_train_as_one(world: Any, degrees: dict[str, Any]) -> None:
     world(check, degrees=degrees, expected={name: curve(ProcessGroups.single(), name) for name in CONFIGS})
 

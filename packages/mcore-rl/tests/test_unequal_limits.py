@@ -82,11 +82,11 @@ def come_late(apart: bool) -> Any:
     first = attempt(lambda: refit(model, groups, engine, transfer, placement=placement))
     if rank == 0:
         store().set("given up", "1")
-    kept = engine is None or (equal(before, state(engine.model)) and engine.weight_version == version and engine.can_step)
+    is_unchanged = engine is None or (equal(before, state(engine.model)) and engine.weight_version == version and engine.can_step)
     transfer.timeout_s = LONG_S
     second = attempt(lambda: refit(model, groups, engine, transfer, placement=placement))
     taken = engine is not None and model is not None and equal(state(engine.model), state(model)) and engine.weight_version == version + 1
-    return first, kept, second, taken
+    return first, is_unchanged, second, taken
 
 
 @pytest.mark.world(3)

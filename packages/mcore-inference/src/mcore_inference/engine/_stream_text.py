@@ -21,14 +21,14 @@ class StreamText:
 
     def __init__(self, tokenizer: Tokenizer, silent_ids: Collection[int], fail: Callable[[Exception], None]) -> None:
         self._pieces, self._silent_ids, self._fail = TextPieces(tokenizer), silent_ids, fail
-        self._given: list[str] = []
+        self._emitted: list[str] = []
         self._is_broken = False
 
     def push(self, tokens: Sequence[int]) -> str:
         """What these tokens add, in whole characters; nothing behind one that the tokenizer failed at."""
         text = "" if self._is_broken else self._new(tokens)
         if text:
-            self._given.append(text)
+            self._emitted.append(text)
         return text
 
     def end(self, tokens: Sequence[int], record: DynamicInferenceRequestRecord) -> str:
@@ -38,12 +38,12 @@ class StreamText:
             tokens: may be none.
             record: of the request, finished; its text becomes what the pieces join to.
         """
-        given = "".join(self._given)
+        emitted = "".join(self._emitted)
         text = "" if self._is_broken else self._new(tokens, is_final=True)
         if self._is_broken and record.requests[-1].succeeded():
             # The engine could decode all of it at once.
-            return record.generated_text[len(given) :]
-        record.generated_text = given + text
+            return record.generated_text[len(emitted) :]
+        record.generated_text = emitted + text
         return text
 
     def _new(self, tokens: Sequence[int], *, is_final: bool = False) -> str:

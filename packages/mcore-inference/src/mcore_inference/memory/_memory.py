@@ -14,7 +14,7 @@ from torch import Tensor
 from mcore_inference._stability import experimental_api
 from mcore_inference.memory._driver import has_driver
 from mcore_inference.memory._reserved import ReservedRange
-from mcore_inference.memory._unified import ManagedRegion, UnifiedMemoryUnsupportedError
+from mcore_inference.memory._unified import ManagedRegion, UnifiedMemoryUnsupportedError, release_one
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.groups import Group
 
@@ -121,10 +121,7 @@ class PlainMemory:
         return self._tensors[-1]
 
     def release(self, tensor: Tensor) -> None:
-        kept = [each for each in self._tensors if each is not tensor]
-        if len(kept) < len(self._tensors):
-            self._tensors = kept
-            tensor.untyped_storage().resize_(0)
+        release_one(self._tensors, tensor)
 
     def step_tensors(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()

@@ -123,6 +123,16 @@ def prefetch_managed_module_parameters(module: nn.Module, *, device: int, includ
     return sum(tensor.nbytes for tensor in tensors)
 
 
+def release_one(tensors: list[Tensor], tensor: Tensor) -> None:
+    """Take a tensor out of a list and free its storage; nothing happens to one that is not there."""
+    for place, each in enumerate(tensors):
+        # Equal ones are other ones.
+        if each is tensor:
+            del tensors[place]
+            tensor.untyped_storage().resize_(0)
+            return
+
+
 class ManagedRegion:
     """Tensors in managed memory that move together.
 
@@ -158,10 +168,7 @@ class ManagedRegion:
 
     def release(self, tensor: Tensor) -> None:
         """Give one up; nothing happens to another one."""
-        kept = [each for each in self._tensors if each is not tensor]
-        if len(kept) < len(self._tensors):
-            self._tensors = kept
-            tensor.untyped_storage().resize_(0)
+        release_one(self._tensors, tensor)
 
     def move(self, *, on_device: bool) -> None:
         """Move all tensors to the device or to host memory, and wait for it."""

@@ -28,48 +28,48 @@ class TextPieces:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._detokenize = tokenizer.detokenize
         self._window: list[int] = []
-        """Tokens whose text is not all given, and before them those of the last piece: the text of a token may depend on them."""
+        """Tokens whose text is not all emitted, and before them those of the last piece: the text of a token may depend on them."""
         self._num_before = 0
         """Tokens of the window that are those of the last piece."""
-        self._given: str | None = ""
-        """What is given of the window's text; None for all."""
+        self._emitted: str | None = ""
+        """What is emitted of the window's text; None for all."""
 
     def push(self, token: int) -> str:
         """Take a token; new text that further tokens cannot change."""
-        window, given = self._window, self._given
-        if given is None:
-            given = self._given = self._detokenize(window[:])
+        window, emitted = self._window, self._emitted
+        if emitted is None:
+            emitted = self._emitted = self._detokenize(window[:])
         window.append(token)
         text = self._detokenize(window[:])
         if not text.endswith(_BROKEN):
-            if self._num_before and text == given:
+            if self._num_before and text == emitted:
                 # A special token, say: those before it tell whether the next begins with a space.
                 window.pop()
                 return ""
             del window[: self._num_before]
-            self._num_before, self._given = len(window), None
-            return text[len(given) :]
+            self._num_before, self._emitted = len(window), None
+            return text[len(emitted) :]
         if len(window) - self._num_before > _MAX_HELD:
             # No character is so long, and to decode them again with each token takes ever longer.
             new = self.rest()
-            self._window, self._num_before, self._given = [], 0, ""
+            self._window, self._num_before, self._emitted = [], 0, ""
             return new
-        if not text.startswith(given):
+        if not text.startswith(emitted):
             # Some decoders break all bytes in a row, those of whole characters too, until the last character is whole.
             return ""
         end = length = len(text)
         while end > 0 and length - end < _MAX_BROKEN and text[end - 1] == _BROKEN:
             end -= 1
-        self._given = text[: max(len(given), end)]
-        return text[len(given) : end]
+        self._emitted = text[: max(len(emitted), end)]
+        return text[len(emitted) : end]
 
     def rest(self) -> str:
         """What was held back, behind the last token."""
-        given = self._given
-        if given is None:
+        emitted = self._emitted
+        if emitted is None:
             return ""
         text = self._detokenize(self._window[:])
-        return text[len(given) :] if text.startswith(given) else self._detokenize(self._window[self._num_before :])
+        return text[len(emitted) :] if text.startswith(emitted) else self._detokenize(self._window[self._num_before :])
 
 
 @internal_api

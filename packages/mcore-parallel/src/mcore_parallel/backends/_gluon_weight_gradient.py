@@ -64,6 +64,13 @@ def _described(rows: Tensor, columns: int) -> TensorDescriptor:
 
 
 @gluon.jit
+def _tile_of(number, blocks, ends_ptr):
+    """The expert of a tile, which of its blocks it is, the expert's first row and the one behind its last."""
+    expert = number // blocks
+    return expert, number % blocks, gl.load(ends_ptr + expert - 1, mask=expert > 0, other=0), gl.load(ends_ptr + expert)
+
+
+@gluon.jit
 def _copy_rows(
     grad_desc, x_desc, ends_ptr, tiles, blocks, out, buffers, ROWS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr,
     STAGES: gl.constexpr,
@@ -72,9 +79,7 @@ def _copy_rows(
     row_blocks = gl.cdiv(out, ROWS)
     step = 0
     for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        expert, block = number // blocks, number % blocks
-        begin = gl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
-        end = gl.load(ends_ptr + expert)
+        _expert, block, begin, end = _tile_of(number, blocks, ends_ptr)
         row, column = (block % row_blocks) * ROWS, (block // row_blocks) * COLUMNS
         for start in range(begin, end, DEPTH):
             stage = step % STAGES
@@ -106,9 +111,7 @@ def _multiply_rows(
     row_blocks = gl.cdiv(out, ROWS)
     step = 0
     for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        expert, block = number // blocks, number % blocks
-        begin = gl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
-        end = gl.load(ends_ptr + expert)
+        expert, block, begin, end = _tile_of(number, blocks, ends_ptr)
         acc = gl.zeros((ROWS // 2, COLUMNS), gl.float32, product)
         for start in range(begin, end, DEPTH):
             stage = step % STAGES
