@@ -20,10 +20,11 @@ from mcore_inference import (
     StepFailedError,
 )
 from mcore_inference.sampling import Draws
-from mcore_parallel import ProcessGroups, named_shards
-from mcore_parallel.models import GPTModel, hybrid_config
+from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
+from mcore_parallel.models import GPTModel, TransformerConfig, hybrid_config
 from mcore_parallel.nn import GatedDeltaNetConfig, MambaConfig
 from tests.support.engine_checks import check_idle
+from tests.support.world import run
 
 Make = Callable[..., Any]
 SIZES: dict[str, Any] = {"max_sequence_length": 64, "num_blocks": 40, "block_size_tokens": 4, "max_requests": 4, "max_tokens": 6}
@@ -128,3 +129,39 @@ def test_a_step_in_flight_that_fails_ends_its_requests_and_not_the_call(
         records += engine.step()
     assert [(record.request_id, record.generated_tokens) for record in records] == [(11, wanted.generated_tokens)]
     check_idle(engine)
+
+
+def suspend_gpus(plan: ParallelPlan) -> tuple[list[list[int]], list[list[int]], int]:
+    """Tokens of a plain run, those of one that is suspended and resumed at three steps, and the bytes that a suspend frees."""
+    config = TransformerConfig(
+        num_layers=2, hidden_size=128, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=128, vocab_size=128, init_method_std=0.2
+    )
+    groups = ProcessGroups.build(plan)
+    model = GPTModel(config, groups, attention_core=PagedAttention(), device="cuda", dtype=torch.bfloat16).eval()
+    sizes = InferenceConfig(max_sequence_length=64, num_blocks=64, block_size_tokens=16, max_requests=8, max_tokens=32)
+    engine = DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes), seed=0)
+    params = SamplingParams(temperature=1.0, seed=3, num_tokens_to_generate=20, ignore_eos=True)
+    plain = [record.generated_tokens for record in engine.generate(PROMPTS, params)]
+    for number, prompt in enumerate(PROMPTS):
+        engine.add_request(prompt, params, request_id=100 + number)
+    ended, step, freed = [], 0, 0
+    while engine.has_unfinished_requests():
+        if step in {1, 4, 12}:
+            free = torch.cuda.mem_get_info()[0]
+            engine.suspend()
+            freed = max(freed, torch.cuda.mem_get_info()[0] - free)
+            engine.resume()
+        ended += engine.step()
+        step += 1
+    ended.sort(key=lambda record: record.request_id)
+    engine.close()
+    return plain, [record.generated_tokens for record in ended], freed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan", [ParallelPlan(tp=2, sequence_parallel=False), ParallelPlan(pp=2)], ids=["tp", "pp"])
+def test_engines_over_two_gpus_are_suspended_at_any_steps(plan: ParallelPlan) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for plain, suspended, freed in run(suspend_gpus, 2, backend="nccl", timeout_s=120.0, plan=plan):
+        assert suspended == plain and len(plain) == len(PROMPTS) and freed > 0

@@ -40,9 +40,10 @@ from mcore_rl import (
 from mcore_rl import _update as update_module
 from mcore_rl._collect import own_failure_first
 from mcore_rl.envs import CharacterShare
+from tests.support.world import run
 
 TOKENIZER = ByteTokenizer()
-SIZES = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, ffn_hidden_size=24, vocab_size=264)
+SIZES = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=2, ffn_hidden_size=24, vocab_size=264)
 LONG_S, SOON_S = 60.0, 20.0
 """A limit that no test waits for, and the most that a rank with it may wait on a slow machine."""
 CONFIG = GRPOConfig(
@@ -51,8 +52,8 @@ CONFIG = GRPOConfig(
 )  # fmt: skip
 
 
-def learner_of(groups: ProcessGroups, objective: Any = None) -> Learner:
-    model = GPTModel(SIZES, groups, unpadded_vocab_size=TOKENIZER.vocab_size)
+def learner_of(groups: ProcessGroups, objective: Any = None, device: str = "cpu") -> Learner:
+    model = GPTModel(SIZES, groups, unpadded_vocab_size=TOKENIZER.vocab_size, device=device)
     sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
     optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-3), sync, groups)
     parts: dict[str, Any] = {"model": model, "groups": groups, "sync": sync, "optimizer": optimizer}
@@ -61,9 +62,9 @@ def learner_of(groups: ProcessGroups, objective: Any = None) -> Learner:
     return Learner(objective=objective or GRPOObjective(), transfer=WeightTransfer(timeout_s=LONG_S), **parts)
 
 
-def engine_of(groups: ProcessGroups | None = None, **options: Any) -> DynamicInferenceEngine:
-    model = GPTModel(SIZES, groups or ProcessGroups.single(), attention_core=PagedAttention()).eval()
-    context = DynamicInferenceContext.for_model(model, InferenceConfig(max_sequence_length=16, max_requests=4, block_size_tokens=8))
+def engine_of(groups: ProcessGroups | None = None, device: str = "cpu", **options: Any) -> DynamicInferenceEngine:
+    model = GPTModel(SIZES, groups or ProcessGroups.single(), attention_core=PagedAttention(), device=device).eval()
+    context = DynamicInferenceContext.for_model(model, InferenceConfig(max_sequence_length=16, max_requests=4, block_size_tokens=16))
     return DynamicInferenceEngine(model, context, TOKENIZER, vocab_size=TOKENIZER.vocab_size, **options)
 
 
@@ -78,10 +79,10 @@ def outcome(call: Callable[[], Any]) -> tuple[str, float]:
     return message, time.monotonic() - begin
 
 
-def iterate() -> list[tuple[str, float]]:
+def iterate(device: str = "cpu") -> list[tuple[str, float]]:
     """The second rank refuses what it is asked, suspends no engine, cannot write its micro-batches; then all make an iteration."""
     second, groups = dist.get_rank() == 1, ProcessGroups.build(ParallelPlan(dp=2))
-    learner, engine = learner_of(groups), engine_of()
+    learner, engine = learner_of(groups, device=device), engine_of(device=device)
     agent, interface = CharacterShare(["a", "b"], "abc"), MegatronLocal(engine)
 
     def once(config: GRPOConfig = CONFIG, train_policy: bool = True) -> None:
@@ -112,7 +113,18 @@ def iterate() -> list[tuple[str, float]]:
 
 @pytest.mark.world(2)
 def test_an_iteration_that_one_rank_refuses_ends_on_all_and_the_next_one_is_made(world) -> None:
-    first, second = world(iterate)
+    check_iterations(world(iterate))
+
+
+@pytest.mark.gpu
+def test_an_iteration_that_one_gpu_refuses_ends_on_all_and_the_next_one_is_made() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    check_iterations(run(iterate, 2, backend="nccl", timeout_s=120.0, device="cuda"))
+
+
+def check_iterations(results: list[list[tuple[str, float]]]) -> None:
+    first, second = results
     reasons = [
         ("an iteration", "ValueError: kl_in_reward=0.1 needs a frozen reference"),
         ("an iteration", "ValueError: train_policy=False leaves nothing to train without a critic"),

@@ -225,10 +225,10 @@ def test_an_engine_that_takes_slices_holds_gathered_weights_of_two_buckets(world
         assert is_equal and 0 < most <= two < everything / 2
 
 
-def give_up_between(whole: bool, beside: bool) -> bool:
+def give_up_between(whole: bool, beside: bool, device: str = "cpu") -> bool:
     with contextlib.nullcontext() if beside else on_devices_of_their_own():
-        model, transfer = build(ParallelPlan(tp=2), 1), WeightTransfer(bucket_bytes=12000, timeout_s=20.0)
-        engine = Whole() if whole else Engine(build(None, 2))
+        model, transfer = build(ParallelPlan(tp=2), 1).to(device), WeightTransfer(bucket_bytes=12000, timeout_s=20.0)
+        engine = Whole() if whole else Engine(build(None, 2).to(device))
         stream = transfer.weights(model, model.groups, engine)
         # A slice of this rank's own is the first, and its bucket's messages are still on their way.
         next(stream)
@@ -248,6 +248,15 @@ def give_up_between(whole: bool, beside: bool) -> bool:
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "slices"])
 def test_a_load_that_was_given_up_leaves_nothing_for_the_next(world, whole: bool, beside: bool) -> None:
     assert world(give_up_between, whole=whole, beside=beside) == [True, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("beside", [True, False], ids=["beside", "apart"])
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "slices"])
+def test_a_load_between_gpus_that_was_given_up_leaves_nothing_for_the_next(whole: bool, beside: bool) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    assert run(give_up_between, 2, backend="nccl", timeout_s=120.0, whole=whole, beside=beside, device="cuda") == [True, True]
 
 
 def leave_one_out() -> str:
