@@ -136,7 +136,7 @@ def _room_gb(
 
 
 def _iterate(scale: Scale, sizes: Work, model: str, streams: bool | None, resident_gb: float, iterations: int) -> dict[str, Any]:
-    """Times and peaks of this rank; of iterations the best is kept, the first one has new shapes."""
+    """Times and peaks of this rank; the best is kept of iterations, and of as many that only train, the first ones have new shapes."""
     groups, clock = ProcessGroups.build(ParallelPlan(dp=scale.gpus)), Clock(scale.device)
     random.seed(groups.world.rank)
     learner, vocab = _learner(model, scale, groups), MODELS[model].vocab_size
@@ -161,7 +161,7 @@ def _iterate(scale: Scale, sizes: Work, model: str, streams: bool | None, reside
         return seconds, reports[0]
 
     # Before there is an engine: state, gradients and activations fit in any case.
-    training = [iterate(_Invented(vocab), _NoEngine(), MemorySwitch())[1].train_s for _ in range(2)][-1]
+    training = min([iterate(_Invented(vocab), _NoEngine(), MemorySwitch())[1].train_s for _ in range(1 + iterations)][1:])
     peak_alone = clock.peak()
     optimizer.offload_to_cpu()
     engine = build_engine(model, sizes, scale.device)
@@ -242,7 +242,7 @@ def grpo_by_turns(
     alone = slowest["generation_s"] + slowest["training_s"]
     yield {
         "part": "turns", "run": f"fsdp{scale.gpus} and {scale.gpus} engines, one GPU each", "model": model, "groups": work.groups,
-        "group_size": work.group_size, "inputs": work.inputs, "outputs": work.outputs,
+        "group_size": work.group_size, "inputs": work.inputs, "outputs": work.outputs, "bin_size": work.bin_size,
         "optimizer": "streamed" if ranks[0]["streams"] else "offloaded",
         "iteration_s": round(slowest["s"], 3), "generation_alone_s": round(slowest["generation_s"], 3),
         "training_alone_s": round(slowest["training_s"], 3), "over_parts": round(slowest["s"] / alone - 1, 4),

@@ -451,9 +451,9 @@ def _mixture(scale: Scale) -> str:
 def _work(sizes: Mapping[str, Work], arguments: argparse.Namespace) -> Work:
     """Of an iteration, with what the command changes."""
     work = sizes["tiny" if arguments.small else "full"]
-    chosen = {name: value for name in ("groups", "group_size", "outputs") if (value := getattr(arguments, name)) is not None}
+    chosen = {name: value for name in ("groups", "group_size", "outputs", "bin_size") if (value := getattr(arguments, name)) is not None}
     changed = dataclasses.replace(work, **chosen)
-    return dataclasses.replace(changed, bin_size=max(work.bin_size, changed.inputs + changed.outputs))
+    return dataclasses.replace(changed, bin_size=max(changed.bin_size, changed.inputs + changed.outputs))
 
 
 def main() -> None:
@@ -464,7 +464,13 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=2, help="sequences of a micro-batch, of experts")
     parser.add_argument("--small", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--steps", type=int, default=6, help="timed steps and repeats")
-    for name, of in (("groups", "prompts"), ("group-size", "answers a prompt"), ("outputs", "tokens of an answer")):
+    of_work = (
+        ("groups", "prompts"),
+        ("group-size", "answers a prompt"),
+        ("outputs", "tokens of an answer"),
+        ("bin-size", "tokens of a bin"),
+    )
+    for name, of in of_work:
         parser.add_argument(f"--{name}", type=int, help=f"{of}, of rl and turns")
     parser.add_argument(
         "--resident-gb", type=float, default=0.0, help="GiB of the optimizer's state that stay on a GPU, of turns; -1: what has room"
