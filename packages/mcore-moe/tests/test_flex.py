@@ -18,7 +18,7 @@ from mcore_parallel.nn import Step
 from tests.support import deep_ep
 from tests.support.mixtures import pass_through, random_routing
 
-D, E, K = 8, 8, 3
+D, E, K = 16, 8, 3
 F64 = torch.float64
 LIBRARIES = ("deepep", "hybridep")
 
@@ -198,6 +198,25 @@ def check_choice(lacking: int | None) -> None:
 @pytest.mark.parametrize("lacking", [1, None])
 def test_ranks_choose_together(world, lacking: int | None) -> None:
     world(check_choice, lacking=lacking)
+
+
+@pytest.mark.parametrize(
+    ("width", "fields", "reason"),
+    [
+        (24, {}, "send a multiple of 16 elements, at most 8176, found 24"),
+        (8192, {}, "send a multiple of 16 elements, at most 8176, found 8192"),
+        (16, {"num_moe_experts": 256}, "count at most 128 experts a rank, found 256; raise ep=1"),
+        (16, {"num_moe_experts": 64, "moe_router_topk": 33}, r"take at most 32 picks a token, found moe_router_topk \* etp = 33"),
+    ],
+)
+def test_what_kernels_of_deepep_cannot_do_is_refused_before_they_run(
+    monkeypatch: pytest.MonkeyPatch, width: int, fields: dict[str, Any], reason: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("mcore_moe.dispatch._choice.gather_numbers", lambda numbers, *_, **__: [numbers])
+    mixture = dataclasses.replace(MIXTURE, moe_token_dispatcher_type="flex", **fields)
+    with pytest.raises(ValueError, match=f"moe_flex_dispatcher_backend='deepep': its kernels {reason}"):
+        choose_exchange(mixture, ProcessGroups.single(), width=width, dtype=torch.bfloat16, device="cuda")
 
 
 def check_shared() -> None:

@@ -25,6 +25,8 @@ _LIBRARIES = {
 _ROW_BYTES = 16
 _STORED = (torch.bfloat16, torch.float16, torch.float32)
 _TRIAL_BYTES = 4096
+# Of DeepEP's kernels within a host, which end the process's use of the device where these do not hold.
+_DEEPEP_STEP, _DEEPEP_WIDTH, _DEEPEP_EXPERTS, _DEEPEP_PICKS = 16, 8176, 128, 32
 
 
 @experimental_api
@@ -51,7 +53,7 @@ def choose_exchange(
     """
     backend, group = config.moe_flex_dispatcher_backend, groups.tp_ep
     place = torch.device("cuda", torch.cuda.current_device()) if uses_nccl(group.pg) else torch.device("cpu")
-    reason = _of_all(_obstacle(backend, group, width, dtype, device), config, group, place)
+    reason = _of_all(_obstacle(config, groups, width, dtype, device), config, group, place)
     if reason is None and backend == "symmetric":
         # Whether GPUs can address each other is seen when they try.
         reason = _of_all(_trial(group, place, config.moe_flex_timeout_s), config, group, place)
@@ -72,10 +74,11 @@ def _of_all(reason: str | None, config: MoEConfig, group: Group, place: torch.de
     return f"ranks {unable} cannot use it, as they say themselves" if unable and reason is None else reason
 
 
-def _obstacle(backend: str, group: Group, width: int, dtype: torch.dtype, device: torch.device | str) -> str | None:
+def _obstacle(config: MoEConfig, groups: ProcessGroups, width: int, dtype: torch.dtype, device: torch.device | str) -> str | None:
     """Why this rank cannot use a backend, and the remedy; None where it can."""
+    backend = config.moe_flex_dispatcher_backend
     if backend == "symmetric":
-        return _obstacle_to_stores(group, width, dtype, device)
+        return _obstacle_to_stores(groups.tp_ep, width, dtype, device)
     modules, library, version = _LIBRARIES[backend]
     if any(importlib.util.find_spec(name) is None for name in modules):
         return f'{library} is not installed: pip install "deep_ep @ git+https://github.com/deepseek-ai/DeepEP.git@{version}"'
@@ -86,6 +89,17 @@ def _obstacle(backend: str, group: Group, width: int, dtype: torch.dtype, device
         return f"{library} sends bfloat16, found {dtype}; build the model in bfloat16"
     if width * dtype.itemsize % _ROW_BYTES:
         return f"{library} sends rows of {_ROW_BYTES} bytes, found {width} elements; use a multiple of {_ROW_BYTES // dtype.itemsize}"
+    return _obstacle_to_deepep(config, groups, width) if backend == "deepep" else None
+
+
+def _obstacle_to_deepep(config: MoEConfig, groups: ProcessGroups, width: int) -> str | None:
+    if width % _DEEPEP_STEP or width > _DEEPEP_WIDTH:
+        return f"its kernels send a multiple of {_DEEPEP_STEP} elements, at most {_DEEPEP_WIDTH}, found {width}; change the width"
+    if (experts := config.num_moe_experts // groups.ep.size) > _DEEPEP_EXPERTS:
+        return f"its kernels count at most {_DEEPEP_EXPERTS} experts a rank, found {experts}; raise ep={groups.ep.size}"
+    # Each rank that holds a part of an expert is an expert of its own there.
+    if (picks := config.moe_router_topk * groups.expt_tp.size) > _DEEPEP_PICKS:
+        return f"its kernels take at most {_DEEPEP_PICKS} picks a token, found moe_router_topk * etp = {picks}; lower one"
     return None
 
 

@@ -86,7 +86,8 @@ class DeepEPExchange:
 
     def send(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Any]:
         """Tokens, weights and local numbers (-1 for experts of other ranks) of those that came, and the layout."""
-        experts_TK = experts_TK.to(deep_ep.topk_idx_t).contiguous()
+        # Builds without the name take 64 bits.
+        experts_TK = experts_TK.to(getattr(deep_ep, "topk_idx_t", torch.int64)).contiguous()
         by_rank, by_node, by_expert, in_rank, _ = self._buffer.get_dispatch_layout(experts_TK, self._group.size * self._num_local_experts)
         x_QD, experts_QK, weights_QK, _, handle, _ = self._buffer.dispatch(
             x_TD.contiguous(),
