@@ -17,6 +17,7 @@ _TYPES = {
     torch.float64: "fp64",
     torch.float8_e4m3fn: "fp8e4nv",
     torch.uint8: "u8",
+    torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
 }

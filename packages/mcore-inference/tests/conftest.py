@@ -17,10 +17,11 @@ from mcore_parallel.models import GPTModel, TransformerConfig
 def make_model() -> Callable[..., GPTModel]:
     """Random models whose next token depends on all of the past; the large std makes logits differ widely."""
 
-    def make(vocab_size: int = 64, dtype: torch.dtype = torch.float64, seed: int = 0, layers: int = 2, device: str = "cpu") -> GPTModel:
-        config = TransformerConfig(
-            num_layers=layers, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=vocab_size, init_method_std=0.3
-        )
+    def make(
+        vocab_size: int = 64, dtype: torch.dtype = torch.float64, seed: int = 0, layers: int = 2, device: str = "cpu", **fields: Any
+    ) -> GPTModel:
+        sizes = {"num_layers": layers, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": vocab_size}
+        config = TransformerConfig(**sizes | {"init_method_std": 0.3} | fields)
         return GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), dtype=dtype, device=device, seed=seed)
 
     return make

@@ -150,6 +150,35 @@ def test_packed_heads_of_a_models_own_forward_give_the_tokens_of_whole_sequences
     check_packed(kind, "cuda", torch.float32, 1e-3, **execution)
 
 
+def check_narrow_latents(device: str) -> None:
+    """Over a cache of latents in fp8, in graphs too, kernels give what torch gives."""
+    config = TransformerConfig(hidden_size=16, num_attention_heads=4, vocab_size=64, init_method_std=0.4, **KINDS["latent"])
+    params = SamplingParams(temperature=0, num_tokens_to_generate=4, return_log_probs=True, skip_prompt_log_probs=False)
+    sizes = InferenceConfig(
+        max_sequence_length=64, num_blocks=24, block_size_tokens=16, max_requests=5, max_tokens=13, kv_cache_dtype="fp8"
+    )
+    results = []
+    for backend in ("torch", None):
+        model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(backend=backend), device=device).eval()
+        context = DynamicInferenceContext.for_model(model, sizes)
+        assert context.builder.has_kernel == (backend is None) and context.cache.rotary is not None
+        results.append(DynamicInferenceEngine(model, context).generate(PROMPTS[:5], params))
+    for wanted, record in zip(*results, strict=True):
+        assert record.generated_tokens == wanted.generated_tokens
+        for name in ("prompt_log_probs", "generated_log_probs"):
+            torch.testing.assert_close(*(torch.tensor(getattr(one, name)) for one in (record, wanted)), rtol=0, atol=5e-3)
+
+
+@pytest.mark.journey
+def test_kernels_over_latents_in_fp8_give_what_torch_gives_in_the_interpreter() -> None:
+    run_interpreted(__file__, "latents in fp8")
+
+
+@pytest.mark.gpu
+def test_kernels_over_latents_in_fp8_give_what_torch_gives_on_a_gpu() -> None:
+    check_narrow_latents("cuda")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("softmax_type", ["vanilla", "learnable"])
 def test_recorded_steps_with_prompts_give_the_tokens_of_whole_sequences_on_a_gpu(softmax_type: str) -> None:
@@ -186,7 +215,10 @@ if __name__ == "__main__":
     _backends.has_kernels = _core.has_kernels = lambda *_: True
     _linear_mixer.has_kernel = lambda _: True
     record_eagerly()
-    for each in sys.argv[1:]:
+    narrow = sys.argv[1:] == ["latents in fp8"]
+    if narrow:
+        check_narrow_latents("cpu")
+    for each in sys.argv[1:] if not narrow else ():
         check_packed(each, "cpu", torch.float32, 1e-3, use_graphs=None, use_cuda_graphs_for_non_decode_steps=True)
     if not sys.argv[1:]:
         for fields in (KINDS["delta net"], KINDS["both"], ATTENTION):

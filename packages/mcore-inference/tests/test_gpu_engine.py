@@ -22,11 +22,13 @@ from mcore_inference.decoder import FusedDecoder, fp8_parameters
 from mcore_parallel import ProcessGroups, named_shards
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.models.eagle import EagleConfig, EagleHead
-from mcore_parallel.nn import Step
+from mcore_parallel.nn import LatentAttentionConfig, Step
 
 pytestmark = pytest.mark.gpu
 
 SIZES = TransformerConfig(num_layers=3, hidden_size=64, num_attention_heads=4, num_query_groups=2, vocab_size=128, init_method_std=0.2)
+LATENT = LatentAttentionConfig(q_lora_rank=256, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+SMALL_LATENT = LatentAttentionConfig(q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32)
 
 
 def build(dtype: torch.dtype) -> DynamicInferenceEngine:
@@ -187,10 +189,13 @@ def log_prob_errors(engine: DynamicInferenceEngine, reference: GPTModel, count: 
     return torch.stack(errors)
 
 
+@pytest.mark.parametrize("kind", ["heads", "latents"])
 @pytest.mark.parametrize("use_graphs", [False, None])
-def test_a_cache_in_fp8_moves_log_probs_little(use_graphs: bool | None) -> None:
-    fields = {"num_attention_heads": 8, "num_query_groups": 2, "kv_channels": 128, "hidden_size": 256}
-    config = dataclasses.replace(SIZES, **fields, qk_layernorm=True, init_method_std=0.05)
+def test_a_cache_in_fp8_moves_log_probs_little(use_graphs: bool | None, kind: str) -> None:
+    fields: dict[str, Any] = {"num_query_groups": 2, "kv_channels": 128, "qk_layernorm": True}
+    if kind == "latents":
+        fields = {"num_query_groups": None, "latent_attention": LATENT}
+    config = dataclasses.replace(SIZES, **fields, num_attention_heads=8, hidden_size=256, init_method_std=0.05)
     scored = SamplingParams(temperature=0, num_tokens_to_generate=8, return_log_probs=True, skip_prompt_log_probs=False)
     values = []
     for dtype in (None, "fp8"):

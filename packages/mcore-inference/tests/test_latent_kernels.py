@@ -3,6 +3,7 @@
 """The kernel of attention to paged latents against each query's attention to its row's entries, in float64."""
 
 import random
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_inference.attention import TableRows, has_attention_kernel, prefill_tiles
+from mcore_inference.attention import PageFormat, TableRows, has_attention_kernel, prefill_tiles, reads_tables
+from mcore_inference.cache import LayerSlots
 from tests.support.interpreter import run_interpreted
 
 
@@ -83,9 +85,20 @@ def table_rows(case: Case, tables: Tensor, device: str) -> TableRows:
     )
 
 
-def check(case: Case, device: str, dtype: torch.dtype, tolerance: float) -> None:
+def make_slots(count: int, case: Case, dtype: torch.dtype, device: str, *, fp8: bool) -> LayerSlots:
+    """Slots in which nothing may be read: NaN, or scales of NaN."""
+    if not fp8:
+        entries = torch.full((count, 1, case.rank + case.rope), torch.nan, dtype=dtype, device=device)
+        return LayerSlots(keys=entries, values=entries)
+    latents = torch.ones((count, 1, case.rank), device=device).to(torch.float8_e4m3fn)
+    scales = torch.full((1, count), torch.nan, device=device).T
+    rotary = torch.full((count, case.rope), torch.nan, dtype=dtype, device=device)
+    return LayerSlots(keys=latents, values=latents, scales=(scales, scales), rotary=rotary)
+
+
+def check(case: Case, device: str, dtype: torch.dtype, tolerance: float, *, fp8: bool = False) -> None:
     """Blocks lie in any order in a cache whose other slots are NaN."""
-    from mcore_inference.attention._latent import attend_latents
+    from mcore_inference.attention._latent import append_scaled, attend_latents
 
     torch.manual_seed(0)
     lengths, width, size = [before + new for before, new in case.rows], case.rank + case.rope, case.block_size
@@ -93,12 +106,18 @@ def check(case: Case, device: str, dtype: torch.dtype, tolerance: float) -> None
     end = case.blocks_before + sum(blocks)
     order = random.Random(0).sample(range(case.blocks_before, end), sum(blocks))
     tables = torch.full((len(lengths) + case.padding, max(blocks) + 1), -1, dtype=torch.int32)
-    cached = torch.full(((end + 1) * size, width), torch.nan, dtype=dtype, device=device)
+    cached = make_slots((end + 1) * size, case, dtype, device, fp8=fp8)
     entries = [torch.randn(length, width).to(dtype) for length in lengths]
     for row, (count, length) in enumerate(zip(blocks, lengths, strict=True)):
         tables[row, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
-        slots = tables[row][torch.arange(length) // size].long() * size + torch.arange(length) % size
-        cached.index_copy_(0, slots.to(device), entries[row].to(device))
+        slots = (tables[row][torch.arange(length) // size].long() * size + torch.arange(length) % size).to(device)
+        wide, before = entries[row].to(device), case.rows[row][0] if fp8 else length
+        cached.write(slots[:before], wide[:before, None], wide[:before, None])
+        if fp8:
+            append_scaled(wide[before:], cached, slots[before:])
+            entries[row] = cached.read(slots, torch.float32)[0][:, 0].cpu()
+            torch.testing.assert_close(entries[row], wide.cpu().float(), rtol=0.08, atol=0.02)
+            assert torch.equal(entries[row][:, case.rank :], wide[:, case.rank :].cpu().float())
     tokens, scale = sum(new for _, new in case.rows), 0.7 * width**-0.5
     # A view of wider lines, as a projection leaves them.
     queries = torch.randn(tokens + case.padding, case.heads, width + 16).to(dtype)[..., 16:]
@@ -109,12 +128,26 @@ def check(case: Case, device: str, dtype: torch.dtype, tolerance: float) -> None
     assert (out[tokens:] == 0).all(), "rows of padding must stay finite"
 
 
-@pytest.mark.journey
-def test_the_kernel_equals_plain_attention_in_the_interpreter() -> None:
-    run_interpreted(__file__)
+def check_not_finite(device: str, dtype: torch.dtype) -> None:
+    """A latent in fp8 with a channel that is not finite is NaN as a whole, as that of torch's cast, and its rotary key is as it was."""
+    from mcore_inference.attention._latent import append_scaled
+
+    slots, entries = torch.tensor([2, 0, 1], device=device), torch.randn(3, 16 + 8, device=device).to(dtype)
+    entries[1, 3], entries[2, 20] = float("inf"), float("nan")
+    cached = make_slots(4, Case(rows=(), rope=8), dtype, device, fp8=True)
+    append_scaled(entries, cached, slots)
+    stored = cached.read(slots, torch.float32)[0][:, 0].isnan()
+    assert not stored[0].any() and stored[1].sum() == stored[1, :16].sum() == 16 and stored[2].sum() == stored[2, 20] == 1
 
 
 @pytest.mark.journey
+@pytest.mark.parametrize("stored", ["wide", "fp8"])
+def test_the_kernel_equals_plain_attention_in_the_interpreter(stored: str) -> None:
+    run_interpreted(__file__, stored)
+
+
+@pytest.mark.journey
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "case"),
     [
@@ -123,20 +156,24 @@ def test_the_kernel_equals_plain_attention_in_the_interpreter() -> None:
         (torch.float32, Case(rows=((40, 1), (0, 20)), heads=16, rank=128, rope=64, block_size=64, splits=2)),
     ],
 )
-def test_kernels_compile_for_hopper(dtype: torch.dtype, case: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_kernels_compile_for_hopper(dtype: torch.dtype, case: Case, fp8: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     from mcore_inference.attention import _latent, _triton
     from tests.support.hopper import CompiledLaunches
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     attention, sums = CompiledLaunches(_latent._latent_kernel), CompiledLaunches(_triton._combine_kernel)
+    appended = CompiledLaunches(_latent._append_kernel)
     monkeypatch.setattr(_latent, "_latent_kernel", attention)
+    monkeypatch.setattr(_latent, "_append_kernel", appended)
     monkeypatch.setattr(_triton, "_combine_kernel", sums)
     tokens, width = sum(new for _, new in case.rows), case.rank + case.rope
-    queries, entries = torch.zeros(tokens, case.heads, width, dtype=dtype), torch.zeros(4 * case.block_size, width, dtype=dtype)
+    queries, cached = torch.zeros(tokens, case.heads, width, dtype=dtype), make_slots(4 * case.block_size, case, dtype, "cpu", fp8=fp8)
     rows = table_rows(case, torch.zeros(len(case.rows), 4, dtype=torch.int32), "cpu")
-    _latent.attend_latents(queries, entries, queries.new_empty(tokens, case.heads, case.rank), rows, scale=1.0, splits=case.splits)
-    assert len(attention.shared_bytes) == 2 and len(sums.shared_bytes) == (case.splits > 1)
+    if fp8:
+        _latent.append_scaled(queries[:, 0], cached, torch.zeros(tokens, dtype=torch.int64))
+    _latent.attend_latents(queries, cached, queries.new_empty(tokens, case.heads, case.rank), rows, scale=1.0, splits=case.splits)
+    assert len(attention.shared_bytes) == 2 and len(sums.shared_bytes) == (case.splits > 1) and len(appended.shared_bytes) == fp8
 
 
 def test_latents_that_the_kernel_cannot_hold_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +186,9 @@ def test_latents_that_the_kernel_cannot_hold_are_left_to_torch(monkeypatch: pyte
     assert not has_attention_kernel(place, torch.float32, 64, (512, 576))
     assert not has_attention_kernel(place, torch.bfloat16, 8, (512, 576))
     assert not has_attention_kernel(place, torch.bfloat16, 64, (0, 576)), "a cache that does not say which channels are values"
+    for dtype, rank, reads in ((torch.bfloat16, 15, True), (torch.float8_e4m3fn, 16, True), (torch.float8_e4m3fn, 15, False)):
+        pages = PageFormat(dtype=dtype, device=place, block_size=64, latent=(rank, rank + 8))
+        assert reads_tables(None, pages, torch.bfloat16) == reads, "latents in fp8 are read by pairs of channels"
 
 
 @pytest.mark.gpu
@@ -166,6 +206,24 @@ def test_the_kernel_equals_plain_attention_at_real_sizes(case: Case, dtype: torc
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("case", "dtype", "tolerance"),
+    [
+        *((case, torch.float32, 2e-5) for case in (CASES[1], CASES[3])),
+        (CASES[4], torch.float16, 4e-3),
+        *((case, torch.bfloat16, 3e-2) for case in (CASES[1], CASES[3], CASES[6], *LARGE)),
+    ],
+)
+def test_the_kernel_over_latents_in_fp8_equals_plain_attention_on_a_gpu(case: Case, dtype: torch.dtype, tolerance: float) -> None:
+    check(case, "cuda", dtype, tolerance, fp8=True)
+
+
+@pytest.mark.gpu
+def test_what_is_not_finite_stays_so_on_a_gpu() -> None:
+    check_not_finite("cuda", torch.bfloat16)
+
+
+@pytest.mark.gpu
 def test_the_kernel_reaches_the_end_of_a_cache_of_more_numbers_than_31_bits_count_on_a_gpu() -> None:
     free, numbers = torch.cuda.mem_get_info()[0], FAR.blocks_before * FAR.block_size * (FAR.rank + FAR.rope)
     assert numbers >= 2**31
@@ -175,9 +233,11 @@ def test_the_kernel_reaches_the_end_of_a_cache_of_more_numbers_than_31_bits_coun
 
 
 if __name__ == "__main__":
+    in_fp8 = sys.argv[1:] == ["fp8"]
     for each in CASES:
-        check(each, "cpu", torch.float32, 2e-5)
+        check(each, "cpu", torch.float32, 2e-5, fp8=in_fp8)
     # The interpreter's products of bfloat16 are wrong, those of float16 are not.
     for each in (CASES[1], CASES[6]):
-        check(each, "cpu", torch.float16, 4e-3)
+        check(each, "cpu", torch.float16, 4e-3, fp8=in_fp8)
+    check_not_finite("cpu", torch.float32)
     print("same")

@@ -492,7 +492,7 @@ def check_cache(model: GPTModel, cache: PagedKVCache, max_sequence_length: int) 
             f"PagedAttention(backend={backend!r}); use DynamicInferenceContext.for_model(model)"
         )
     check_attention(model, PageFormat.of(cache), next(parameter.dtype for parameter in model.parameters() if parameter.dtype.itemsize > 1))
-    num_layers, num_kv_heads, head_dim = cache.pages.shape[0], *cache.pages.shape[-2:]
+    num_layers, num_kv_heads, head_dim = cache.pages.shape[0], cache.pages.shape[-2], cache.width
     # Where layers keep states, check_states has seen which ones have pages.
     if cache.layers is None and num_layers < len(model.layers):
         raise ValueError(

@@ -114,6 +114,8 @@ def load_rotation(*, required: bool) -> HeadRotation | None:
 def reads_tables(backend: str | None, pages: PageFormat, dtype: torch.dtype) -> bool:
     """Whether steps over a cache are ``TableRows``, and not ``GatheredRows``; ``dtype`` is that of the activations."""
     has_kernel = has_attention_kernel(pages.device, dtype, pages.block_size, pages.latent, pages.head_dim)
+    # Latents in fp8 are read by pairs of channels.
+    has_kernel &= pages.latent is None or pages.dtype != torch.float8_e4m3fn or pages.latent[0] % 2 == 0
     return backend in LIBRARIES or (backend != "torch" and has_kernel)
 
 

@@ -141,14 +141,17 @@ class PagedAttention(nn.Module):
         self._check_step(paged)
         cached = paged.cache.layer(layer)
         if isinstance(paged.rows, TableRows):
-            from mcore_inference.attention._latent import attend_latents
+            from mcore_inference.attention._latent import append_scaled, attend_latents
             from mcore_inference.attention._triton import append
 
-            append(entries[:, None], entries[:, None], cached, paged.slots_T)
+            if cached.scales is None:
+                append(entries[:, None], entries[:, None], cached, paged.slots_T)
+            else:
+                append_scaled(entries, cached, paged.slots_T)
             rank = paged.cache.latent_rank
             assert rank is not None, "a cache that does not say which channels are values has no kernel"
             out = queries.new_empty((*queries.shape[:2], rank))
-            attend_latents(queries, cached.keys[:, 0], out, paged.rows, scale=scale, splits=None)
+            attend_latents(queries, cached, out, paged.rows, scale=scale, splits=None)
             return out
         cached.write(paged.slots_T, entries[:, None], entries[:, None])
         return attend_gathered(queries, cached, paged.rows, layer=layer, scale=scale, window=-1, sink=None)

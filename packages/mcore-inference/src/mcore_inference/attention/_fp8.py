@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Parts of Triton kernels that write keys and values in fp8, or read them; imported only when they run."""
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
 import triton
 import triton.language as tl
@@ -29,6 +29,14 @@ def bounded(x):
 
 
 @triton.jit
+def pair_scores(even, odd, pairs, KIND: tl.constexpr, PRECISION: tl.constexpr):
+    """Products of lines [L, d / 2] of even and odd channels with keys [keys, d / 2] in pairs of them, over 2^8."""
+    first, second = unpacked(pairs)
+    scores = tl.dot(even, tl.trans(first.to(KIND)), input_precision=PRECISION)
+    return tl.dot(odd, tl.trans(second.to(KIND)), scores, input_precision=PRECISION)
+
+
+@triton.jit
 def absorb_scaled(scores, v, scales, best, total, result, PRECISION: tl.constexpr):
     """Add a tile of keys to a running softmax; of the values v [keys, d] each key has a scale."""
     highest, total, shrink, shares, most = _weighed(scores, scales, best, total)
@@ -50,6 +58,21 @@ def absorb_pairs(scores, pairs, scales, best, total, even, odd, KIND: tl.constex
     even = even * shrink[:, None] + tl.dot(shares, first.to(KIND), input_precision=PRECISION) * most
     odd = odd * shrink[:, None] + tl.dot(shares, second.to(KIND), input_precision=PRECISION) * most
     return highest, total, even, odd
+
+
+@triton.jit
+def add_pairs(scores, pairs, scales, best, total, most, even, odd, KIND: tl.constexpr, PRECISION: tl.constexpr):
+    """As ``absorb_pairs``, of sums over the largest scale so far and 2^8: tiles are added up in place, which takes fewer registers."""
+    highest = tl.maximum(best, tl.max(scores, 1))
+    weights = tl.exp2(scores - highest[:, None])
+    shrink = tl.exp2(best - highest)
+    largest = tl.maximum(most, tl.max(scales, 0))
+    shares = (weights * (scales / largest)[None, :]).to(KIND)
+    first, second = unpacked(pairs)
+    smaller = (shrink * (most / largest))[:, None]
+    even = tl.dot(shares, first.to(KIND), even * smaller, input_precision=PRECISION)
+    odd = tl.dot(shares, second.to(KIND), odd * smaller, input_precision=PRECISION)
+    return highest, total * shrink + tl.sum(weights, 1), largest, even, odd
 
 
 @triton.jit

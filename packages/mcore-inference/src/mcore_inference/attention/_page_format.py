@@ -16,7 +16,7 @@ class PageFormat:
     """Of a cache, what decides whether a backend can read it."""
 
     dtype: torch.dtype
-    """Of keys and values."""
+    """Of keys and values, or latents."""
     device: torch.device
     block_size: int
     """Tokens of a block."""
@@ -29,6 +29,6 @@ class PageFormat:
     def of(cls, cache: PagedKVCache) -> "PageFormat":
         """Of a cache that is made."""
         pages = cache.pages
-        latent = (cache.latent_rank or 0, pages.shape[-1]) if cache.holds_latents else None
+        latent = (cache.latent_rank or 0, cache.width) if cache.holds_latents else None
         head_dim = None if latent is not None else pages.shape[-1]
         return cls(dtype=pages.dtype, device=pages.device, block_size=pages.shape[3], latent=latent, head_dim=head_dim)

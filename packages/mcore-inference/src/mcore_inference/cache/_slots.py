@@ -15,22 +15,25 @@ FP8 = torch.float8_e4m3fn
 """The format of keys and values in fp8."""
 
 
-# N slots, T tokens, K key-value heads, d width of a head.
+# N slots, T tokens, K key-value heads, d width of a head; of latents C channels that are values, and R of the rotary key.
 @experimental_api
 @dataclass(frozen=True, kw_only=True)
 class LayerSlots:
     """Keys and values of one layer.
 
     In fp8 (e4m3) a head of a token has a scale of its own, its largest magnitude over 448, so that an element is off by at most 1/16 of
-    itself, or 2**-10 / 448 of the largest one where that is more. What is stored depends on the token alone.
+    itself, or 2**-10 / 448 of the largest one where that is more. What is stored depends on the token alone. Of latents those channels
+    that are values are in fp8; the rotary key behind them keeps the model's dtype, in ``rotary``.
     """
 
     keys: Tensor
-    """[N, K, d]."""
+    """[N, K, d]; of latents in fp8 [N, 1, C]."""
     values: Tensor
     """[N, K, d]; the keys again where latents are both. Narrower ones lie at the beginning of their slots (``of_value_width``)."""
     scales: tuple[Tensor, Tensor] | None = None
     """float32 [N, K] of the keys and of the values, side by side over the slots; None where they are not in fp8."""
+    rotary: Tensor | None = None
+    """[N, R], rotary keys of latents in fp8; None for all else."""
 
     def of_value_width(self, width: int) -> "LayerSlots":
         """The same memory for values of ``width`` channels a head, [N, K, w], which lie side by side at the beginning of each slot."""
@@ -41,7 +44,11 @@ class LayerSlots:
         return dataclasses.replace(self, values=self.values.flatten(1)[:, : num_heads * width].unflatten(1, (num_heads, width)))
 
     def write(self, slots_T: Tensor, k: Tensor, v: Tensor) -> None:
-        """Put keys and values [T, K, d] into their slots."""
+        """Put keys and values [T, K, d] into their slots; of latents entries [T, 1, C + R] as both."""
+        if self.rotary is not None:
+            width = self.keys.shape[-1]
+            self.rotary.index_copy_(0, slots_T, k[:, 0, width:])
+            k = v = k[..., :width]
         if self.scales is None:
             self.keys.index_copy_(0, slots_T, k)
             self.values.index_copy_(0, slots_T, v)
@@ -53,7 +60,7 @@ class LayerSlots:
             scales.index_copy_(0, slots_T, scaled.inverse.view(x.shape[:2]))
 
     def read(self, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values [*slots, K, d] in a dtype."""
+        """Keys and values [*slots, K, d] in a dtype; of latents entries [*slots, 1, C + R] as both."""
         if self.scales is None:
             return _take(self.keys, slots), _take(self.values, slots)
         wide = torch.promote_types(dtype, torch.float32)
@@ -61,6 +68,8 @@ class LayerSlots:
             (data.view(torch.uint8)[slots].view(FP8).to(wide) * scales[slots][..., None].to(wide)).to(dtype)
             for data, scales in zip((self.keys, self.values), self.scales, strict=True)
         )
+        if self.rotary is not None:
+            k = v = torch.cat((k, _take(self.rotary, slots)[..., None, :].to(dtype)), dim=-1)
         return k, v
 
 

@@ -61,7 +61,8 @@ class InferenceConfig:
     """Memory of these snapshots in 2**30 bytes, a part of ``buffer_size_gb`` where that counts; None for as many as ``max_requests``, in a
     quarter of ``buffer_size_gb`` at most."""
     kv_cache_dtype: Literal["fp8"] | None = None
-    """"fp8": keys and values as e4m3 with a scale for each head of a token, half the memory of bfloat16; None for the model's dtype."""
+    """"fp8": keys and values as e4m3 with a scale for each head of a token, half the memory of bfloat16; of latent attention latents with a
+    scale a token, beside rotary keys in the model's dtype. None for the model's dtype."""
     weight_dtype: Literal["fp8", "fp8_weight_only"] | None = None
     """Of the linear layers and experts of the blocks; embedding, output layer and routers keep the model's dtype, and None keeps it
     everywhere. "fp8": e4m3 with a scale for each output feature, half the memory of bfloat16; a step of more than 32 tokens (for experts,
@@ -243,28 +244,26 @@ def check_config(config: object) -> None:
         raise ValueError(f"config is a {type(config).__name__}; give InferenceConfig(...), or None for the defaults")
 
 
-def check_scaled(
-    name: str, is_latent: bool, expands_latents: bool, states: MambaInferenceStateConfig | None, model: TransformerConfig
-) -> None:
-    """Whether a cache keeps keys and values with scales.
+def check_scaled(name: str, expands_latents: bool, states: MambaInferenceStateConfig | None, model: TransformerConfig) -> None:
+    """Whether a cache keeps keys and values, or latents, with scales.
 
     Args:
         name: ``kv_cache_dtype``.
-        is_latent: whether attention keeps latents, or where it ``expands_latents`` keys and values made of them.
+        expands_latents: whether it keeps keys and values that are made of latents, for a batch-invariant model.
         states: of this stage.
         model: whose other stages may have attention.
 
     Raises:
-        ValueError: it keeps none, or latents.
+        ValueError: it keeps none, or those of a batch-invariant model.
     """
-    if is_latent:
-        held = "keys and values of every head for a batch-invariant model" if expands_latents else "latents"
+    if expands_latents:
         raise ValueError(
-            f"kv_cache_dtype={name!r}: the cache of latent attention holds {held}, which keep the model's dtype; leave it at None"
+            f"kv_cache_dtype={name!r}: the cache of latent attention holds keys and values of every head for a batch-invariant model, "
+            "which keep the model's dtype; leave it at None"
         )
     # Of a stage without attention another one may have some.
     symbols = LayerPattern.parse(model.hybrid_layer_pattern).layers if model.hybrid_layer_pattern is not None else ""
-    if states is not None and not states.attention_layers and "*" not in symbols:
+    if states is not None and not states.attention_layers and set(symbols).isdisjoint("*+"):
         raise ValueError(f"kv_cache_dtype={name!r}: every layer keeps a state, which stays in its own dtype; leave it at None")
 
 

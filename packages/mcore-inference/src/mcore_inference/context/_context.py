@@ -76,8 +76,8 @@ class DynamicInferenceContext:
     Raises:
         UnifiedMemoryUnsupportedError: ``unified_memory_level`` is above 0 where no rank of the model has managed memory.
         ValueError: ``config`` is none; the memory does not hold two blocks beside the states, or tp does not divide the key-value heads;
-            ``kv_cache_dtype`` for latent attention, or where no layer has keys and values; ``use_flashinfer_fused_rope=True`` without a
-            rotation; ``expands_latents`` without latent attention; ``enable_prefix_caching=True`` of recurrent layers without chunked
+            ``kv_cache_dtype`` beside ``expands_latents``, or where no layer has keys and values; ``use_flashinfer_fused_rope=True`` without
+            a rotation; ``expands_latents`` without latent attention; ``enable_prefix_caching=True`` of recurrent layers without chunked
             prefill; ``prefix_caching_mamba_gb`` without recurrent layers, without ``enable_prefix_caching=True``, or less than one
             snapshot.
     """
@@ -118,15 +118,18 @@ class DynamicInferenceContext:
         entries = None if expands_latents else latent
         check_snapshots(config, states)
         if config.kv_cache_dtype is not None:
-            check_scaled(config.kv_cache_dtype, latent is not None, expands_latents, states, model_config)
+            check_scaled(config.kv_cache_dtype, expands_latents, states, model_config)
+        # Rotary keys are not normalised, as latents are: they keep their dtype beside latents in fp8.
+        rotary = None if entries is None or config.kv_cache_dtype is None else (entries.qk_rope_head_dim, dtype)
         sizes = {
             # Without attention one layer of pages stays: blocks count tokens.
             "num_layers": max(1, num_held) if states is None else max(1, len(states.attention_layers)),
             "block_size": config.block_size_tokens,
             "num_kv_heads": num_kv_heads // tp if entries is None else 1,
-            "head_dim": head_dim if entries is None else entries.cache_width,
+            "head_dim": head_dim if entries is None else entries.kv_lora_rank if rotary is not None else entries.cache_width,
             "dtype": dtype if config.kv_cache_dtype is None else torch.float8_e4m3fn,
             "parts": 2 if entries is None else 1,
+            "rotary": rotary,
         }
         self.block_size: int = config.block_size_tokens
         self.max_sequence_length: int = config.max_sequence_length

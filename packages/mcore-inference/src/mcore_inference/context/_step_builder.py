@@ -351,8 +351,8 @@ class StepBuilder:
         """For steps of the same rows, one token each; None where contexts are not gathered on a CPU in a dtype whose scores keep digits."""
         if self.has_kernel or self.device.type != "cpu" or self._dtype not in (torch.float32, torch.float64):
             return None
-        layers, _, _, _, kv_heads, width = self.cache.pages.shape
-        return DecodeContexts(num_rows, layers * 2 * kv_heads * width * self._dtype.itemsize)
+        layers, _, _, _, kv_heads, _ = self.cache.pages.shape
+        return DecodeContexts(num_rows, layers * 2 * kv_heads * self.cache.width * self._dtype.itemsize)
 
     def _continued_rows(self, host: HostStep, slots_T: np.ndarray) -> GatheredRows | None:
         contexts, ends = host.contexts, host.cached_R + 1
