@@ -26,7 +26,7 @@ from mcore_moe.serving import Fp8Stack
 from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.backends import quantize_rows
 from mcore_parallel.models import GPTModel, TransformerConfig
-from mcore_parallel.nn import Step
+from mcore_parallel.nn import LatentAttentionConfig, Step
 from mcore_parallel.tensor_parallel import LoraConfig, add_lora
 
 E4M3 = torch.float8_e4m3fn
@@ -39,7 +39,7 @@ MIXTURE = MoEConfig(
 )
 PROMPTS = [[number * 7 % 64 for number in range(first, first + 20 + first)] for first in range(5)]
 SCORED = SamplingParams(temperature=0, num_tokens_to_generate=8, return_log_probs=True, skip_prompt_log_probs=False)
-EXACT = ("router", "gate.weight", "embedding", "norm", "output.", "latent")
+EXACT = ("router", "gate.weight", "embedding", "norm", "output.", "latent", "kv_up")
 """Parts of names whose weights keep their dtype."""
 
 
@@ -92,6 +92,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "biases": {"activation": "gelu", "add_bias_linear": True, "mixture": dataclasses.replace(MIXTURE, moe_shared_expert_gate=False)},
     "latent": {"mixture": dataclasses.replace(MIXTURE, moe_latent_size=16)},
     "pattern": {"hybrid_layer_pattern": "*E"},
+    "latent attention": {
+        "num_query_groups": None,
+        "latent_attention": LatentAttentionConfig(q_lora_rank=16, kv_lora_rank=32, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10),
+    },
 }
 
 

@@ -36,6 +36,11 @@ from mcore_parallel.nn import GatedDeltaNetConfig, LatentAttentionConfig
 Make = Callable[..., Any]
 PROMPTS = [[number * 7 % 64 for number in range(first, first + 20 + first)] for first in range(5)]
 SCORED = SamplingParams(temperature=0, num_tokens_to_generate=12, return_log_probs=True, skip_prompt_log_probs=False)
+LATENT = LatentAttentionConfig(q_lora_rank=16, kv_lora_rank=32, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10)
+LATENTS: dict[str, dict[str, Any]] = {
+    "low rank": {"latent_attention": LATENT, "num_query_groups": None},
+    "full queries": {"latent_attention": dataclasses.replace(LATENT, q_lora_rank=None), "num_query_groups": None},
+}
 
 
 def rounded(weight: Tensor) -> Tensor:
@@ -50,7 +55,7 @@ def rounded(weight: Tensor) -> Tensor:
 
 
 def is_rounded(name: str) -> bool:
-    return any(part in name for part in ("qkv.weight", "out.weight", "up.weight", "down.weight"))
+    return not name.endswith("kv_up.weight") and name.endswith(("qkv.weight", "out.weight", "up.weight", "down.weight", ".q.weight"))
 
 
 def copies(model: GPTModel) -> dict[str, Tensor]:
@@ -81,6 +86,60 @@ def test_weight_only_computes_the_model_with_rounded_weights(make_engine: Make, 
         for values, others in zip(found[1:], wanted[1:], strict=True):
             assert values == pytest.approx(others, abs=1e-12)
     assert results(engine) != results(make_engine(make_model(dtype=dtype)))
+
+
+@pytest.mark.parametrize("kind", LATENTS)
+def test_latent_attention_is_the_model_with_rounded_projections(make_engine: Make, make_model: Make, kind: str) -> None:
+    model = make_model(**LATENTS[kind])
+    engine = make_engine(model, weight_dtype="fp8_weight_only")
+    queries = ("q_down", "q_up") if kind == "low rank" else ("q",)
+    rounded_names = {f"attention.{name}" for name in (*queries, "kv_down", "out")} | {"mlp.up", "mlp.down"}
+    stored = {name for name, parameter in model.named_parameters() if parameter.dtype == torch.float8_e4m3fn}
+    # The weight that queries absorb keeps its dtype.
+    assert stored == {f"layers.{layer}.{name}.weight" for layer in range(2) for name in rounded_names}
+    exact = make_engine(rounded_model(make_model, **LATENTS[kind]))
+    for found, wanted in zip(results(engine), results(exact), strict=True):
+        assert found[0] == wanted[0]
+        for values, others in zip(found[1:], wanted[1:], strict=True):
+            assert values == pytest.approx(others, abs=1e-12)
+
+
+def test_weights_of_latent_attention_in_fp8_move_log_probabilities_little(make_engine: Make, make_model: Make) -> None:
+    prompts, params = [[number * 7 % 64 for number in range(40)]], dataclasses.replace(SCORED, num_tokens_to_generate=1)
+    fields, values = LATENTS["low rank"] | {"init_method_std": 0.1}, {}
+    for weight_dtype in (None, "fp8_weight_only", "fp8"):
+        model = make_model(dtype=torch.bfloat16, **fields)
+        [record] = make_engine(model, weight_dtype=weight_dtype).generate(prompts, params)
+        values[weight_dtype] = torch.tensor(record.prompt_log_probs)
+    errors = {name: (value - values[None]).abs() for name, value in values.items() if name is not None}
+    assert all(0 < error.mean() < 0.05 and error.max() < 0.25 for error in errors.values())
+    assert not torch.equal(values["fp8"], values["fp8_weight_only"]), "a step of more than 32 tokens multiplies in fp8"
+
+
+def test_new_weights_of_latent_attention_are_rounded(make_engine: Make, make_model: Make) -> None:
+    fields = LATENTS["low rank"]
+    engine = make_engine(make_model(**fields), weight_dtype="fp8_weight_only", kv_cache_dtype="fp8")
+    engine.load_weights(copies(make_model(seed=1, **fields)).items())
+    wanted = make_engine(make_model(seed=1, **fields), weight_dtype="fp8_weight_only", kv_cache_dtype="fp8")
+    assert results(engine) == results(wanted)
+
+
+def test_a_batch_invariant_engine_rounds_projections_of_latent_attention(make_engine: Make, make_model: Make) -> None:
+    def build(*, rounds: bool) -> DynamicInferenceEngine:
+        config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, vocab_size=64, latent_attention=LATENT)
+        backend = choose_backend(batch_invariant=True)
+        model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), backend=backend)
+        if not rounds:
+            for shard in named_shards(model):
+                if is_rounded(shard.name):
+                    shard.parameter.data = rounded(shard.parameter.detach())
+        return make_engine(model, weight_dtype="fp8_weight_only" if rounds else None)
+
+    params = dataclasses.replace(SCORED, num_tokens_to_generate=3)
+    engine, wanted = build(rounds=True), build(rounds=False).generate(PROMPTS[:2], params)
+    alone, together = [engine.generate([prompt], params)[0] for prompt in PROMPTS[:2]], engine.generate(PROMPTS[:2], params)
+    for one, other, exact in zip(alone, together, wanted, strict=True):
+        assert one.generated_log_probs == other.generated_log_probs == exact.generated_log_probs
 
 
 def test_steps_of_few_tokens_are_those_of_rounded_weights_and_others_differ_little(make_engine: Make, make_model: Make) -> None:
@@ -230,14 +289,8 @@ def test_hybrid_models_keep_their_projections_in_fp8() -> None:
 def test_what_has_no_fp8_form_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="weight_dtype='fp4' is unknown"):
         InferenceConfig(weight_dtype="fp4")  # type: ignore[arg-type]
-    latent = LatentAttentionConfig(kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
-    with pytest.raises(ValueError, match="weight_dtype='fp8': layers.0 is a LatentSelfAttention, which absorbs a weight"):
-        DynamicInferenceContext.for_model(model_of(latent_attention=latent), SIZES)
-    # A batch-invariant one absorbs none, and the other form is no remedy.
-    exact = model_of(choose_backend(batch_invariant=True), latent_attention=latent)
-    for name in ("fp8", "fp8_weight_only"):
-        with pytest.raises(ValueError, match=f"weight_dtype='{name}': layers.0 is a LatentSelfAttention, whose projections have no fp8"):
-            DynamicInferenceContext.for_model(exact, dataclasses.replace(SIZES, weight_dtype=name))
+    with pytest.raises(ValueError, match='weight_dtype="fp8" rounds the activations of large steps only'):
+        DynamicInferenceContext.for_model(model_of(choose_backend(batch_invariant=True), latent_attention=LATENT), SIZES)
     model = model_of()
     model.layers["1"].mlp = torch.nn.Identity()
     with pytest.raises(ValueError, match="weight_dtype='fp8': layers.1.mlp is a Identity, whose weights have no fp8 form"):

@@ -213,14 +213,17 @@ def test_a_cache_in_fp8_moves_log_probs_little(use_graphs: bool | None, kind: st
 
 @pytest.mark.parametrize(("weight_dtype", "count"), [("fp8", 8), ("fp8", 24), ("fp8_weight_only", 3), ("fp8_weight_only", 24)])
 @pytest.mark.parametrize("use_graphs", [False, True])
-def test_weights_in_fp8_agree_with_the_same_weights_in_float32(weight_dtype: Any, count: int, use_graphs: bool) -> None:
-    config = dataclasses.replace(SIZES, hidden_size=128, ffn_hidden_size=192)
+@pytest.mark.parametrize("fields", [{}, {"num_query_groups": None, "latent_attention": SMALL_LATENT}], ids=["heads", "latents"])
+def test_weights_in_fp8_agree_with_the_same_weights_in_float32(
+    weight_dtype: Any, count: int, use_graphs: bool, fields: dict[str, Any]
+) -> None:
+    config = dataclasses.replace(SIZES, hidden_size=128, ffn_hidden_size=192, **fields)
     model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), device="cuda", dtype=torch.bfloat16).eval()
     sizes = InferenceConfig(max_sequence_length=96, max_requests=32, block_size_tokens=16, num_blocks=200, weight_dtype=weight_dtype)
     execution = ExecutionConfig(use_graphs=use_graphs)
     engine = DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, sizes), execution=execution)
     for _ in range(2):
-        assert FusedDecoder.fits(model)
+        assert FusedDecoder.fits(model) == (not fields)
         reference = GPTModel(config, ProcessGroups.single()).eval()
         rounded = fp8_parameters(model)
         ours = dict(model.named_parameters())

@@ -384,17 +384,12 @@ def check_weights(model: GPTModel, weight_dtype: str | None) -> None:
     """Whether the weights of a model can be kept in fp8.
 
     Raises:
-        ValueError: latent attention, feed-forwards without an fp8 form; fp8 activations in a batch-invariant mode, or on a GPU without
-            units for them.
+        ValueError: feed-forwards without an fp8 form; fp8 activations in a batch-invariant mode, or on a GPU without units for them.
     """
     if weight_dtype is None:
         return
     for number, layer in model.layers.items():
         assert isinstance(layer, TransformerLayer)
-        if isinstance(layer.mixer, LatentSelfAttention):
-            exact = layer.mixer.spec.batch_invariant
-            why = "whose projections have no fp8 form" if exact else "which absorbs a weight into its queries"
-            raise ValueError(f"weight_dtype={weight_dtype!r}: layers.{number} is a LatentSelfAttention, {why}; leave it at None")
         if layer.mlp is None or type(layer.mlp) is MLP:
             continue
         check_feed_forward(f"layers.{number}.mlp", layer.mlp, weight_dtype)

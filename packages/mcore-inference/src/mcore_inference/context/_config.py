@@ -64,11 +64,12 @@ class InferenceConfig:
     """"fp8": keys and values as e4m3 with a scale for each head of a token, half the memory of bfloat16; of latent attention latents with a
     scale a token, beside rotary keys in the model's dtype. None for the model's dtype."""
     weight_dtype: Literal["fp8", "fp8_weight_only"] | None = None
-    """Of the linear layers and experts of the blocks; embedding, output layer and routers keep the model's dtype, and None keeps it
-    everywhere. "fp8": e4m3 with a scale for each output feature, half the memory of bfloat16; a step of more than 32 tokens (for experts,
-    of more than 64 rows an expert on average) multiplies in fp8, with a scale for each token's activations, so that log-probabilities
-    depend a little on the size of a step. "fp8_weight_only": activations keep their dtype, and what is computed is the model with rounded
-    weights. The engine rounds its model's weights when it is made, in place; one with None refuses a model that another has rounded."""
+    """Of the linear layers and experts of the blocks; embedding, output layer, routers and the weight that latent attention absorbs into
+    queries keep the model's dtype, and None keeps it everywhere. "fp8": e4m3 with a scale for each output feature, half the memory of
+    bfloat16; a step of more than 32 tokens (for experts, of more than 64 rows an expert on average) multiplies in fp8, with a scale for
+    each token's activations, so that log-probabilities depend a little on the size of a step. "fp8_weight_only": activations keep their
+    dtype, and what is computed is the model with rounded weights. The engine rounds its model's weights when it is made, in place; one with
+    None refuses a model that another has rounded."""
     unified_memory_level: Literal[0, 1, 2] = 0
     """0: a suspended engine gives the memory of its cache back, and computes again what was there. 1: the cache is managed memory, and a
     suspended engine's moves to the host with what it holds. 2: the tensors of steps are managed memory too. 1 and 2 need a GPU and a C

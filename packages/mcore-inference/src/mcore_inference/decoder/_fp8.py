@@ -14,10 +14,19 @@ from mcore_inference._stability import experimental_api
 from mcore_parallel.backends import Scaled, quantize_rows, scaled_product
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.models import GPTModel, TransformerLayer
-from mcore_parallel.tensor_parallel import BatchInvariantProducts, ColumnParallelLinear, LinearProducts, Route, RowParallelLinear
+from mcore_parallel.nn import LatentSelfAttention
+from mcore_parallel.tensor_parallel import (
+    BatchInvariantProducts,
+    ColumnParallelLinear,
+    LinearProducts,
+    ReplicatedLinear,
+    Route,
+    RowParallelLinear,
+)
 
 # T tokens, I input features of this rank, O output features of this rank
 
+Linear = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
 WeightDtype = Literal["fp8", "fp8_weight_only"]
 """As ``InferenceConfig.weight_dtype``."""
 FEW_ROWS = 32
@@ -47,7 +56,7 @@ class Fp8Weight:
         (torch.Size([2, 32]), torch.float8_e4m3fn)
     """
 
-    def __init__(self, layer: ColumnParallelLinear | RowParallelLinear, *, multiply: bool) -> None:
+    def __init__(self, layer: ColumnParallelLinear | RowParallelLinear | ReplicatedLinear, *, multiply: bool) -> None:
         self.multiply = multiply
         self._around: LinearProducts | None = layer.products
         weight = layer.weight
@@ -179,20 +188,27 @@ def _mixtures(model: GPTModel) -> dict[str, StoresExperts]:
     return {f"layers.{number}.mlp": layer.mlp for number, layer in layers.items() if isinstance(layer.mlp, StoresExperts)}
 
 
-def quantizable_layers(model: GPTModel) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
-    """Linear layers of the blocks by name; embedding and output layer are none of them."""
-    return {
-        f"layers.{number}.{name}": module
-        for number, layer in model.layers.items()
-        for name, module in layer.named_modules()
-        if type(module) in (ColumnParallelLinear, RowParallelLinear) and isinstance(module, (ColumnParallelLinear, RowParallelLinear))
-    }
+def quantizable_layers(model: GPTModel) -> dict[str, Linear]:
+    """Linear layers of the blocks by name; embedding and output layer are none of them.
+
+    Of those that every tensor-parallel rank holds whole, the down projections of latent attention alone. Its ``kv_up`` keeps the model's
+    dtype: queries and sums of latents are multiplied by it head by head.
+    """
+    layers: dict[str, Linear] = {}
+    for number, block in model.layers.items():
+        latent = [part for part in block.modules() if isinstance(part, LatentSelfAttention)]
+        whole, absorbed = {down for part in latent for down in (part.q_down, part.kv_down)}, {part.kv_up for part in latent}
+        for name, module in block.named_modules():
+            cut = type(module) in (ColumnParallelLinear, RowParallelLinear) and module not in absorbed
+            if isinstance(module, Linear) and (cut or module in whole):
+                layers[f"layers.{number}.{name}"] = module
+    return layers
 
 
 @experimental_api
 def fp8_parameters(model: nn.Module) -> dict[Tensor, StoredWeight]:
     """Parameters that are stored in fp8, with their scales."""
-    layers = (module for module in model.modules() if isinstance(module, (ColumnParallelLinear, RowParallelLinear)))
+    layers = (module for module in model.modules() if isinstance(module, Linear))
     mixtures = (module for module in model.modules() if isinstance(module, StoresExperts))
     stored: dict[Tensor, StoredWeight] = {layer.weight: layer.products for layer in layers if isinstance(layer.products, Fp8Weight)}
     return stored | {weight: stack for mixture in mixtures for weight, stack in mixture.fp8_weights().items()}
