@@ -200,23 +200,23 @@ def test_ranks_choose_together(world, lacking: int | None) -> None:
     world(check_choice, lacking=lacking)
 
 
-@pytest.mark.parametrize(
-    ("width", "fields", "reason"),
-    [
+def check_limits() -> None:
+    deep_ep.install()
+    groups = ProcessGroups.build(ParallelPlan(dp=2, ep=2))
+    for width, fields, reason in (
         (24, {}, "send a multiple of 16 elements, at most 8176, found 24"),
         (8192, {}, "send a multiple of 16 elements, at most 8176, found 8192"),
-        (16, {"num_moe_experts": 256}, "count at most 128 experts a rank, found 256; raise ep=1"),
+        (16, {"num_moe_experts": 512}, "count at most 128 experts a rank, found 256; raise ep=2"),
         (16, {"num_moe_experts": 64, "moe_router_topk": 33}, r"take at most 32 picks a token, found moe_router_topk \* etp = 33"),
-    ],
-)
-def test_what_kernels_of_deepep_cannot_do_is_refused_before_they_run(
-    monkeypatch: pytest.MonkeyPatch, width: int, fields: dict[str, Any], reason: str
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    monkeypatch.setattr("mcore_moe.dispatch._choice.gather_numbers", lambda numbers, *_, **__: [numbers])
-    mixture = dataclasses.replace(MIXTURE, moe_token_dispatcher_type="flex", **fields)
-    with pytest.raises(ValueError, match=f"moe_flex_dispatcher_backend='deepep': its kernels {reason}"):
-        choose_exchange(mixture, ProcessGroups.single(), width=width, dtype=torch.bfloat16, device="cuda")
+    ):
+        mixture = dataclasses.replace(MIXTURE, moe_token_dispatcher_type="flex", **fields)
+        with pytest.raises(ValueError, match=f"moe_flex_dispatcher_backend='deepep': its kernels {reason}"):
+            choose_exchange(mixture, groups, width=width, dtype=torch.bfloat16, device="cuda")
+
+
+@pytest.mark.world(2)
+def test_what_kernels_of_deepep_cannot_do_is_refused_before_they_run(world) -> None:
+    world(check_limits)
 
 
 def check_shared() -> None:
