@@ -5,10 +5,14 @@
 import random
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mcore_inference.text import TextPieces, TokenTexts, whole_text
+from mcore_inference.text import TextPieces, Tokenizer, TokenTexts, whole_text
+from mcore_inference.text._token_bytes import _BYTES
 from mcore_parallel.data import ByteTokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -51,7 +55,7 @@ class ByteFallback:
 FALLBACK = ByteFallback()
 
 
-def joined(tokens: Sequence[int], tokenizer: ByteFallback | ByteTokenizer = FALLBACK) -> str:
+def joined(tokens: Sequence[int], tokenizer: Tokenizer = FALLBACK) -> str:
     pieces = TextPieces(tokenizer)
     return "".join(map(pieces.push, tokens)) + pieces.rest()
 
@@ -101,3 +105,85 @@ def test_a_library_that_panics_fails_as_others_do() -> None:
 
     with pytest.raises(RuntimeError, match="the tokenizer panicked: index out of bounds"):
         TokenTexts(Panics()).detokenize([1, 2])
+
+
+class Named:
+    """Tokens by the names that a vocabulary has for them, and special ones, behind one of the decoders of the library."""
+
+    eod = None
+
+    def __init__(self, names: Sequence[str], decoder: Any, special: Sequence[str]) -> None:
+        self._tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({name: number for number, name in enumerate(names)}, names[0]))
+        self._tokenizer.decoder = decoder
+        self._tokenizer.add_special_tokens([*special])
+        self.vocab_size = self._tokenizer.get_vocab_size()
+
+    def tokenize(self, text: str) -> list[int]:
+        raise NotImplementedError
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode([*ids], skip_special_tokens=True)
+
+
+def named() -> dict[str, Named]:
+    decoders, special = tokenizers.decoders, ["<tool>", "</s>"]
+    # Whole characters, and ones that are cut before, within and behind a token.
+    parts = ["\u00e9", "\u4f60\u597d", "\U0001f600", "a", " hello", "  ", "\n"]
+    cut = [b"\xe4", b"\xbd\xa0", b"x\xf0\x9f", b"\x98\x80", b"\x98", b"\x80", b"\xc3\xa9\xe4", b"\xef\xbf", b"\xbd", b"\xff"]
+    letters = {byte: letter for letter, byte in _BYTES.items()}
+    byte_level = ["".join(letters[byte] for byte in token) for token in [*(part.encode() for part in parts), *cut]]
+    words = ["\u2581", "\u2581\u2581", "\u2581hello", "he", "\u00e9", "\u2581.", "'", "\ufffd"]
+    fallback = [f"<0x{byte:02X}>" for byte in (0x20, 0x0A, 0x41, 0xC3, 0xA9, 0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0x98, 0x80, 0xFF)] + words
+    pieces = [
+        "hello",
+        "##ing",
+        "##s",
+        "##",
+        "##.",
+        ".",
+        ",",
+        "!",
+        "'",
+        "n't",
+        "'m",
+        "##n't",
+        "do",
+        "not",
+        "do not",
+        "##\u00e9",
+        "\u4f60",
+        "\ufffd",
+    ]
+    llama = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    return {
+        "byte level": Named(byte_level, decoders.ByteLevel(), special),
+        "byte fallback": Named(fallback, decoders.Sequence(llama), special),
+        "byte fallback without the first space": Named(fallback, decoders.Sequence([*llama, decoders.Strip(" ", 1, 0)]), special),
+        "metaspace": Named(words, decoders.Metaspace(), special),
+        "word pieces": Named(pieces, decoders.WordPiece(cleanup=False), special),
+        "cleaned word pieces": Named(pieces, decoders.WordPiece(cleanup=True), special),
+        "suffixes": Named(["he", "llo</w>", "</w>", ".</w>", "\u00e9", "\u4f60</w>"], decoders.BPEDecoder(suffix="</w>"), special),
+    }
+
+
+NAMED = named()
+
+
+@pytest.mark.parametrize("name", NAMED)
+@given(data=st.data())
+def test_pieces_of_any_tokens_join_to_the_text_of_all(name: str, data: st.DataObject) -> None:
+    """Which a request without a stream has; no piece changes what is shown before."""
+    tokenizer = NAMED[name]
+    tokens = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=24))
+    text = joined(tokens, TokenTexts(tokenizer))
+    assert text == whole_text(tokenizer, tokens)
+    decoded = tokenizer.detokenize(tokens)
+    # Where a decoder falls back to bytes, one that is broken breaks its neighbours, too.
+    assert text == decoded or ("fallback" in name and "\ufffd" in decoded)
+
+
+def test_a_byte_that_a_decoder_strips_leaves_the_character_behind_it_whole() -> None:
+    tokenizer = NAMED["byte fallback without the first space"]
+    spaced = [0, *range(8, 12)]
+    assert tokenizer.detokenize(spaced) == joined(spaced, tokenizer) == "\U0001f600"
+    assert joined([2, *spaced], tokenizer) == "A \U0001f600"

@@ -30,7 +30,7 @@ class TextPieces:
         self._window: list[int] = []
         """Tokens whose text is not all emitted, and before them those of the last piece: the text of a token may depend on them."""
         self._num_before = 0
-        """Tokens of the window that are those of the last piece."""
+        """Tokens of the window that are those of the last piece; behind them are ones whose text has not come or that have none."""
         self._emitted: str | None = ""
         """What is emitted of the window's text; None for all."""
 
@@ -43,8 +43,9 @@ class TextPieces:
         text = self._detokenize(window[:])
         if not text.endswith(_BROKEN):
             if self._num_before and text == emitted:
-                # A special token, say: those before it tell whether the next begins with a space.
-                window.pop()
+                # A special token, say, or a space that shows when a word follows: those before it tell whether the next begins with one.
+                if len(window) - self._num_before > _MAX_HELD:
+                    window.pop()
                 return ""
             del window[: self._num_before]
             self._num_before, self._emitted = len(window), None
@@ -58,7 +59,9 @@ class TextPieces:
             # Some decoders break all bytes in a row, those of whole characters too, until the last character is whole.
             return ""
         end = length = len(text)
-        while end > 0 and length - end < _MAX_BROKEN and text[end - 1] == _BROKEN:
+        # Where those before have no text of their own, such a decoder breaks them as well: Llama 2 strips a space at the beginning.
+        most = _MAX_BROKEN if emitted else _MAX_BROKEN + self._num_before
+        while end > 0 and length - end < most and text[end - 1] == _BROKEN:
             end -= 1
         self._emitted = text[: max(len(emitted), end)]
         return text[len(emitted) : end]
