@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Text of streams, made by whoever reads them."""
+"""Texts of requests, made by whoever reads them."""
 
 import asyncio
+import copy
+import dataclasses
+import functools
+import gc
 import itertools
+import pickle
 import random
 import threading
+import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +30,9 @@ from mcore_inference import (
     SamplingParams,
     Status,
 )
+from mcore_inference.engine._stream import deliver
 from mcore_inference.engine._stream_text import StreamText
+from mcore_inference.requests import TextMaker
 from mcore_parallel.data import ByteTokenizer
 
 Make = Callable[..., Any]
@@ -57,10 +66,14 @@ class Turns(torch.nn.Module):
         return logits
 
 
-def finished(tokens: list[int], text: str, status: Status = Status.COMPLETED) -> DynamicInferenceRequestRecord:
-    request = DynamicInferenceRequest(request_id=0, prompt_tokens=[1], sampling_params=SamplingParams(), status=status)
-    request.generated_tokens = tokens
-    return DynamicInferenceRequestRecord(requests=[request], generated_text=text)
+def completed(make: TextMaker, fail: Callable[[], None] = lambda: None, number: int = 0) -> DynamicInferenceRequestRecord:
+    """A record of "abc" that ended with the budget, whose text is not made."""
+    request = DynamicInferenceRequest(request_id=number, prompt_tokens=[1], sampling_params=SamplingParams())
+    request.generated_tokens, request.status, request.finish_reason = list(b"abc"), Status.COMPLETED, FinishReason.LENGTH
+    request.add_event_finish()
+    record = DynamicInferenceRequestRecord.from_request(request)
+    record.defer_text(make, fail)
+    return record
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -74,26 +87,25 @@ def test_pieces_of_random_bytes_join_to_the_text_of_all_whole_characters_first(s
         shown += text.push(tokens[at : at + count])
         at += count
         assert tokenizer.detokenize(tokens[: len(tokens)]).startswith(shown)
-    record = finished(tokens, "")
     # The last one ends the request, and is no text.
-    shown += text.end([*tokens[at:], tokenizer.eod], record)
-    assert shown == record.generated_text == tokenizer.detokenize(tokens) and not errors
+    shown += text.end([*tokens[at:], tokenizer.eod])
+    assert shown == text.emitted == tokenizer.detokenize(tokens) and not errors
 
 
-@pytest.mark.parametrize("decodes_all", [False, True])
-def test_what_a_tokenizer_raises_is_told_once_and_text_before_it_stays(decodes_all: bool) -> None:
+def test_what_a_tokenizer_raises_is_told_once_and_text_before_it_stays() -> None:
     errors: list[Exception] = []
     text = StreamText(Touchy(ord("c")), (), errors.append)
     assert [text.push(part) for part in (b"a", b"bc", b"d")] == ["a", "b", ""]
-    assert [type(error) for error in errors] == [KeyError]
-    # The engine, which decodes all tokens at once, met the same, or did not.
-    record = finished(list(b"abcde"), "abcde" if decodes_all else "", Status.COMPLETED if decodes_all else Status.FAILED)
-    assert text.end(b"e", record) == ("cde" if decodes_all else "")
-    assert record.generated_text == ("abcde" if decodes_all else "ab") and len(errors) == 1
+    assert text.end(b"e") == "" and text.emitted == "ab"
+    assert [type(error) for error in errors] == [KeyError] and errors == [text.failure]
+    # At the end nobody is left to be told.
+    text = StreamText(Touchy(ord("c")), (), errors.append)
+    assert (text.push(b"ab"), text.end(b"c"), text.emitted) == ("ab", "", "ab")
+    assert isinstance(text.failure, KeyError) and len(errors) == 1
 
 
 def test_steps_decode_for_stop_words_alone(make_model: Make, make_engine: Make) -> None:
-    """The text of other streams is made in the thread that reads them, and once more by the engine at their ends, at once."""
+    """The text of other requests is made in the thread that reads it, of a stream once."""
     tokenizer = Touchy()
     engine = make_engine(make_model(vocab_size=272, layers=1), tokenizer, max_requests=4)
     params = SamplingParams(temperature=0, num_tokens_to_generate=6, logit_bias={ord("z"): 1000.0})
@@ -103,8 +115,9 @@ def test_steps_decode_for_stop_words_alone(make_model: Make, make_engine: Make) 
         with EngineRunner(engine) as runner:
             streams = [await runner.submit([1, 2], params, stream=stream) for stream in (True, False)]
             parts = [[part async for part in stream] for stream in streams]
-            assert {call: count for call, count in tokenizer.calls.items() if call[0] == "mcore-engine"} == {("mcore-engine", 6): 2}
-            assert sum(count for (name, _), count in tokenizer.calls.items() if name == "MainThread") > 5
+            assert {name for name, _ in tokenizer.calls} == {"MainThread"}
+            # Each token by itself once, and with the one before; all of them for the request without a stream.
+            assert {length: count for (_, length), count in tokenizer.calls.items()} == {1: 1, 2: 5, 6: 1}
             tokenizer.calls.clear()
             stream = await runner.submit([1, 2], stops)
             parts.append([part async for part in stream])
@@ -180,3 +193,177 @@ def test_a_tokenizer_that_fails_in_a_stream_ends_its_request_alone(make_model: M
     assert record.num_generated <= 3 and record.generated_text == ""
     assert good[-1].record is not None and good[-1].record.generated_text == '"' * 20
     assert engine.finished_counts["error"] == 1 and engine.finished_counts["length"] == 1
+
+
+@pytest.mark.parametrize("is_shown", [False, True], ids=["unread", "shown before"])
+def test_text_is_made_by_who_reads_it_first_or_how_its_request_ended(is_shown: bool, make_model: Make, make_engine: Make) -> None:
+    tokenizer = Touchy()
+    engine = make_engine(make_model(vocab_size=272, layers=1), tokenizer)
+    params = SamplingParams(temperature=0, num_tokens_to_generate=4, logit_bias={ord("z"): 1000.0})
+    for read in (
+        lambda record: record.generated_text,
+        lambda record: record.status,
+        lambda record: record.finish_reason,
+        lambda record: record.error,
+        lambda record: record.merge(),
+        lambda record: record.serialize(),
+        copy.copy,
+        pickle.dumps,
+        repr,
+        dataclasses.replace,
+    ):
+        number = engine.add_request([1, 2], params)
+        engine.step()
+        if is_shown:
+            assert engine.get_request(number).generated_text == "z"
+        tokenizer.calls.clear()
+        ended: list[DynamicInferenceRequestRecord] = []
+        while not ended:
+            ended = engine.step()
+        (record,) = ended
+        assert record.generated_tokens == [ord("z")] * 4 and record.num_generated == 4 and not tokenizer.calls
+        read(record)
+        assert tokenizer.calls
+        tokenizer.calls.clear()
+        assert record.generated_text == record.merge().generated_text == "zzzz" and record.finish_reason is FinishReason.LENGTH
+        assert pickle.loads(pickle.dumps(record)) == record == DynamicInferenceRequestRecord.deserialize(record.serialize())
+        assert not tokenizer.calls
+    assert engine.finished_counts == {"length": 10}
+
+
+@pytest.mark.parametrize("is_shown", [False, True], ids=["unread", "shown before"])
+def test_a_tokenizer_that_fails_at_a_text_ends_its_request_by_an_error(is_shown: bool, make_model: Make, make_engine: Make) -> None:
+    engine = make_engine(make_model(vocab_size=272, layers=1), Touchy(ord("b")))
+    engine.model.output = Turns(iter(b"aab"))
+    number = engine.add_request([1, 2], SamplingParams(temperature=0, num_tokens_to_generate=3))
+    engine.step()
+    assert not is_shown or engine.get_request(number).generated_text == "a"
+    engine.step()
+    (record,) = engine.step()
+    assert engine.finished_counts == {"length": 1}
+    assert record.status is Status.FAILED and record.finish_reason is FinishReason.ERROR and isinstance(record.error, KeyError)
+    assert record.generated_text == "aa" and record.generated_tokens == list(b"aab")
+    assert [event.type.name for event in record.requests[0].events] == ["ADD", "ERROR_NONTRANSIENT", "FAIL"]
+    assert +engine.finished_counts == {"error": 1}
+    # Others have their texts, and the failure of one that was given up is that.
+    engine.model.output = Turns(iter(b"cb"))
+    (good,) = engine.generate([[1, 2]], SamplingParams(temperature=0, num_tokens_to_generate=1))
+    number = engine.add_request([1, 2], SamplingParams(temperature=0, num_tokens_to_generate=3))
+    engine.step()
+    aborted = engine.abort(number)
+    assert aborted is not None and aborted.finish_reason is FinishReason.ABORT and aborted.error is None
+    assert (good.generated_text, aborted.generated_text) == ("c", "") and engine.stats()["finished_error"] == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_tokenizer_raises_at_the_last_token_reaches_its_own_reader(stream: bool, make_model: Make, make_engine: Make) -> None:
+    engine = make_engine(make_model(vocab_size=272, layers=1), Touchy(33))
+
+    async def main() -> list[DynamicInferenceRequestRecord]:
+        with EngineRunner(engine) as runner:
+            await runner.pause()
+            params = [SamplingParams(temperature=0, num_tokens_to_generate=1, logit_bias={token: 1000.0}) for token in (33, 34)]
+            streams = [await runner.submit([1, 2], each, stream=stream) for each in params]
+            await runner.unpause()
+            return [await stream.record() for stream in streams]
+
+    bad, good = asyncio.run(main())
+    assert bad.finish_reason is FinishReason.ERROR and isinstance(bad.error, KeyError) and bad.generated_text == ""
+    assert good.finish_reason is FinishReason.LENGTH and good.generated_text == '"'
+    assert +engine.finished_counts == {"error": 1, "length": 1}
+
+
+def test_readers_in_several_threads_make_a_text_once() -> None:
+    calls: list[list[int]] = []
+    failed: list[int] = []
+    together = threading.Barrier(4)
+
+    def make(tokens: list[int]) -> tuple[str, Exception | None]:
+        calls.append(tokens)
+        return "ab", KeyError("c")
+
+    record = completed(make, lambda: failed.append(1))
+    read: list[tuple[Status, str]] = []
+
+    def reader() -> None:
+        together.wait(timeout=30)
+        read.append((record.status, record.generated_text))
+
+    threads = [threading.Thread(target=reader) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert read == [(Status.FAILED, "ab")] * 4 and calls == [list(b"abc")] and failed == [1]
+
+
+def test_texts_of_many_answers_that_end_together_leave_others_their_turns() -> None:
+    """Each takes longer than a turn of the event loop may be."""
+    turns: list[int] = []
+
+    def make(tokens: list[int]) -> tuple[str, Exception | None]:
+        time.sleep(2e-3)
+        return bytes(tokens).decode(), None
+
+    async def main() -> list[tuple[int, str]]:
+        loop = asyncio.get_running_loop()
+
+        def turn() -> None:
+            turns.append(len(ended))
+            loop.call_soon(turn)
+
+        ended: list[tuple[int, str]] = []
+        done = asyncio.Event()
+
+        def take(item: Increment | Exception) -> None:
+            assert isinstance(item, Increment) and item.record is not None
+            ended.append((item.record.request_id, item.text))
+            if len(ended) == 8:
+                done.set()
+
+        streams = [RequestStream(lambda number: None, loop, whole=True) for _ in range(8)]
+        for stream in streams:
+            stream.forward(take)
+        turn()
+        deliver([(stream, completed(make, number=number)) for number, stream in enumerate(streams)])
+        await asyncio.wait_for(done.wait(), timeout=30)
+        return ended
+
+    assert asyncio.run(main()) == [(number, "abc") for number in range(8)]
+    # Somebody else had a turn behind each of them.
+    assert set(range(8)) <= {*turns}
+
+
+def test_increments_that_are_made_come_in_order_however_long_their_readers_take() -> None:
+    """A coordinator's, in one delivery each."""
+
+    async def main() -> list[tuple[int, str]]:
+        loop = asyncio.get_running_loop()
+        taken: list[tuple[int, str]] = []
+        done = asyncio.Event()
+
+        def take(number: int, item: Increment | Exception) -> None:
+            assert isinstance(item, Increment)
+            time.sleep(2e-3)
+            taken.append((number, item.text))
+            if len(taken) == 6:
+                done.set()
+
+        streams = [RequestStream(lambda number: None, loop) for _ in range(3)]
+        for number, stream in enumerate(streams):
+            stream.forward(functools.partial(take, number))
+        for text in "ab":
+            deliver([(stream, Increment(text=text)) for stream in streams])
+        await asyncio.wait_for(done.wait(), timeout=30)
+        return taken
+
+    assert asyncio.run(main()) == [(number, text) for text in "ab" for number in range(3)]
+
+
+def test_a_record_that_nobody_reads_keeps_no_engine(make_model: Make, make_engine: Make) -> None:
+    engine = make_engine(make_model(vocab_size=272, layers=1), ByteTokenizer())
+    context = weakref.ref(engine.context)
+    (record,) = engine.generate([[1, 2]], SamplingParams(temperature=0, num_tokens_to_generate=3, logit_bias={ord("z"): 1000.0}))
+    del engine
+    gc.collect()
+    assert context() is None and record.generated_text == "zzz"

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """A request that the engine is busy with: its record grows by one sampled token at a time."""
 
+import functools
 import itertools
 import time
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from mcore_inference.cache import BlockKey, PrefixChain
 from mcore_inference.context import PENDING
-from mcore_inference.engine._stream_text import StreamText
+from mcore_inference.engine._stream_text import StreamText, text_of
 from mcore_inference.requests import (
     DynamicInferenceRequest,
     DynamicInferenceRequestRecord,
@@ -20,11 +21,12 @@ from mcore_inference.requests import (
     NonFiniteLogitsError,
     Status,
     StructuredOutputError,
+    TextMaker,
 )
 from mcore_inference.sampling import SamplingParams
 from mcore_inference.speculation import NgramDrafter
 from mcore_inference.structured import GrammarMatcher
-from mcore_inference.text import TextStream, Tokenizer, text_until_failure, whole_text
+from mcore_inference.text import TextStream, Tokenizer
 
 
 @dataclass(kw_only=True, eq=False)
@@ -42,7 +44,7 @@ class ActiveRequest:
     text: TextStream | None
     """Of one with stop words, which needs it in each step."""
     tokenizer: Tokenizer | None
-    """By which the text of another one is made, at its end or by whoever reads its stream."""
+    """By which the text of another one is made, by whoever reads it."""
     started: float
     """Monotonic seconds of arrival."""
     grammar: GrammarMatcher | None = None
@@ -228,35 +230,26 @@ class ActiveRequest:
             self._num_early += len(tokens)
             record.generated_text += self._early_text.push(tokens)
 
-    def _finish_text(self) -> Exception | None:
-        """Make what is missing of the text; the tokenizer is foreign code, and what it raises is this request's alone."""
-        record, tokens = self.record, self._text_tokens()
-        try:
-            if self.text is not None:
-                record.generated_text = self.text.finish()
-            elif self.tokenizer is not None and tokens:
-                record.generated_text = whole_text(self.tokenizer, tokens)
-        except Exception as failure:
-            if self.text is not None:
-                record.generated_text = self.text.text
-            elif self.tokenizer is not None:
-                record.generated_text = text_until_failure(self.tokenizer, tokens)
-            return failure
-        return None
-
-    def _text_tokens(self) -> list[int]:
-        """Those of the output that have text."""
-        tokens = self.record.generated_tokens
-        # One that ends the request is the last.
-        return tokens[:-1] if tokens and tokens[-1] in self.silent_ids else tokens
+    def text_maker(self) -> TextMaker | None:
+        """How its text is made when it has ended; None where it is there, or there is none. It keeps nothing else of the request."""
+        if self.tokenizer is None or not self.record.num_generated:
+            return None
+        if self._early_text is None:
+            return functools.partial(text_of, self.tokenizer, self.silent_ids)
+        # What was shown stays.
+        return functools.partial(_end_of, self._early_text, self._num_early)
 
     def finish(self, reason: FinishReason, error: Exception | None) -> FinishReason:
         """Close the record; the reason is another one when the tokenizer fails at the last characters."""
         record, segment = self.record, self.segment
         self.ended = True
-        failure = self._finish_text()
-        if failure is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
-            reason, error = FinishReason.ERROR, failure
+        if self.text is not None:
+            try:
+                record.generated_text = self.text.finish()
+            except Exception as failure:
+                record.generated_text = self.text.text
+                if reason in (FinishReason.STOP, FinishReason.LENGTH):
+                    reason, error = FinishReason.ERROR, failure
         record.latency = time.monotonic() - self.started
         if self.routing:
             record.routed_experts = self._routed_experts()
@@ -269,7 +262,10 @@ class ActiveRequest:
             if error is not None:
                 segment.add_event_error(error)
             segment.add_event_fail()
-        if self._early_text is not None:
-            # What was shown stays.
-            self._early_text.end(record.generated_tokens[self._num_early :], record)
         return reason
+
+
+def _end_of(text: StreamText, num_pushed: int, tokens: list[int]) -> tuple[str, Exception | None]:
+    """Of a text that has the first of these tokens."""
+    text.end(tokens[num_pushed:])
+    return text.emitted, text.failure

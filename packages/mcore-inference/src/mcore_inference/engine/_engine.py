@@ -132,8 +132,8 @@ class DynamicInferenceEngine:
         num_batches = 1 if waits else model.groups.pp.size
         self._admission = Admission(context, num_batches)
         self._requests = LiveRequests(self._admission)
-        self.finished_counts: Counter[str] = self._requests.finished_counts
-        """Requests that ended, by reason."""
+        self.finished_counts: Counter[str] = self._requests.end_counts.by_reason
+        """Requests that ended, by reason; one whose text the tokenizer fails at is an error once somebody reads it."""
         runs_ahead = on_gpu and not speculates if execution.run_ahead is None else execution.run_ahead
         ngrams = execution.speculation if isinstance(execution.speculation, NgramSpeculation) else None
         self._verification = Verification(context, self._admission, self._executor.drafts if ngrams is None else NgramProposals())
@@ -467,7 +467,7 @@ class DynamicInferenceEngine:
             self.peers.spans_steps = True
         try:
             records, num_refused = run_to_end(self if self.peers is None else StepsTogether(self, self.peers), completions)
-            self.finished_counts[FinishReason.ERROR.value] += num_refused
+            self._requests.end_counts.add(FinishReason.ERROR, num_refused)
             return records
         finally:
             if self.peers is not None:

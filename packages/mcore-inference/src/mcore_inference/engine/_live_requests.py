@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """The requests of an engine from their arrival to their end."""
 
+import functools
 import itertools
 import time
 from collections import Counter
@@ -9,9 +10,10 @@ from collections.abc import Sequence
 
 from mcore_inference.engine._active_request import ActiveRequest
 from mcore_inference.engine._admission import Admission
+from mcore_inference.engine._end_counts import EndCounts
 from mcore_inference.engine._process_age import process_age_s
 from mcore_inference.engine._verification import Draw
-from mcore_inference.requests import DynamicInferenceRequestRecord, FinishReason, Status, StepFailedError
+from mcore_inference.requests import DynamicInferenceRequestRecord, FinishReason, StepFailedError
 
 
 class LiveRequests:
@@ -29,8 +31,7 @@ class LiveRequests:
         """Watched ones with tokens that were not asked for."""
         self.entries: dict[int, ActiveRequest] = {}
         """By number, in the order of arrival."""
-        self.finished_counts: Counter[str] = Counter()
-        """Requests that ended, by reason."""
+        self.end_counts = EndCounts()
         self.latencies = admission.latencies
         self.num_generated = 0
         """Tokens that were drawn."""
@@ -122,9 +123,12 @@ class LiveRequests:
         elif entry in self._admission.waiting:
             self._admission.remove(entry)
         reason = entry.finish(reason, error)
-        self.finished_counts[reason.value] += 1
-        if record.status is Status.COMPLETED:
+        self.end_counts.add(reason)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.latencies.count_end(record)
+        if (make := entry.text_maker()) is not None:
+            # Nothing of the engine but its counts is kept by a record that nobody reads.
+            record.defer_text(make, functools.partial(self.end_counts.move_to_error, reason))
         self._ended.append(record)
 
     def take_ended(self) -> list[DynamicInferenceRequestRecord]:

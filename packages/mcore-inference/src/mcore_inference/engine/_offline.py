@@ -8,10 +8,8 @@ from typing import Protocol
 from mcore_inference.requests import (
     DynamicInferenceRequest,
     DynamicInferenceRequestRecord,
-    FinishReason,
     Prompt,
     RequestError,
-    Status,
     integers_of,
 )
 from mcore_inference.sampling import SamplingParams
@@ -82,7 +80,5 @@ def _refused(prompt: Prompt, params: SamplingParams, error: RequestError) -> Dyn
     number = -1 if error.request_id is None else error.request_id
     request = DynamicInferenceRequest(request_id=number, prompt_tokens=integers_of(prompt), sampling_params=params)
     request.prompt = prompt if isinstance(prompt, str) else None
-    request.status, request.finish_reason, request.error = Status.FAILED, FinishReason.ERROR, error
-    request.add_event_error(error)
-    request.add_event_fail()
+    request.fail(error)
     return DynamicInferenceRequestRecord.from_request(request)

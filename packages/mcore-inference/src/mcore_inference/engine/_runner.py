@@ -19,7 +19,7 @@ from mcore_inference.engine._engine import DynamicInferenceEngine
 from mcore_inference.engine._lockstep import LockstepLeader, rank_name, ranks_of
 from mcore_inference.engine._lockstep_config import LockstepConfig
 from mcore_inference.engine._shared_loads import SharedLoad, SharedLoads
-from mcore_inference.engine._stream import Ending, Growth, News, RequestStream, Result, call_in, deliver, settle, settle_all
+from mcore_inference.engine._stream import Growth, News, RequestStream, Result, call_in, deliver, settle, settle_all
 from mcore_inference.engine._weights import WeightChunk, WeightPolicy, check_policy
 from mcore_inference.requests import DynamicInferenceRequestRecord, EngineDeadError, QueueFullError, RankFailedError
 from mcore_inference.sampling import SamplingParams
@@ -538,12 +538,8 @@ class EngineRunner:
 
     def _ended(self, records: Iterable[DynamicInferenceRequestRecord]) -> list[News]:
         """The ends of streams."""
-        news: list[News] = []
-        for record in records:
-            if (stream := self._streams.pop(record.request_id, None)) is not None:
-                rest = record.generated_text[stream.num_characters :] if stream.text is None else stream.text
-                news.append((stream, Ending(record, stream.num_tokens, rest)))
-        return news
+        ends = ((self._streams.pop(record.request_id, None), record) for record in records)
+        return [(stream, record) for stream, record in ends if stream is not None]
 
     def _shut_down(self) -> None:
         streams = self._refuse_all()

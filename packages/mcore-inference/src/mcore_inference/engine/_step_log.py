@@ -13,7 +13,7 @@ COUNTERS = frozenset({
     "evicted_blocks", "evicted_snapshots", "drafted_tokens", "accepted_tokens", "expert_rebalances", "moved_experts",
     "finished_stop", "finished_length", "finished_abort", "finished_error",
 })  # fmt: skip
-"""Of the statistics, those that only grow; a line has what they grew by."""
+"""Of the statistics, those that count; a line has what they grew by, which is below 0 where only a text has failed since."""
 
 
 class StepLog:

@@ -4,17 +4,21 @@
 
 import asyncio
 import contextlib
-from collections import defaultdict
+import time
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from mcore_inference._stability import experimental_api, internal_api
 from mcore_inference.engine._queue import asyncio_Queue, asyncio_QueueShutDown
 from mcore_inference.engine._stream_text import StreamText
 from mcore_inference.requests import DynamicInferenceRequestRecord
 
-__all__ = ["Ending", "EndingQueue", "Growth", "Increment", "News", "RequestStream", "Result", "call_in", "deliver", "settle", "settle_all"]
+__all__ = ["EndingQueue", "Growth", "Increment", "News", "RequestStream", "Result", "call_in", "deliver", "settle", "settle_all"]
+
+_TURN_S = 1e-3
+"""Of an event loop, in which texts of ended requests are made: its other streams wait as long, and a step that needs the interpreter."""
 
 
 @experimental_api
@@ -95,7 +99,7 @@ class RequestStream:
         self._queue = EndingQueue()
         self._take: Callable[[Increment | Exception], None] = self._queue.add
         self.request_id = -1
-        # Owned by the engine's thread:
+        # Owned by the engine's thread until the end, and by the loop's behind it:
         self.num_tokens = 0
         self.num_characters = 0
         self.text: StreamText | None = None
@@ -138,23 +142,8 @@ class RequestStream:
             take(item)
 
 
-class Ending(NamedTuple):
-    """The end of a request, behind what its stream has."""
-
-    record: DynamicInferenceRequestRecord
-    num_tokens: int
-    """That the stream has."""
-    text: str | StreamText
-    """What it has not, or where that is made."""
-
-    def increment(self) -> Increment:
-        record, text = self.record, self.text
-        tokens, values, best = record.since(self.num_tokens)
-        rest = text if isinstance(text, str) else text.end(tokens, record)
-        return Increment(tokens=tokens, log_probs=values, top_n_logprobs=best, text=rest, record=record)
-
-
-News = tuple[RequestStream, Increment | Ending | Exception]
+News = tuple[RequestStream, Increment | DynamicInferenceRequestRecord | Exception]
+"""Of a stream, an increment that is made, or its end: the finished record, of which the thread of the event loop makes one, or an error."""
 Growth = tuple[RequestStream, DynamicInferenceRequestRecord, int, int, str | StreamText]
 """Of a stream, what its request gained: the record, the first token and the one behind the last, and the text or where it is made. The
 record's lists only grow, so that the thread of the event loop makes an increment of it."""
@@ -162,7 +151,8 @@ record's lists only grow, so that the thread of the event loop makes an incremen
 
 @internal_api
 def deliver(news: Iterable[News], growths: Iterable[Growth] = ()) -> None:
-    """Put into streams what is new, with one call into each event loop; growths first."""
+    """Put into streams what is new, with one call into each event loop; growths first. Ends come in turns of the loop: their texts are made
+    there."""
     by_loop = defaultdict[asyncio.AbstractEventLoop, tuple[list[Growth], list[News]]](lambda: ([], []))
     for growth in growths:
         by_loop[growth[0].loop][0].append(growth)
@@ -202,8 +192,35 @@ def _joined(parts: Sequence[Increment]) -> Increment:
 def _put_all(growths: Iterable[Growth], news: Iterable[News]) -> None:
     for stream, record, first, end, text in growths:
         stream.put(_grown_by(record, first, end, text))
+    ends: deque[tuple[RequestStream, DynamicInferenceRequestRecord]] = deque()
     for stream, item in news:
-        stream.put(item.increment() if isinstance(item, Ending) else item)
+        if isinstance(item, DynamicInferenceRequestRecord):
+            ends.append((stream, item))
+        else:
+            stream.put(item)
+    _put_ends(ends)
+
+
+def _put_ends(ends: deque[tuple[RequestStream, DynamicInferenceRequestRecord]]) -> None:
+    """As many as fit a turn of the event loop, and the rest in later ones: nothing comes behind the end of a stream."""
+    until = time.monotonic() + _TURN_S
+    while ends:
+        stream, record = ends.popleft()
+        stream.put(_last_of(stream, record))
+        if ends and time.monotonic() >= until:
+            stream.loop.call_soon(_put_ends, ends)
+            return
+
+
+def _last_of(stream: RequestStream, record: DynamicInferenceRequestRecord) -> Increment:
+    """What a stream has not of its record, whose text is made here."""
+    tokens, values, best = record.since(stream.num_tokens)
+    if stream.text is None:
+        text = record.generated_text[stream.num_characters :]
+    else:
+        text = stream.text.end(tokens)
+        record.settle_text(stream.text.emitted, stream.text.failure)
+    return Increment(tokens=tokens, log_probs=values, top_n_logprobs=best, text=text, record=record)
 
 
 def _grown_by(record: DynamicInferenceRequestRecord, first: int, end: int, text: str | StreamText) -> Increment:

@@ -33,6 +33,7 @@ from mcore_inference.requests._request import (
     EventType,
     FinishReason,
     Status,
+    TextMaker,
 )
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "StepFailedError",
     "StructuredOutputError",
     "TensorStateDeallocatedError",
+    "TextMaker",
     "TokenOverflowError",
     "bad_word_tokens",
     "encode_prompt",

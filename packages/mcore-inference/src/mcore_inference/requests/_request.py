@@ -3,8 +3,9 @@
 """Requests as the engine keeps them and hands them back."""
 
 import enum
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -12,10 +13,19 @@ from typing import Any
 from torch import Tensor
 
 from mcore_inference._fields import check_fields
+from mcore_inference._stability import internal_api
 from mcore_inference.requests._errors import RequestError, recalled, recorded
 from mcore_inference.sampling import SamplingParams
 
-__all__ = ["DynamicInferenceEvent", "DynamicInferenceRequest", "DynamicInferenceRequestRecord", "EventType", "FinishReason", "Status"]
+__all__ = [
+    "DynamicInferenceEvent",
+    "DynamicInferenceRequest",
+    "DynamicInferenceRequestRecord",
+    "EventType",
+    "FinishReason",
+    "Status",
+    "TextMaker",
+]
 
 
 class Status(enum.IntEnum):
@@ -162,6 +172,14 @@ class DynamicInferenceRequest:
         transient = isinstance(error, RequestError) and error.is_transient
         self._add_event(EventType.ERROR_TRANSIENT if transient else EventType.ERROR_NONTRANSIENT, error)
 
+    @internal_api
+    def fail(self, error: Exception) -> None:
+        """End it by an error, also where it had been completed."""
+        self.status, self.finish_reason, self.error = Status.FAILED, FinishReason.ERROR, error
+        self.events = [event for event in self.events if event.type is not EventType.FINISH]
+        self.add_event_error(error)
+        self.add_event_fail()
+
     def _add_event(self, kind: EventType, error: Exception | None = None) -> None:
         payload = None if error is None else f"{type(error).__name__}: {error}"
         self.events.append(DynamicInferenceEvent(type=kind, payload=payload))
@@ -213,6 +231,19 @@ def _as_pairs(ranked: list[dict[int, float]]) -> list[list[list[float]]]:
     return [[[token, value] for token, value in best.items()] for best in ranked]
 
 
+TextMaker = Callable[[list[int]], tuple[str, Exception | None]]
+"""Of all tokens of an output its text, and what the tokenizer raised in it; the text ends there then."""
+
+
+@dataclass(frozen=True)
+class _LateText:
+    """Makes the text of a request that has ended, for whoever reads it first."""
+
+    make: TextMaker
+    fail: Callable[[], None]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
 @dataclass(kw_only=True)
 class DynamicInferenceRequestRecord:
     """A request over all its segments: each eviction closes one and opens the next, whose prompt is all tokens so far.
@@ -221,9 +252,11 @@ class DynamicInferenceRequestRecord:
     """
 
     requests: list[DynamicInferenceRequest] = field(default_factory=list)
+    """Of one that has ended, ask the record and not its last segment how: a tokenizer that fails ends it when the text is made."""
     generated_text: str = ""
-    """Text of the generated tokens, cut before a stop word. With stop words it grows with the tokens, by whole characters; else it is made
-    when the request ends, or ``DynamicInferenceEngine.get_request`` is asked before; streams make theirs."""
+    """Text of the generated tokens, cut before a stop word. With stop words it grows with the tokens, by whole characters. Else it is made
+    behind the end, by whoever reads it first, or reads how the request ended (``status``, ``finish_reason``, ``error``, ``merge``,
+    ``serialize``); before the end by ``DynamicInferenceEngine.get_request``. Streams make theirs."""
     latency: float | None = None
     """Seconds from arrival to the end."""
     time_to_first_token: float | None = None
@@ -231,6 +264,60 @@ class DynamicInferenceRequestRecord:
     routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
     """[tokens - 1, layers, experts a token] int16, the experts of all tokens but the last, -1 for those found in the cache; of a finished
     request in this process, where ``ExecutionConfig.record_routing`` asks for it."""
+
+    def __post_init__(self) -> None:
+        self._late_text: _LateText | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._make_text()
+        return vars(self)
+
+    @internal_api
+    def defer_text(self, make: TextMaker, fail: Callable[[], None]) -> None:
+        """Leave the text of a request that has ended to whoever reads it first.
+
+        Args:
+            make: called once, in the reader's thread.
+            fail: called then, where it failed and the request had been completed, which it is no longer.
+        """
+        late = _LateText(make, fail)
+        # A reader that had the record before waits: in other threads it has a text or one that is late, at any time.
+        with late.lock:
+            self._late_text = late
+            del self.generated_text
+
+    @internal_api
+    def settle_text(self, text: str, failure: Exception | None) -> None:
+        """Give a request that has ended the text that a stream of it has, in place of the one that is left to readers.
+
+        Args:
+            text: up to where the tokenizer failed.
+            failure: what it raised; ends a request that had been completed.
+        """
+        if (late := self._late_text) is None:
+            self._end_text(text, failure)
+        else:
+            with late.lock:
+                self._end_text(text, failure)
+
+    def _make_text(self) -> str:
+        """The text, which is made where it is left to readers."""
+        if (late := self._late_text) is not None:
+            with late.lock:
+                # Another reader may have made it meanwhile.
+                if self._late_text is not None:
+                    self._end_text(*late.make(self.generated_tokens))
+        return self.generated_text
+
+    def _end_text(self, text: str, failure: Exception | None) -> None:
+        self.generated_text = text
+        last, late = self.requests[-1], self._late_text
+        if failure is not None and last.succeeded():
+            last.fail(failure)
+            if late is not None:
+                late.fail()
+        # Last: readers that find none do not wait.
+        self._late_text = None
 
     @classmethod
     def from_request(cls, request: DynamicInferenceRequest) -> "DynamicInferenceRequestRecord":
@@ -247,17 +334,22 @@ class DynamicInferenceRequestRecord:
     def sampling_params(self) -> SamplingParams:
         return self.requests[0].sampling_params
 
+    def _last(self) -> DynamicInferenceRequest:
+        """The segment that says how the request ended, where it has."""
+        self._make_text()
+        return self.requests[-1]
+
     @property
     def status(self) -> Status:
-        return self.requests[-1].status
+        return self._last().status
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        return self.requests[-1].finish_reason
+        return self._last().finish_reason
 
     @property
     def error(self) -> Exception | None:
-        return self.requests[-1].error
+        return self._last().error
 
     @property
     def prompt_tokens(self) -> list[int]:
@@ -341,7 +433,7 @@ class DynamicInferenceRequestRecord:
 
     def merge(self) -> DynamicInferenceRequest:
         """One request with the first prompt, everything generated, every event, and the last status."""
-        first, last = self.requests[0], self.requests[-1]
+        first, last = self.requests[0], self._last()
         return DynamicInferenceRequest(
             request_id=first.request_id,
             prompt_tokens=list(first.prompt_tokens),
@@ -368,9 +460,10 @@ class DynamicInferenceRequestRecord:
 
     def serialize(self) -> dict[str, Any]:
         """JSON-ready data."""
+        text = self._make_text()
         return {
             "requests": [request.serialize() for request in self.requests],
-            "generated_text": self.generated_text,
+            "generated_text": text,
             "latency": self.latency,
             "time_to_first_token": self.time_to_first_token,
         }
@@ -386,3 +479,14 @@ class DynamicInferenceRequestRecord:
             latency=data["latency"],
             time_to_first_token=data["time_to_first_token"],
         )
+
+
+class _TextOfReader:
+    """Stands for the text of a record that has none yet; an attribute of the record goes before it."""
+
+    def __get__(self, record: DynamicInferenceRequestRecord | None, owner: type) -> str:
+        # The class is asked for the default of the field.
+        return "" if record is None else record._make_text()
+
+
+DynamicInferenceRequestRecord.generated_text = _TextOfReader()  # pyright: ignore[reportAttributeAccessIssue]

@@ -45,7 +45,8 @@ class Tokenizer(Protocol):
     def detokenize(self, ids: list[int]) -> str:
         """Text of token ids without special tokens; an incomplete character at the end becomes U+FFFD.
 
-        It depends on the ids alone: an engine remembers the texts of single tokens. Threads that read streams call it beside the engine's.
+        It depends on the ids alone: an engine remembers the texts of single tokens. Whoever reads a text calls it, in threads beside the
+        engine's.
         """
         ...
 
