@@ -2,44 +2,30 @@
 # Copyright (c) 2026 the mcore authors
 """The engine: continuous batching of requests over one model."""
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from mcore_inference._capability import (
-    EngineCapability,
-    check_cache,
-    check_layout,
-    check_states,
-    check_weights,
-    shares_experts,
-    shares_prefixes,
-)
 from mcore_inference._fields import as_integer
 from mcore_inference._stability import experimental_api, internal_api
 from mcore_inference.context import DynamicInferenceContext
-from mcore_inference.decoder import check_quantization, quantize_weights
-from mcore_inference.engine._admission import Admission
-from mcore_inference.engine._equal_ranks import check_equal_ranks, refused_together
-from mcore_inference.engine._executor import ExecutionConfig, Executor
-from mcore_inference.engine._expert_balance import ExpertBalance, ExpertBalancing, check_experts
+from mcore_inference.engine._assembly import assemble
+from mcore_inference.engine._engine_cache import EngineCache
+from mcore_inference.engine._engine_figures import EngineFigures
+from mcore_inference.engine._equal_ranks import refused_together
+from mcore_inference.engine._executor import ExecutionConfig
+from mcore_inference.engine._expert_moves import ExpertMoves
 from mcore_inference.engine._expert_peers import ExpertPeers
 from mcore_inference.engine._expert_votes import Vote
-from mcore_inference.engine._intake import Intake
-from mcore_inference.engine._live_requests import LiveRequests
 from mcore_inference.engine._offline import completions_of, run_to_end, settings_of
-from mcore_inference.engine._shared_steps import SharedSteps, StepsTogether
+from mcore_inference.engine._shared_steps import StepsTogether
 from mcore_inference.engine._step_log import StepLog
-from mcore_inference.engine._step_loop import StepLoop
 from mcore_inference.engine._stream_text import StreamText
-from mcore_inference.engine._verification import NgramProposals, Verification
 from mcore_inference.engine._weights import ModelWeights, WeightChunk, WeightPolicy, check_chunks, check_policy
 from mcore_inference.requests import DynamicInferenceRequestRecord, FinishReason, Prompt, QueueFullError
 from mcore_inference.sampling import SamplingParams
 from mcore_inference.scheduling import InferenceBatchDimensions
-from mcore_inference.speculation import NgramSpeculation
 from mcore_inference.text import Tokenizer
 from mcore_parallel.models import GPTModel
 
@@ -88,79 +74,30 @@ class DynamicInferenceEngine:
         max_waiting_requests: int | None = None,
         execution: ExecutionConfig | None = None,
     ) -> None:
+        parts = assemble(
+            model, context, tokenizer, execution, seed=seed, vocab_size=vocab_size, max_waiting_requests=max_waiting_requests
+        )  # fmt: skip
         self.model = model
         self.context = context
         self.tokenizer = tokenizer
-        self._owner = 0
-        self._balance: ExpertBalance | None = None
-        with refused_together(model, "the engine") as agree:
-            EngineCapability().check_model(model)
-            check_layout(model)
-            _check_kinds(context, tokenizer, execution)
-            check_states(model, None if context.states is None else context.states.config)
-            check_cache(model, context.cache, context.max_sequence_length)
-            weight_dtype = context.config.weight_dtype
-            check_weights(model, weight_dtype)
-            check_quantization(model, weight_dtype)
-            shares = shares_prefixes(model, context.config.enable_prefix_caching)
-            seed = as_integer("seed", seed, -(2**63), 2**63 - 1)
-            if vocab_size is not None:
-                vocab_size = as_integer("vocab_size", vocab_size, 1, model.config.vocab_size)
-            if max_waiting_requests is not None:
-                max_waiting_requests = as_integer("max_waiting_requests", max_waiting_requests, 1, 2**31)
-            execution = ExecutionConfig() if execution is None else execution
-            balancing = execution.expert_balancing
-            check_experts(model, balancing)
-            limit = model.config.vocab_size if tokenizer is None else min(tokenizer.vocab_size, model.config.vocab_size)
-            self.vocab_size = vocab_size or limit
-
-            def prepare() -> None:
-                agree()
-                self._prepare(seed, balancing)
-
-            try:
-                self._executor = Executor(model, context, self.vocab_size, execution, prepare)
-            except BaseException:
-                context.release_new_draft_pages()
-                raise
+        self.vocab_size: int = parts.vocab_size
         self.weight_version = 0
         """Of the weights; 0 before the first ``load_weights``."""
         self._newest_version = 0
-        self._max_waiting = max_waiting_requests
-        speculates, on_gpu = execution.speculation is not None, context.device.type == "cuda"
-        waits = speculates or shares_experts(model) or execution.run_ahead is False
-        num_batches = 1 if waits else model.groups.pp.size
-        self._admission = Admission(context, num_batches)
-        self._requests = LiveRequests(self._admission)
+        self._owner, self._max_waiting = parts.owner, parts.max_waiting_requests
+        self._intake, self._requests, self._admission = parts.intake, parts.requests, parts.admission
+        self._loop, self._executor, self._verification = parts.loop, parts.executor, parts.verification
         self.finished_counts: Counter[str] = self._requests.end_counts.by_reason
         """Requests that ended, by reason; one whose text the tokenizer fails at is an error once somebody reads it."""
-        runs_ahead = on_gpu and not speculates if execution.run_ahead is None else execution.run_ahead
-        ngrams = execution.speculation if isinstance(execution.speculation, NgramSpeculation) else None
-        self._verification = Verification(context, self._admission, self._executor.drafts if ngrams is None else NgramProposals())
-        self._loop = StepLoop(
-            context, self._requests, self._admission, self._executor, self._verification if speculates else None, runs_ahead=runs_ahead,
-            num_batches=num_batches,
-        )  # fmt: skip
-        if execution.log_interval_steps is not None:
-            self._loop.log = StepLog(self.stats, execution.log_interval_steps)
-        self.weights = ModelWeights(model)
-        self.peers = ExpertPeers(model) if shares_experts(model) else None
+        self.weights: ModelWeights = parts.weights
+        self.peers: ExpertPeers | None = parts.peers
         """Of ranks that share experts."""
-        self._shared_steps: SharedSteps | None = None
-        if self.peers is not None:
-            self._shared_steps = SharedSteps(
-                self.peers, model, self._executor, self._requests, self._admission, self._balance, speculates=speculates
-            )  # fmt: skip
-        self._intake = Intake(context, tokenizer, self.vocab_size, seed=seed, ngrams=ngrams, shares_prefixes=shares)
-
-    def _prepare(self, seed: int, balancing: ExpertBalancing | None) -> None:
-        """Make context and weights those of this engine; what is refused is refused before, and leaves both as they were."""
-        check_equal_ranks(self.model.groups, self.context, vocab_size=self.vocab_size, seed=seed)
-        self._owner = self.context.take_over()
-        if self.context.config.weight_dtype is not None:
-            quantize_weights(self.model, self.context.config.weight_dtype)
-        if balancing is not None:
-            self._balance = ExpertBalance(self.model, balancing)
+        self._shared_steps, self._balance = parts.shared_steps, parts.balance
+        self._moves = ExpertMoves(parts.balance, self._loop, self.weights)
+        self._cache = EngineCache(context, self._loop, self._admission, self._executor)
+        self._figures = EngineFigures(parts, context)
+        if parts.log_interval_steps is not None:
+            self._loop.log = StepLog(self.stats, parts.log_interval_steps)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -281,7 +218,7 @@ class DynamicInferenceEngine:
         with refused_together(self.model, "create_cuda_graphs") as agree:
             self._check_idle("create_cuda_graphs")
             agree()
-        with self._with_experts():
+        with self._moves.for_no_request():
             self._executor.record_graphs()
         if reset_context:
             self.reset_prefix_cache()
@@ -300,31 +237,8 @@ class DynamicInferenceEngine:
         with refused_together(self.model, "warm_up") as agree:
             self._check_idle("warm_up")
             agree()
-        with self._with_experts():
+        with self._moves.for_no_request():
             self._executor.warm_up()
-
-    @contextlib.contextmanager
-    def _with_experts(self) -> Iterator[None]:
-        """For steps whose tokens are of no request: experts are where they are looked for, and loads are not counted."""
-        if self._balance is not None:
-            self._move_experts(self._balance.settle)
-        yield
-        if self._balance is not None:
-            self._balance.forget_loads()
-
-    def _move_experts(self, move: Callable[[], None]) -> None:
-        """Between two steps; what breaks half-way leaves weights that no step may use, as a load does that broke before."""
-        self._loop.read_results()
-        self._loop.forget_batch()
-        were_complete, self.weights.are_complete = self.weights.are_complete, False
-        move()
-        self.weights.are_complete = were_complete
-
-    def _follow_loads(self, num_steps: int) -> None:
-        """Before a step that all ranks make: move experts where that is due."""
-        balance = self._balance
-        if balance is not None and balance.is_due(num_steps):
-            self._move_experts(lambda: balance.follow(num_steps))
 
     @property
     def is_warm(self) -> bool:
@@ -377,12 +291,12 @@ class DynamicInferenceEngine:
         """
         self.context.check_owner(self._owner)
         if self._shared_steps is not None:
-            self._shared_steps.run(self._vote(), self._advance, self._follow_loads)
+            self._shared_steps.run(self._vote(), self._advance, self._moves.follow)
             return self.take_finished()
         if self.is_suspended:
             raise RuntimeError("the engine is suspended; call resume() first")
         self.weights.check_complete()
-        self._follow_loads(self.step_count)
+        self._moves.follow(self.step_count)
         self._advance()
         return self.take_finished()
 
@@ -481,25 +395,7 @@ class DynamicInferenceEngine:
     def stats(self) -> dict[str, float]:
         """Counters and the state of the cache, for metrics. ``seconds_to_first_token`` is the age of this process when the engine drew its
         first token, 0 before."""
-        return {
-            "steps": self.step_count,
-            "computed_tokens": self._executor.num_computed,
-            "generated_tokens": self._requests.num_generated,
-            "graph_steps": self._executor.num_graph_steps,
-            "preemptions": self.num_preemptions,
-            "drafted_tokens": self.num_drafted,
-            "accepted_tokens": self.num_accepted,
-            "prefix_cache_queries": self._admission.num_looked_up,
-            "prefix_cache_hits": self._admission.num_found,
-            "seconds_to_first_token": self._requests.seconds_to_first_token,
-            "weight_version": self.weight_version,
-            "running_requests": len(self._admission.running),
-            "waiting_requests": self.num_waiting,
-            "longest_waiting_seconds": self._admission.longest_waiting_s,
-            **{f"finished_{reason.value}": self.finished_counts[reason.value] for reason in FinishReason},
-            **self.context.get_kvcache_utilization_stats(),
-            **({} if self._balance is None else self._balance.stats()),
-        }
+        return self._figures.read(self.weight_version)
 
     def latency_stats(self) -> dict[str, float]:
         """Histograms of the times of requests, for metrics: of ``time_to_first_token_seconds``, and of completed requests
@@ -610,7 +506,7 @@ class DynamicInferenceEngine:
         """
         self.context.check_owner(self._owner)
         if not self.is_suspended:
-            self._free_cache()
+            self.suspend_within_process()
             if self.context.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -624,22 +520,9 @@ class DynamicInferenceEngine:
         """
         self.context.check_owner(self._owner)
         if not self.is_suspended:
-            self._free_cache()
-
-    @torch.no_grad()
-    def _free_cache(self) -> None:
-        # A recording that others wait in writes to the cache, be it padding.
-        self.finish_steps()
-        memory = self.context.memory
-        self._loop.read_results()
-        self._admission.note_pause(self._admission.running)
-        self._loop.forget_batch()
-        self._executor.draws.adjusted.clear()
-        if not memory.keeps_contents:
-            self.reset_prefix_cache()
-        if not memory.keeps_addresses:
-            self._executor.clear_graphs()
-        memory.free()
+            # A recording that others wait in writes to the cache, be it padding.
+            self.finish_steps()
+            self._cache.free()
 
     def reset_prefix_cache(self) -> None:
         """Forget what the cache holds, as after a change of the weights that ``load_weights`` did not make.
@@ -650,9 +533,7 @@ class DynamicInferenceEngine:
             RuntimeError: another engine has the context.
         """
         self.context.check_owner(self._owner)
-        self._loop.read_results()
-        self._loop.forget_batch()
-        self._admission.drop_cache()
+        self._cache.forget()
 
     @torch.no_grad()
     def resume(self) -> None:
@@ -675,18 +556,3 @@ class DynamicInferenceEngine:
         if self.context.is_owner(self._owner):
             self.suspend()
         self._executor.clear_graphs()
-
-
-def _check_kinds(context: object, tokenizer: object, execution: object) -> None:
-    if not isinstance(context, DynamicInferenceContext):
-        raise ValueError(f"context is a {type(context).__name__}; give DynamicInferenceContext.for_model(model)")
-    if execution is not None and not isinstance(execution, ExecutionConfig):
-        raise ValueError(f"execution is a {type(execution).__name__}; give ExecutionConfig(...), or None for the defaults")
-    if tokenizer is None:
-        return
-    if not isinstance(tokenizer, Tokenizer):
-        raise ValueError(
-            f"tokenizer is a {type(tokenizer).__name__}, which lacks a part of vocab_size, eod, tokenize and detokenize; wrap one of the "
-            "transformers library in TransformersTokenizer(...)"
-        )
-    as_integer("vocab_size of the tokenizer", tokenizer.vocab_size, 1, 2**31)
