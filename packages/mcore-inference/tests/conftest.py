@@ -2,15 +2,25 @@
 # Copyright (c) 2026 the mcore authors
 """Small models and engines."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 
-from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, ExecutionConfig, InferenceConfig, PagedAttention
+from mcore_inference import (
+    DynamicInferenceContext,
+    DynamicInferenceEngine,
+    EngineRunner,
+    ExecutionConfig,
+    InferenceConfig,
+    PagedAttention,
+)
 from mcore_parallel import ProcessGroups
+from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.models import GPTModel, TransformerConfig
+from tests.support.held_engine import Output
 
 
 @pytest.fixture(scope="session")
@@ -48,3 +58,30 @@ def make_engine(make_model: Callable[..., GPTModel]) -> Callable[..., DynamicInf
         )
 
     return make
+
+
+@pytest.fixture
+def engine(make_model: Callable[..., GPTModel], make_engine: Callable[..., DynamicInferenceEngine]) -> DynamicInferenceEngine:
+    """An engine of bytes."""
+    return make_engine(make_model(vocab_size=272, dtype=torch.float32, layers=1), ByteTokenizer(), max_sequence_length=512)
+
+
+@pytest.fixture
+def output(engine: DynamicInferenceEngine) -> Output:
+    """The output layer of ``engine``."""
+    layer = engine.model.output = Output(engine.model.output)
+    return layer
+
+
+@pytest.fixture
+def runners(
+    request: pytest.FixtureRequest, make_model: Callable[..., GPTModel], make_engine: Callable[..., DynamicInferenceEngine]
+) -> Iterator[list[EngineRunner]]:
+    """Two engines of equal weights, which are stuck long after each test, or where a step takes as long as a test says."""
+    stall_timeout_s = getattr(request, "param", 100.0)
+    with ExitStack() as stack:
+        engines = [
+            make_engine(make_model(vocab_size=272, dtype=torch.float32, layers=1), ByteTokenizer(), max_sequence_length=512)
+            for _ in range(2)
+        ]
+        yield [stack.enter_context(EngineRunner(engine, stall_timeout_s=stall_timeout_s)) for engine in engines]
