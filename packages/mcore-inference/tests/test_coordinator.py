@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("zmq")
 
-from mcore_inference import CoordinatorError, EngineRunner, InvalidTokenError, MaxSequenceLengthOverflowError, SamplingParams
+from mcore_inference import CoordinatorError, EngineRunner, FinishReason, InvalidTokenError, MaxSequenceLengthOverflowError, SamplingParams
 from mcore_inference.coordinator import (
     CoordinatedRunner,
     CoordinatorConfig,
@@ -129,6 +129,30 @@ def test_refusals_of_engines_reach_the_client_and_end_one_request(runners: list[
 
     with ExitStack() as stack:
         asyncio.run(ask(serve(stack, runners).address))
+
+
+def test_a_text_that_a_tokenizer_fails_at_ends_its_request_alone(make_model: Make, make_engine: Make) -> None:
+    class Touchy(ByteTokenizer):
+        def detokenize(self, ids: Any, skip_special: bool = True) -> str:
+            if ord("!") in ids:
+                raise KeyError("no text for it")
+            return super().detokenize(ids, skip_special)
+
+    async def ask(address: str) -> None:
+        async with InferenceClient(address) as client:
+            bad, good = (SamplingParams(temperature=0, num_tokens_to_generate=3, logit_bias={ord(letter): 1000.0}) for letter in "!a")
+            whole = [client.add_request([1, 2], params) for params in (bad, good)]
+            streams = [await client.submit([1, 2], params) for params in (bad, good)]
+            records = [*await asyncio.gather(*whole), *[await stream.record() for stream in streams]]
+            assert [record.finish_reason for record in records] == [FinishReason.ERROR, FinishReason.LENGTH] * 2
+            assert [record.generated_text for record in records] == ["", "aaa"] * 2
+            assert all("no text for it" in str(record.error) for record in records[::2])
+
+    with ExitStack() as stack:
+        runner = stack.enter_context(EngineRunner(make_engine(make_model(vocab_size=272, layers=1), Touchy())))
+        asyncio.run(ask(serve(stack, [runner]).address))
+        counts = runner.engine.finished_counts
+        assert counts["error"] == 2 and counts["length"] == 2
 
 
 def test_a_cancelled_request_is_aborted_and_others_go_on(runners: list[EngineRunner]) -> None:
