@@ -156,7 +156,8 @@ class TransformersLike:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return [4] * add_special_tokens + list(text.encode())
 
-    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+    def decode(self, ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        assert not clean_up_tokenization_spaces
         return bytes(i for i in ids if i > 4 or not skip_special_tokens).decode(errors="replace")
 
     def apply_chat_template(

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_inference.text import TextPieces, Tokenizer, TokenTexts, whole_text
+from mcore_inference.text import TextPieces, Tokenizer, TokenTexts, TransformersTokenizer, whole_text
 from mcore_inference.text._token_bytes import _BYTES
 from mcore_parallel.data import ByteTokenizer
 
@@ -187,3 +187,13 @@ def test_a_byte_that_a_decoder_strips_leaves_the_character_behind_it_whole() -> 
     spaced = [0, *range(8, 12)]
     assert tokenizer.detokenize(spaced) == joined(spaced, tokenizer) == "\U0001f600"
     assert joined([2, *spaced], tokenizer) == "A \U0001f600"
+
+
+def test_spaces_of_a_transformers_tokenizer_stay_as_its_tokens_have_them() -> None:
+    transformers = pytest.importorskip("transformers")
+    names = ["a", "'", "b", "do", "not", "."]
+    model = tokenizers.models.WordLevel({name: number for number, name in enumerate(names)}, "a")
+    inner = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(model), clean_up_tokenization_spaces=True)
+    tokenizer, tokens = TransformersTokenizer(inner), [0, 1, 2, 3, 4, 5]
+    assert inner.decode(tokens) != "a ' b do not ."
+    assert tokenizer.detokenize(tokens) == joined(tokens, tokenizer) == "a ' b do not ."

@@ -142,7 +142,8 @@ class TransformersTokenizer:
         return self.inner.encode(text, add_special_tokens=False)
 
     def detokenize(self, ids: list[int]) -> str:
-        return self.inner.decode(ids, skip_special_tokens=True)
+        # A stream cannot take a space back that a mark behind it would remove.
+        return self.inner.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def tokenizer_json(self) -> str:
         """Of a fast tokenizer.
