@@ -10,14 +10,21 @@ time of the engine's thread, ``wall_ms`` the time from step to step, in which th
 
 All of a row's requests end in one step: ``end_engine_ms`` is what that costs the engine's thread, ``all_engine_ms`` what all steps do, and
 ``loop_ms`` the longest turn of the event loop, in processor time of its thread.
+
+python -m tools.bench.streaming_rows --model llama-1b --output docs/benchmarks/streaming_rows_gpu.json
+
+With --model a GPU computes and draws, and what the thread spins while it waits for it is no host work. That is hidden where ``wall_ms`` is
+what the GPU takes, as without streams and text.
 """
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +44,7 @@ from mcore_parallel import ProcessGroups
 from mcore_parallel.data import HuggingFaceTokenizer, train_bpe
 from mcore_parallel.models import GPTModel, TransformerConfig
 from tools.bench._record import record
+from tools.bench.serve import MODELS
 
 _VOCAB_SIZE = 8192
 _NUM_WARM = 5
@@ -78,13 +86,30 @@ class TimedRunner(EngineRunner):
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self.engine_ms: list[float] = []
         self.ended_at: list[float] = []
+        self._spun_s = 0.0
         super().__init__(engine)
 
     def _step(self) -> None:
-        begin = time.thread_time()
+        begin, self._spun_s = time.thread_time(), 0.0
         super()._step()
-        self.engine_ms.append(1e3 * (time.thread_time() - begin))
+        self.engine_ms.append(1e3 * (time.thread_time() - begin - self._spun_s))
         self.ended_at.append(time.perf_counter())
+
+    @contextlib.contextmanager
+    def apart_from_waits(self) -> Iterator[None]:
+        """A block in which the processor time of waits for a GPU is not that of a step."""
+        wait = torch.cuda.Event.synchronize
+
+        def timed(event: torch.cuda.Event) -> None:
+            begin = time.thread_time()
+            wait(event)
+            self._spun_s += time.thread_time() - begin
+
+        torch.cuda.Event.synchronize = timed  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            torch.cuda.Event.synchronize = wait  # type: ignore[method-assign]
 
 
 class TimedLoop(asyncio.SelectorEventLoop):
@@ -98,16 +123,18 @@ class TimedLoop(asyncio.SelectorEventLoop):
         self.longest_ms = max(self.longest_ms, 1e3 * (time.thread_time() - begin))
 
 
-def steps(
-    num_requests: int, num_steps: int, device_ms: float, tokenizer: HuggingFaceTokenizer | None, *, stream: bool
-) -> tuple[TimedRunner, float]:
-    """A runner that has served requests of as many tokens, and the longest turn of their event loop, in ms, since they began."""
-    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=_VOCAB_SIZE)
-    model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention()).eval()
+def build_engine(
+    config: TransformerConfig, num_requests: int, num_steps: int, tokenizer: HuggingFaceTokenizer | None, **place: Any
+) -> DynamicInferenceEngine:
+    """An engine of random weights that has room for all requests at once."""
+    model = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), **place).eval()
     sizes = InferenceConfig(max_sequence_length=num_steps + 16, max_requests=num_requests, num_blocks=num_requests * (num_steps // 16 + 2))
     context = DynamicInferenceContext.for_model(model, sizes)
-    engine = DynamicInferenceEngine(model, context, tokenizer, execution=ExecutionConfig(run_ahead=True))
-    tokens = list(range(300, _VOCAB_SIZE)) if tokenizer is None else _text_tokens(tokenizer)
+    return DynamicInferenceEngine(model, context, tokenizer, execution=ExecutionConfig(run_ahead=True))
+
+
+def stand_in(engine: DynamicInferenceEngine, device_ms: float, tokens: list[int]) -> None:
+    """Put a `Device` in the place of forward and draws."""
     device, executor = Device(1e-3 * device_ms, tokens), _inside(engine)
 
     def draw(num_rows: int) -> Any:
@@ -117,7 +144,11 @@ def steps(
     executor._logits = lambda host, rows: None
     executor.draws.begin = lambda logits, sampled, prompt_rows: draw(len(sampled))
     executor.draws.begin_batch = lambda logits, batch: draw(len(batch.entries))
-    params = SamplingParams(temperature=0, num_tokens_to_generate=num_steps, ignore_eos=True)
+
+
+def steps(engine: DynamicInferenceEngine, num_requests: int, num_steps: int, *, stream: bool) -> tuple[TimedRunner, float]:
+    """A runner that has served requests of as many tokens, and the longest turn of their event loop, in ms, since they began."""
+    params = SamplingParams(temperature=1.0, num_tokens_to_generate=num_steps, ignore_eos=True)
 
     async def read(runner: EngineRunner) -> int:
         increments = await runner.submit([1, 2, 3], params, stream=stream)
@@ -143,7 +174,7 @@ def steps(
         assert await asyncio.gather(*reads) == [num_steps] * num_requests
 
     loop, runner = TimedLoop(), TimedRunner(engine)
-    with runner, asyncio.Runner(loop_factory=lambda: loop) as turns:
+    with runner, runner.apart_from_waits(), asyncio.Runner(loop_factory=lambda: loop) as turns:
         turns.run(serve(runner))
     return runner, loop.longest_ms
 
@@ -166,22 +197,34 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--answer-tokens", type=int, default=1000, help="of answers whose end is looked at")
-    parser.add_argument("--device-ms", type=float, nargs="+", default=[3.0, 5.0, 10.0])
+    parser.add_argument("--device-ms", type=float, nargs="+", default=[3.0, 5.0, 10.0], help="of a step, without --model")
+    parser.add_argument("--model", choices=sorted(MODELS), help="that a GPU computes, with the tokenizer's vocabulary")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = train_bpe(_texts(), _VOCAB_SIZE, Path(folder) / "tokenizer.json")
-    cases = [(options.steps, *case) for case in itertools.product(options.device_ms, (None, tokenizer), (False, True))]
-    cases += [(options.answer_tokens, *case) for case in itertools.product(options.device_ms, (tokenizer,), (False, True))]
+    tiny = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=_VOCAB_SIZE)
+    config = tiny if options.model is None else replace(MODELS[options.model], vocab_size=_VOCAB_SIZE)
+    place: dict[str, Any] = {} if options.model is None else {"device": "cuda", "dtype": torch.bfloat16}
+    devices: list[float | None] = [None] if options.model else options.device_ms
+    cases = [(options.steps, *case) for case in itertools.product(devices, (None, tokenizer), (False, True))]
+    cases += [(options.answer_tokens, *case) for case in itertools.product(devices, (tokenizer,), (False, True))]
     rows: list[dict[str, Any]] = []
     for num_steps, device_ms, text, stream in cases:
-        runner, loop_ms = steps(options.requests, num_steps, device_ms, text, stream=stream)
+        engine = build_engine(config, options.requests, num_steps, text, **place)
+        if device_ms is None:
+            engine.warm_up()
+        else:
+            stand_in(engine, device_ms, list(range(300, _VOCAB_SIZE)) if text is None else _text_tokens(text))
+        work = {"model": options.model} if device_ms is None else {"device_ms": device_ms}
+        runner, loop_ms = steps(engine, options.requests, num_steps, stream=stream)
+        engine.close()
         engine_ms = runner.engine_ms[_NUM_WARM:-_NUM_WARM]
         wall_ms = [1e3 * (end - begin) for begin, end in itertools.pairwise(runner.ended_at)][_NUM_WARM:-_NUM_WARM]
         rows.append(
             {
-                "requests": options.requests, "tokens": num_steps, "device_ms": device_ms, "streams": stream, "text": text is not None,
+                "requests": options.requests, "tokens": num_steps, **work, "streams": stream, "text": text is not None,
                 "engine_ms": round(statistics.median(engine_ms), 2), "min_engine_ms": round(min(engine_ms), 2),
                 "wall_ms": round(statistics.median(wall_ms), 2), "mean_wall_ms": round(statistics.mean(wall_ms), 2),
                 "end_engine_ms": round(max(runner.engine_ms[-_NUM_WARM:]), 1), "all_engine_ms": round(sum(runner.engine_ms), 1),
@@ -190,7 +233,8 @@ def main() -> None:
         )  # fmt: skip
         print(rows[-1], flush=True)
     if options.output is not None:
-        record(options.output, {"work": "steps of decoding requests with streams, without forward and draws", "rows": rows})
+        without = "" if options.model else ", without forward and draws"
+        record(options.output, {"work": f"steps of decoding requests with streams{without}", "rows": rows})
 
 
 if __name__ == "__main__":
