@@ -159,6 +159,8 @@ def reinforce(config: RunConfig) -> int:
     if rank == 0 and not done.num_iterations:
         print(f"nothing is left to do: all train.steps={config.train.steps} are made; checkpoints under {config.output}")
     elif rank == 0:
+        for remark in done.remarks:
+            print(remark)
         print(f"{_result(done)} after {done.seconds:.0f} s; checkpoints under {config.output}")
     if done.stopped_at is None:
         return 0

@@ -317,6 +317,45 @@ def test_evaluation_stays_eager() -> None:
     assert all("forward" not in vars(layer) for layer in model.layers.values())
 
 
+def test_calls_without_a_gradient_are_captured_where_they_are_asked_for() -> None:
+    plain = GPTModel(CONFIG, ProcessGroups.single(), dtype=torch.float64, seed=3)
+    model = GPTModel(CONFIG, ProcessGroups.single(), dtype=torch.float64, seed=3)
+    capture = TapeCapture()
+    config = CudaGraphConfig(warmup_steps=1, capture_forward_only=True)
+    with graph_modules(model, config=config, capture=capture) as graphed:
+        for number in range(3):
+            losses = [evaluate(each, [batch(number)], CrossEntropyObjective()).sum for each in (plain, model)]
+            assert torch.equal(*losses)
+            with torch.no_grad():
+                for each in (plain, model):
+                    for parameter in each.parameters():
+                        parameter.mul_(1.01)
+        report = graphed.report()
+        assert (report.graphs, report.replays, report.eager) == (2, 4, {"warm-up": 2})
+        # Of all layers, in which their results lie until the next one.
+        assert capture.recorded == 2 and len(set(map(id, capture.pools))) == 1
+        outputs = []
+        for number in range(2):
+            with torch.no_grad():
+                outputs.append([each(batch(number).tokens.flatten(), batch(number).step())[0].hidden for each in (plain, model)])
+        assert all(torch.equal(*pair) for pair in outputs), "what was given out stays"
+        # A layer in training is another one, and so is one whose parameters lie elsewhere.
+        assert graphed.report().graphs == 4
+        for each in (plain, model):
+            for parameter in each.parameters():
+                parameter.data = parameter.data * 2.0
+        assert torch.equal(*(evaluate(each, [batch(3)], CrossEntropyObjective()).sum for each in (plain, model)))
+        assert graphed.report().graphs == 4 and capture.recorded == 6
+    assert graphed.report().graphs == 0
+
+
+def test_another_library_captures_no_call_without_a_gradient() -> None:
+    with pytest.raises(ValueError, match="capture_forward_only=True: cuda_graph_impl='transformer_engine' captures forwards with their"):
+        CudaGraphConfig(capture_forward_only=True, cuda_graph_impl="transformer_engine")
+    with pytest.raises(ValueError, match="capture_forward_only=True: an ExternalCapture captures forwards with their backwards alone"):
+        ModuleGraphs(Block(), CudaGraphConfig(capture_forward_only=True), capture=ExternalCapture(lambda module, samples: module))
+
+
 class Host(nn.Linear):
     """Says what no graph can hold of it."""
 

@@ -2,7 +2,17 @@
 # Copyright (c) 2026 the mcore authors
 """From the configuration of a run to its parts."""
 
-from mcore_tools.assembly._assemble import DTYPES, Parts, assemble, build_groups, build_model, build_stage, objective, shard_stage
+from mcore_tools.assembly._assemble import (
+    DTYPES,
+    Parts,
+    assemble,
+    build_groups,
+    build_model,
+    build_stage,
+    graph_stage,
+    objective,
+    shard_stage,
+)
 from mcore_tools.assembly._data import Samples, check_data, datasets, step_batches, validation_batches
 from mcore_tools.assembly._fully_sharded import FullyShardedModel
 from mcore_tools.assembly._qk_clip import clip_after_steps
@@ -28,6 +38,7 @@ __all__ = [
     "check_data",
     "clip_after_steps",
     "datasets",
+    "graph_stage",
     "has_files",
     "objective",
     "open_tokenizer",

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from mcore_moe import moe_feed_forward
 from mcore_parallel import ParallelPlan, ProcessGroups, load_communicator_options, named_shards
 from mcore_parallel.backends import choose_backend
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
-from mcore_parallel.graphs import CudaGraphConfig, GraphedModel, freeze_gc_choice, graph_modules
+from mcore_parallel.graphs import GraphedModel, freeze_gc_choice, graph_modules
 from mcore_parallel.models import BertModel, GPTModel, T5Model, dense_feed_forward, place_layers
 from mcore_parallel.nn import AttentionCore
 from mcore_parallel.optim import MegatronOptimizer
@@ -156,8 +157,23 @@ def assemble(config: RunConfig, device: torch.device | str, groups: ProcessGroup
     fast = DistributedDataParallelConfig(use_distributed_optimizer=slices, overlap_param_gather=slices and not config.cuda_graphs)
     sync = DistributedDataParallel(config.ddp or fast, model, groups)
     optimizer = MegatronOptimizer(rule, sync, groups)
-    graphs = graph_modules(model, config.cuda_graphs, _graph_config(config.cuda_graph)) if config.cuda_graphs else None
-    return Parts(model=model, sync=sync, optimizer=optimizer, graphs=graphs, **shared)
+    return Parts(model=model, sync=sync, optimizer=optimizer, graphs=graph_stage(config, model), **shared)
+
+
+def graph_stage(config: RunConfig, model: nn.Module) -> GraphedModel | None:
+    """Let the modules of a stage that ``cuda_graphs`` names be replayed from graphs, after data parallelism took its parameters over; None
+    where it names none.
+
+    Raises:
+        CaptureError, ValueError: as of ``assemble``.
+    """
+    if not config.cuda_graphs:
+        return None
+    when = config.cuda_graph
+    if when.freeze_gc is None:
+        # What the environment says of the garbage collector, where the run says nothing.
+        when = dataclasses.replace(when, freeze_gc=freeze_gc_choice(os.environ))
+    return graph_modules(model, config.cuda_graphs, when)
 
 
 def shard_stage(
@@ -208,11 +224,6 @@ def _eight_bit_names(config: RunConfig, groups: ProcessGroups) -> frozenset[str]
                 )
         names |= {shard.name for shard in matched}
     return frozenset(names)
-
-
-def _graph_config(config: CudaGraphConfig) -> CudaGraphConfig:
-    """With what the environment says of the garbage collector, where the run says nothing."""
-    return dataclasses.replace(config, freeze_gc=freeze_gc_choice(os.environ)) if config.freeze_gc is None else config
 
 
 def objective(config: RunConfig) -> Objective:

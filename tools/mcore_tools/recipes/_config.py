@@ -434,15 +434,31 @@ class RunConfig:
             raise ValueError(
                 f"rl.packing.share_prompts=True: a prompt is not split over plan.cp={self.plan.cp} ranks; set plan.cp=1, or it to false"
             )
-        if rl.packing is not None and rl.packing.device_bounds:
-            # Frozen references lie at other addresses than those of the policy, which graphs hold.
-            raise ValueError("rl.packing.device_bounds=True is for CUDA graphs, and updates of `mcore rl` run from none; set it to false")
+        if rl.packing is not None and rl.packing.device_bounds and not self.cuda_graphs:
+            raise ValueError("rl.packing.device_bounds=True is for CUDA graphs, found cuda_graphs=[]; set cuda_graphs=[layers.*], or it to false")
         if rl.packing is not None and rl.packing.alignment % self.sequence_multiple:
             raise ValueError(f"rl.packing.alignment={rl.packing.alignment} must be a multiple of 2 * plan.cp={2 * self.plan.cp}")
         if self.plan.vpp > 1:
             raise ValueError(f"rl scores answers with one chunk a stage, found plan.vpp={self.plan.vpp}; set plan.vpp=1")
-        if named := [name for name in self.fields_of_train if name != "log.per_layer_values"]:
+        if self.cuda_graphs:
+            self._check_rl_graphs(rl)
+        if named := [name for name in self.fields_of_train if name not in ("log.per_layer_values", "cuda_graphs")]:
             raise ValueError(f"{named[0]} is for `mcore train` only, and rl is set; leave it at its default")
+
+    def _check_rl_graphs(self, rl: RLConfig) -> None:
+        """What changes from update to update, or comes back elsewhere, which graphs of ``rl`` would not see."""
+        graphs = f"cuda_graphs={list(self.cuda_graphs)}"
+        if rl.packing is not None and not rl.packing.device_bounds:
+            beside = "cuda_graphs=[]" if rl.packing.share_prompts or rl.packing.alignment > 1 else "rl.packing.device_bounds=true"
+            raise ValueError(
+                f"{graphs}: rl.packing.device_bounds=False leaves the bounds of bins on the host, which no graph replays; set {beside}, or "
+                "rl.packing=none for rows"
+            )
+        if rl.memory.release_gradients:
+            raise ValueError(
+                f"{graphs}: rl.memory.release_gradients=True brings gradients back elsewhere than where graphs add to them, and each "
+                "iteration would capture anew; set it to false, or cuda_graphs=[]"
+            )
 
     def _check_engine_ranks(self, rl: RLConfig) -> None:
         """Engines of ``rl`` over several ranks."""

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from mcore_ckpt import CheckpointManager
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
+from mcore_parallel.graphs import GraphedModel
 from mcore_parallel.models import GPTModel, add_value_head
 from mcore_parallel.optim import MegatronOptimizer
 from mcore_parallel.pipeline import ModelChunks
 from mcore_parallel.training import TensorShard, model_state, optimizer_state
 from mcore_rl import Critic, ValueObjective, refit
-from mcore_tools.assembly import Parts, build_stage, shard_stage
+from mcore_tools.assembly import Parts, build_stage, graph_stage, shard_stage
 from mcore_tools.recipes import RunConfig
 from mcore_tools.rl._left_over import forget_after
 
@@ -43,9 +44,11 @@ class RunCritic:
         head = add_value_head(model)
         rule = dataclasses.replace(config.optimizer, lr=settings.lr, min_lr=min(config.optimizer.min_lr, settings.lr))
         self._replicated: DistributedDataParallel | None = None
+        self.graphs: GraphedModel | None = None
         if config.data_parallel == "ddp":
             wanted = config.ddp or DistributedDataParallelConfig(use_distributed_optimizer=rule.use_distributed_optimizer)
             sync = self._replicated = DistributedDataParallel(wanted, model, parts.groups)
+            self.graphs = graph_stage(config, model)
         else:
             assert isinstance(model, GPTModel | ModelChunks), "RunConfig refuses encoders with rl"
             model = sync = shard_stage(config, model, parts.groups)
@@ -94,7 +97,9 @@ class RunCritic:
         self._checkpoints.save(step, self._state(), {"optimizer_step": self._optimizer.step_count})
 
     def close(self) -> None:
-        """Give up hooks."""
+        """Give up graphs and hooks."""
+        if self.graphs is not None:
+            self.graphs.remove()
         if self._replicated is not None:
             self._replicated.close()
 

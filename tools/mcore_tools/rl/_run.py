@@ -59,6 +59,7 @@ from mcore_tools.training import (
     device_of,
     find_source,
     first_folder,
+    graph_remark,
     open_folder,
     run_checkpoints,
 )
@@ -95,6 +96,8 @@ class Reinforced:
     """Made by this call, on ranks that train; 0 where the run had come to its end before."""
     stopped_at: int | None = None
     """The iteration after which the run ended because it was asked to; None when it came to its end."""
+    remarks: tuple[str, ...] = ()
+    """What this rank's graphs have to say."""
 
 
 def reinforce_rank(config: RunConfig, kind: str, watchdog: Watchdog | None = None, stop: Callable[[], bool] | None = None) -> Reinforced:
@@ -120,13 +123,14 @@ def reinforce_rank(config: RunConfig, kind: str, watchdog: Watchdog | None = Non
         first = run.state.step
         with under_way():
             reward = run.iterate(writers, watchdog, stop)
+        remarks = run.remarks()
     finally:
         for writer in writers:
             writer.close()
         run.close(sys.exception())
     stopped = run.state.step if run.stopped else None
     done, seconds = run.state.step - first, time.perf_counter() - begin
-    return Reinforced(history=history, reward=reward, seconds=seconds, num_iterations=done, stopped_at=stopped)
+    return Reinforced(history=history, reward=reward, seconds=seconds, num_iterations=done, stopped_at=stopped, remarks=remarks)
 
 
 class _Run:
@@ -271,9 +275,15 @@ class _Run:
             return
         self.engine = build_run_engine(config, self.tokenizer, self.device, seed, divided)
         refit(parts.model, parts.groups, self.engine)
-        self.rl.memory.check(optimizer=parts.optimizer, sync=parts.sync, engine=self.engine)
+        self.rl.memory.check(**self._takes_turns)
         self.rl.memory.training(self.engine)
         self.interface, self.evaluator = local_interfaces(self.engine, self.environment, seed, engine_patience(config))
+
+    @property
+    def _takes_turns(self) -> dict[str, Any]:
+        """What ``rl.memory`` moves."""
+        critic = None if self.critic is None else self.critic.critic
+        return {"optimizer": self.parts.optimizer, "sync": self.parts.sync, "engine": self.engine, "critic": critic}
 
     def _iteration(self, grpo: GRPOConfig, step: int, lr: float) -> IterationReport:
         trains = self.rl.trains_policy(step)
@@ -341,6 +351,11 @@ class _Run:
             self.save()
         return reward
 
+    def remarks(self) -> tuple[str, ...]:
+        """What became of the calls of layers that ``cuda_graphs`` names."""
+        graphs = {"": self.parts.graphs, "critic: ": None if self.critic is None else self.critic.graphs}
+        return tuple(f"{owner}{graph_remark(held)}" for owner, held in graphs.items() if held is not None)
+
     def close(self, error: BaseException | None) -> None:
         """Give up hooks, and what is on its way, because the run is at its end or because of an error."""
         if self.rl.engine_tp > 1 and isinstance(self.engine, DynamicInferenceEngine) and not step_may_hang(error):
@@ -364,7 +379,7 @@ class _Run:
             return self.halves.evaluated(env_ids)
         assert self.evaluator is not None
         world = self.parts.groups.world
-        with self.rl.memory.generating(optimizer=self.parts.optimizer, sync=self.parts.sync, engine=self.engine):
+        with self.rl.memory.generating(**self._takes_turns):
             count = num_problems(self.config, self.engines.rank, self.engines.size)
             sums = evaluation_share(self.config, self.environment, self.evaluator, count)
         # In a collective ranks would wait for each other no longer than those of a step of training.

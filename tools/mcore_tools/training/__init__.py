@@ -8,7 +8,7 @@ from mcore_tools.training._check import check_output, check_run, check_trained
 from mcore_tools.training._conversion import stored_dtypes
 from mcore_tools.training._export import describe_model, export_adapter, export_run
 from mcore_tools.training._folder import check_log, open_folder, run_assets, run_checkpoints
-from mcore_tools.training._instruments import Instruments
+from mcore_tools.training._instruments import Instruments, graph_remark
 from mcore_tools.training._local import may_be_local
 from mcore_tools.training._optimizer_description import describe_optimizer
 from mcore_tools.training._origin import Origin, find_origin, trained_run, with_tokenizer
@@ -58,6 +58,7 @@ __all__ = [
     "find_origin",
     "find_source",
     "first_folder",
+    "graph_remark",
     "is_huggingface",
     "join",
     "may_be_local",

@@ -44,12 +44,16 @@ class Instruments:
         """What profiler and graphs have to say at the end."""
         remarks = [str(self.profile.communication)] if self.profile.communication else []
         remarks += [f"profile: {path}" for path in self.profile.files]
-        if self.graphs is not None:
-            report = self.graphs.report()
-            eager = ", ".join(f"{count} {reason}" for reason, count in report.eager.items()) or "none"
-            counts = f"{report.graphs} captured, {report.replays} replays, {report.memory_bytes / 2**20:.0f} MiB"
-            remarks.append(f"cuda graphs: {counts}; eager calls: {eager}")
+        remarks += [] if self.graphs is None else [graph_remark(self.graphs)]
         return tuple(remarks)
+
+
+def graph_remark(graphs: GraphedModel) -> str:
+    """What was captured and replayed, and what was not, and why."""
+    report = graphs.report()
+    eager = ", ".join(f"{count} {reason}" for reason, count in report.eager.items()) or "none"
+    counts = f"{report.graphs} captured, {report.replays} replays, {report.memory_bytes / 2**20:.0f} MiB"
+    return f"cuda graphs: {counts}; eager calls: {eager}"
 
 
 def _dumps(config: RunConfig, parts: Parts) -> StepDumps | None:

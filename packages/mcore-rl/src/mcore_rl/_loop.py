@@ -151,18 +151,19 @@ def grpo_iteration(
     """
     model, groups = learner.model, learner.groups
     limit_s = config.rollout_timeout_s + learner.transfer.timeout_s
+    takes_turns: dict[str, Any] = {"optimizer": learner.optimizer, "sync": learner.sync, "engine": engine, "critic": learner.critic}
 
     def check() -> None:
         check_iteration(config, learner)
         if not train_policy and learner.critic is None:
             raise ValueError("train_policy=False leaves nothing to train without a critic; pass Learner(critic=...)")
-        config.memory.check(optimizer=learner.optimizer, sync=learner.sync, engine=engine)
+        config.memory.check(**takes_turns)
 
     agree(groups.world, limit_s, "an iteration", check)
     begin = time.perf_counter()
     with told_to_others(groups.world):
         config.memory.training(engine)
-        with config.memory.generating(optimizer=learner.optimizer, sync=learner.sync, engine=engine):
+        with config.memory.generating(**takes_turns):
             begun = time.perf_counter()
             drawn = _draw(config, agent, interface, engine, learner)
             answered = time.perf_counter()

@@ -3,8 +3,11 @@
 """Trajectories packed into bins without padding between them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
+
+from mcore_parallel.training import Batch
 from mcore_rl._header import RolloutHeader
 from mcore_rl._packing import PackingConfig, balance
 from mcore_rl._shared_prompts import BinLayout, PackUnit, pack_units
@@ -108,7 +111,7 @@ def write_bins(plan: BinPlan, rollouts: Mapping[int, TokenRollout], packing: Pac
     numbers, shape = plan.members(rank), (len(own), 1, packing.bin_size)
     batches = write_batches([rollouts[number] for number in numbers], places, shape, style, bounds)
     if packing.device_bounds:
-        batches = [batch.with_device_bounds(packing.max_sequences_per_bin + 1) for batch in batches]
+        batches = [_of_one_kind(batch.with_device_bounds(packing.max_sequences_per_bin + 1)) for batch in batches]
     return PackingContext(
         batches=batches,
         places=places,
@@ -116,3 +119,8 @@ def write_bins(plan: BinPlan, rollouts: Mapping[int, TokenRollout], packing: Pac
         rollouts=tuple(numbers),
         efficiency=plan.efficiency,
     )
+
+
+def _of_one_kind(batch: Batch) -> Batch:
+    """With padding marked where there is none, too: full bins would need graphs of their own."""
+    return batch if batch.valid is not None else replace(batch, valid=torch.ones_like(batch.tokens, dtype=torch.bool))

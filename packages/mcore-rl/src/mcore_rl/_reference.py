@@ -9,7 +9,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
 from mcore_parallel import ProcessGroups, named_buffer_shards
 from mcore_parallel.training import Batch, score
@@ -36,8 +35,8 @@ class FrozenWeights:
 
     They are the reference of a policy that goes on learning, until ``refresh``.
 
-    The policy is never copied: in ``swapped`` its parameters point at the frozen values, and then at their own again. On a GPU these are
-    there only meanwhile. Graphs that were captured hold the addresses of the policy; they must not be replayed inside.
+    In ``swapped`` the model's parameters hold the frozen values, and then their own again, which a copy beside them keeps meanwhile. They
+    stay where they are, so that CUDA graphs that read them by their addresses give what the reference gives.
 
     Of a model that fully sharded data parallelism divides, each rank keeps its boxes of the weights. In ``swapped``, on all ranks
     together, they hold the frozen values, and what is gathered for a forward is of these.
@@ -56,12 +55,10 @@ class FrozenWeights:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        if isinstance(model, _Sharded):
-            self._values = [self._kept(box) for box in _boxes(model)]
-            return
-        for name, parameter in model.named_parameters():
-            if type(parameter) is not nn.Parameter or not parameter.numel():
-                raise ValueError(f"parameter {name!r} is a {type(parameter).__name__} of size {parameter.numel()}; pass a second model")
+        if not isinstance(model, _Sharded):
+            for name, parameter in model.named_parameters():
+                if type(parameter) is not nn.Parameter or not parameter.numel():
+                    raise ValueError(f"parameter {name!r} is a {type(parameter).__name__} of size {parameter.numel()}; pass a second model")
         self._values = [self._kept(tensor) for tensor in _tensors(model)]
 
     @staticmethod
@@ -80,55 +77,37 @@ class FrozenWeights:
         """
         if not 0 < mixup_alpha <= 1:
             raise ValueError(f"mixup_alpha={mixup_alpha} must lie above 0 and up to 1; 1 takes the model's weights over")
-        own = _boxes(self.model) if isinstance(self.model, _Sharded) else _tensors(self.model)
-        for value, tensor in zip(self._values, own, strict=True):
+        for value, tensor in zip(self._values, _tensors(self.model), strict=True):
             wide = torch.promote_types(tensor.dtype, torch.float32)
             value.copy_(torch.lerp(value.to(tensor.device, wide), tensor.to(wide), mixup_alpha))
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[nn.Module]:
         """The model with the frozen values; its own come back however the block ends."""
-        if isinstance(self.model, _Sharded):
-            with self._filled(self.model):
-                yield self.model
-            return
         tensors = _tensors(self.model)
-        own = [tensor.data for tensor in tensors]
-        # Copies that layers keep of a weight, as in fp8, are found by address and version: these values may lie where older ones lay.
-        increment_version(tensors)
+        own = [tensor.detach().clone() for tensor in tensors]
         try:
-            for tensor, value in zip(tensors, self._values, strict=True):
-                tensor.data = value.to(tensor.device, non_blocking=True)
+            _fill(self.model, tensors, self._values)
             yield self.model
         finally:
-            for tensor, value in zip(tensors, own, strict=True):
-                tensor.data = value
-
-    @contextlib.contextmanager
-    def _filled(self, model: _Sharded) -> Iterator[None]:
-        """The boxes stay where they are, for optimizer and collectives, and hold the frozen values."""
-        boxes = _boxes(model)
-        own = [box.clone() for box in boxes]
-        try:
-            _fill(model, boxes, self._values)
-            yield
-        finally:
-            _fill(model, boxes, own)
+            _fill(self.model, tensors, own)
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
-    """Parameters and persistent buffers."""
+    """Parameters and persistent buffers; of a sharded model this rank's boxes of them."""
+    if isinstance(model, _Sharded):
+        return [box.tensor.detach() for boxes in model.parameter_shards().values() for box in boxes]
     return [*model.parameters(), *(buffer.tensor for buffer in named_buffer_shards(model))]
 
 
-def _boxes(model: _Sharded) -> list[Tensor]:
-    return [box.tensor.detach() for boxes in model.parameter_shards().values() for box in boxes]
-
-
-def _fill(model: _Sharded, boxes: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for box, value in zip(boxes, values, strict=True):
-        box.copy_(value, non_blocking=True)
-    model.start_param_sync()
+@torch.no_grad()
+def _fill(model: nn.Module, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """In place, where optimizer, collectives and recordings find them; it raises the versions by which layers that keep copies of a weight,
+    as in fp8, see that they are old."""
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value, non_blocking=True)
+    if isinstance(model, _Sharded):
+        model.start_param_sync()
 
 
 def token_logprobs(

@@ -78,6 +78,8 @@ class ExternalPair:
     dones: list[Callable[[], None]]
     bound: Any
     flight: Callable[[], Flight | None] = lambda: None
+    memory_bytes: int = 0
+    """Device memory that they hold."""
 
     @property
     def busy(self) -> bool:

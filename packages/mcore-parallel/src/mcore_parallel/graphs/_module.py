@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from mcore_parallel._backward import in_backward
 from mcore_parallel.graphs._capture import CaptureError, CudaCapture, why_not
 from mcore_parallel.graphs._external import AnyCapture, ExternalCapture, ExternalPair, transformer_engine_capture
-from mcore_parallel.graphs._pair import Pair, capture_pair
+from mcore_parallel.graphs._pair import ForwardOnly, Pair, capture_forward, capture_pair
 from mcore_parallel.graphs._tree import Tree
 from mcore_parallel.nn import DrawsNoise, LayerMemory, LogitTracker, ManagedCore
 from mcore_parallel.tensor_parallel import WeightGradientQueue
@@ -84,13 +84,16 @@ class CudaGraphConfig:
     """When and how blocks are captured.
 
     Raises:
-        ValueError: a negative number of steps, an unknown implementation.
+        ValueError: a negative number of steps, an unknown implementation, another library and calls without a gradient.
     """
 
     warmup_steps: int = 3
     """Calls of each kind (shapes, place in the pipeline) that run as ever before one is captured; kernels are compiled and chosen there."""
     recompute: bool = False
     """Graphs keep the inputs of the block only, and its backward runs it again; not for what draws random numbers."""
+    capture_forward_only: bool = False
+    """Calls without a gradient, of evaluations and scores, are captured, too, each kind on its own. Their graphs share the memory in which
+    they compute."""
     cuda_graph_impl: str = "local"
     """Who captures: "local", or "transformer_engine" (extra ``te``), which waits for the device and so for no pipeline."""
     external_cuda_graph: bool = False
@@ -103,6 +106,11 @@ class CudaGraphConfig:
             raise ValueError(f"warmup_steps={self.warmup_steps} must not be negative")
         if self.cuda_graph_impl not in IMPLEMENTATIONS:
             raise ValueError(f"cuda_graph_impl={self.cuda_graph_impl!r} must be one of {', '.join(map(repr, IMPLEMENTATIONS))}")
+        if self.capture_forward_only and self.is_external:
+            raise ValueError(
+                "capture_forward_only=True: cuda_graph_impl='transformer_engine' captures forwards with their backwards alone; set it to "
+                "False, or cuda_graph_impl='local'"
+            )
 
     @property
     def is_external(self) -> bool:
@@ -125,7 +133,7 @@ class GraphReport:
     """What became of the calls of a block, or of many."""
 
     graphs: int = 0
-    """Pairs of a forward and a backward that were captured."""
+    """Pairs of a forward and a backward that are captured, and forwards without a gradient."""
     replays: int = 0
     """Forwards that were replayed."""
     memory_bytes: int = 0
@@ -150,22 +158,38 @@ class ModuleGraphs:
     the bits of the module. They lie in memory that is filled anew after their backward: whoever keeps an output longer copies it.
     Hooks, of data parallelism for instance, run on the module itself, and are refused inside it.
 
-    Calls without a gradient, inside a backward or a recomputation, or with tensors on the host run as ever; ``report`` tells why.
+    Graphs read parameters, buffers and main gradients by their addresses. Each call sees whether these are where they were; where one has
+    moved, as gradients do whose memory was given back meanwhile, the call is captured anew.
+
+    Calls inside a backward or a recomputation, with tensors on the host or, unless ``CudaGraphConfig.capture_forward_only`` asks for them,
+    without a gradient run as ever; ``report`` tells why.
 
     Args:
         module: any block; its inputs and outputs are tensors, and tuples, dicts and dataclasses of them.
         config: when and how.
         capture: records; None for CUDA graphs as the config says, and where there is no CUDA device everything runs as ever.
+        forward_pool: of ``Capture.pool``, for calls without a gradient; blocks none of which runs inside another may share one. None for
+            one of this block.
+
+    Raises:
+        CaptureError: a choice of the block that no graph can carry out.
+        ValueError: its forward is replaced already; ``capture`` is another library's, and calls without a gradient are to be captured.
     """
 
-    def __init__(self, module: nn.Module, config: CudaGraphConfig | None = None, *, capture: AnyCapture | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, config: CudaGraphConfig | None = None, *, capture: AnyCapture | None = None, forward_pool: Any = None
+    ) -> None:
         self.module = module
         self.config = CudaGraphConfig() if config is None else config
         self._capture = self.config.capture() if capture is None else capture
+        if self.config.capture_forward_only and isinstance(self._capture, ExternalCapture):
+            raise ValueError("capture_forward_only=True: an ExternalCapture captures forwards with their backwards alone; set it to False")
         self._pairs: dict[Hashable, list[Pair | ExternalPair]] = {}
+        self._forwards: dict[Hashable, ForwardOnly] = {}
+        self._forward_pool = forward_pool
         self._calls: Counter[Hashable] = Counter()
         self._eager: Counter[str] = Counter()
-        self._replays = self._bytes = 0
+        self._replays = 0
         if "forward" in vars(module):
             raise ValueError(
                 f"{type(module).__name__} has its forward replaced already; remove the other graphs, or take it before torch.compile"
@@ -180,11 +204,13 @@ class ModuleGraphs:
         """Give the module its own forward back and drop the graphs; call when no backward is due."""
         vars(self.module).pop("forward", None)
         self._pairs.clear()
+        self._forwards.clear()
 
     def report(self) -> GraphReport:
         """What became of the calls so far."""
-        graphs = sum(map(len, self._pairs.values()))
-        return GraphReport(graphs=graphs, replays=self._replays, memory_bytes=self._bytes, eager=Counter(self._eager))
+        held = [*(pair for pairs in self._pairs.values() for pair in pairs), *self._forwards.values()]
+        memory_bytes = sum(graph.memory_bytes for graph in held)
+        return GraphReport(graphs=len(held), replays=self._replays, memory_bytes=memory_bytes, eager=Counter(self._eager))
 
     def _run(self, *inputs: Any, **options: Any) -> Any:
         reason = self._state()
@@ -194,20 +220,22 @@ class ModuleGraphs:
                 tree = Tree.of((inputs, options))
             except TypeError as error:
                 reason = str(error)
+        # A layer is another one in evaluation, and memory of the inference mode is of no use outside of it.
+        key = None if tree is None else (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), self.module.training, tree.key)
         if tree is not None and not reason:
-            reason = self._unfit(tree)
+            reason = self._unfit(tree, key)
         if tree is None or reason:
             self._eager[reason] += 1
             return self._forward(*inputs, **options)
-        pair = self._free_pair(tree)
+        graph = self._free_pair(tree, key) if torch.is_grad_enabled() else self._forward_only(tree, key)
         self._replays += 1
-        return pair.run(tree.tensors)
+        return graph.run(tree.tensors)
 
     def _state(self) -> str:
         """Why nothing can be replayed now."""
         if self._capture is None:
             return why_not()
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not self.config.capture_forward_only:
             return "no gradient is wanted"
         if in_backward():
             return "it runs again inside a backward"
@@ -216,19 +244,19 @@ class ModuleGraphs:
             return "the caller recomputes or offloads it; set CudaGraphConfig.recompute instead"
         return ""
 
-    def _unfit(self, tree: Tree) -> str:
+    def _unfit(self, tree: Tree, key: Hashable) -> str:
         """Why these inputs cannot be replayed."""
-        if not any(tensor.requires_grad for tensor in (*tree.tensors, *self._parameters)):
+        if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in (*tree.tensors, *self._parameters)):
             return "nothing needs a gradient"
         homes = {tensor.device for tensor in (*tree.tensors, *self._parameters)}
         if len(homes) > 1:
             return f"inputs lie on {', '.join(sorted(map(str, homes)))}"
-        self._calls[tree.key] += 1
-        return "warm-up" if self._calls[tree.key] <= self.config.warmup_steps else ""
+        self._calls[key] += 1
+        return "warm-up" if self._calls[key] <= self.config.warmup_steps else ""
 
-    def _free_pair(self, tree: Tree) -> Pair | ExternalPair:
+    def _free_pair(self, tree: Tree, key: Hashable) -> Pair | ExternalPair:
         # What was captured reads parameters and main gradients where they were.
-        pairs = self._pairs[tree.key] = [pair for pair in self._pairs.get(tree.key, ()) if pair.bound.holds]
+        pairs = self._pairs[key] = [pair for pair in self._pairs.get(key, ()) if pair.bound.holds]
         pair = next((pair for pair in pairs if not pair.busy), None)
         if pair is None:
             assert self._capture is not None
@@ -238,9 +266,23 @@ class ModuleGraphs:
                 pair = self._capture.pair(self._work(), self.module, tree)
             else:
                 pair = capture_pair(self._capture, self._work(), self.module, tree)
-            self._bytes += _allocated(tree.tensors) - before
+            pair.memory_bytes = _allocated(tree.tensors) - before
             pairs.append(pair)
         return pair
+
+    def _forward_only(self, tree: Tree, key: Hashable) -> ForwardOnly:
+        graph = self._forwards.get(key)
+        if graph is None or not graph.bound.holds:
+            assert self._capture is not None and not isinstance(self._capture, ExternalCapture)
+            check_inside(self.module)
+            if self._forward_pool is None:
+                self._forward_pool = self._capture.pool()
+            before = _allocated(tree.tensors)
+            # One that holds no more goes after it: a pool lives as long as something is recorded in it.
+            recorded = capture_forward(self._capture, self._forward, self.module, tree, self._forward_pool)
+            recorded.memory_bytes = _allocated(tree.tensors) - before
+            graph = self._forwards[key] = recorded
+        return graph
 
     def _work(self) -> Callable[..., Any]:
         if not self.config.recompute:

@@ -46,6 +46,8 @@ class Pair:
     keep: Any
     """The recorded graph of autograd, whose saved tensors the backward reads."""
     flight: Callable[[], Flight | None] = lambda: None
+    memory_bytes: int = 0
+    """Device memory that they hold."""
 
     @property
     def busy(self) -> bool:
@@ -64,6 +66,25 @@ class Pair:
         copied = [not isinstance(getattr(tensor.grad_fn, "flight", None), Flight) for tensor in wanted]
         outputs = _Replay.apply(self, flight, copied, *wanted, *self.parameters)
         return self.outputs.rebuilt(outputs)
+
+
+@dataclass(eq=False)
+class ForwardOnly:
+    """The graph of a forward without a gradient, with the memory that it reads and writes."""
+
+    inputs: list[Tensor]
+    outputs: Tree
+    replay: Callable[[], None]
+    bound: "_Bound"
+    memory_bytes: int = 0
+    """Device memory that it holds."""
+
+    def run(self, tensors: Sequence[Tensor]) -> Any:
+        """Replay on these tensors."""
+        copy_tensors(self.inputs, tensors)
+        self.replay()
+        # The next replay in the pool may overwrite what lies there.
+        return self.outputs.rebuilt([tensor.clone() for tensor in self.outputs.tensors])
 
 
 class _Replay(torch.autograd.Function):
@@ -103,9 +124,9 @@ class _Bound:
     attributes: tuple[tuple[nn.Module, str, Any], ...]
 
     @classmethod
-    def of(cls, module: nn.Module) -> "_Bound":
-        """Parameters, buffers and main gradients."""
-        attributes = tuple(_main_gradients(module))
+    def of(cls, module: nn.Module, *, with_gradients: bool = True) -> "_Bound":
+        """Parameters, buffers and, of a recording with a backward, main gradients."""
+        attributes = tuple(_main_gradients(module)) if with_gradients else ()
         totals = [grad.total for _, _, value in attributes for grad in _members(value)]
         return cls(tuple((tensor, tensor.data_ptr()) for tensor in (*module.parameters(), *module.buffers(), *totals)), attributes)
 
@@ -177,6 +198,37 @@ def capture_pair(capture: Capture, work: Callable[..., Any], module: nn.Module, 
         bound=bound,
         keep=ends,
     )
+
+
+@torch.no_grad()
+def capture_forward(capture: Capture, work: Callable[..., Any], module: nn.Module, tree: Tree, pool: Any) -> ForwardOnly:
+    """Record the forward of ``work`` on such inputs, without a gradient.
+
+    Args:
+        capture: records.
+        work: the forward of the module.
+        module: whose parameters it uses.
+        tree: inputs like those of the calls to come.
+        pool: of the recording; others in it are never replayed beside this one.
+
+    Raises:
+        CaptureError: what cannot be recorded.
+    """
+    bound = _Bound.of(module, with_gradients=False)
+    holders = [part for part in module.modules() if isinstance(part, WeightCopyHolder)]
+    inputs = [tensor.detach().clone() for tensor in tree.tensors]
+
+    def forward() -> Any:
+        arguments, options = tree.rebuilt(inputs)
+        return work(*arguments, **options)
+
+    # As of ``capture_pair``.
+    drop_copies(holders)
+    try:
+        result, replay = capture.record(forward, pool)
+    finally:
+        drop_copies(holders)
+    return ForwardOnly(inputs, Tree.of(result), replay, bound)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from mcore_parallel.graphs._external import AnyCapture
+from mcore_parallel.graphs._external import AnyCapture, ExternalCapture
 from mcore_parallel.graphs._module import CudaGraphConfig, GraphReport, ModuleGraphs
 
 
@@ -111,10 +111,13 @@ def graph_modules(
             raise ValueError(f"patterns choose {name!r} and {outer[0]!r} around it; choose one of them")
     config = CudaGraphConfig() if config is None else config
     shared = config.capture() if capture is None else capture
+    # Blocks run one after the other, so that what they compute without a gradient may lie in the same memory.
+    shares = config.capture_forward_only and shared is not None and not isinstance(shared, ExternalCapture)
+    pool = shared.pool() if shares else None
     blocks: dict[str, ModuleGraphs] = {}
     try:
         for name, module in selected.items():
-            blocks[name] = ModuleGraphs(module, config, capture=shared)
+            blocks[name] = ModuleGraphs(module, config, capture=shared, forward_pool=pool)
     except (RuntimeError, ValueError):
         GraphedModel(blocks).remove()
         raise
