@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Trainer and engine take turns with the memory of one device, and learn what they learn without."""
 
+import dataclasses
 import gc
 from typing import Any
 
@@ -12,10 +13,22 @@ from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, Inf
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
-from mcore_parallel.models import GPTModel, TransformerConfig
+from mcore_parallel.models import GPTModel, TransformerConfig, add_value_head
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.optim._offload import ParkedTensors
-from mcore_rl import GenericGenerationArgs, GRPOConfig, GRPOObjective, Learner, MegatronLocal, MemorySwitch, grpo_iteration, refit
+from mcore_rl import (
+    Critic,
+    GAEConfig,
+    GenericGenerationArgs,
+    GRPOConfig,
+    GRPOObjective,
+    Learner,
+    MegatronLocal,
+    MemorySwitch,
+    ValueObjective,
+    grpo_iteration,
+    refit,
+)
 from mcore_rl import _loop as loop_module
 from mcore_rl.envs import CharacterShare
 
@@ -37,6 +50,22 @@ def build(device: str = "cpu", width: int = 32) -> tuple[Learner, DynamicInferen
     engine = DynamicInferenceEngine(copy, DynamicInferenceContext.for_model(copy, limits), TOKENIZER)
     refit(model, groups, engine)
     return Learner(model=model, groups=groups, objective=GRPOObjective(), sync=sync, optimizer=optimizer), engine
+
+
+def build_critic(learner: Learner) -> Critic:
+    """Of the policy's sizes."""
+    values = GPTModel(learner.model.config, learner.groups)  # type: ignore[arg-type]
+    head = add_value_head(values)
+    sync = DistributedDataParallel(DistributedDataParallelConfig(), values, learner.groups)
+    optimizer = MegatronOptimizer(OptimizerConfig(lr=1e-2, weight_decay=0.0), sync, learner.groups)
+    return Critic(model=values, objective=ValueObjective(head=head), sync=sync, optimizer=optimizer, lr=1e-2)
+
+
+def held_memory(critic: Critic) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """States of the optimizer, and gradients."""
+    optimizer, sync = critic.optimizer, critic.sync
+    assert isinstance(optimizer, MegatronOptimizer) and isinstance(sync, DistributedDataParallel)
+    return [storage.data for unit in optimizer._units for _, storage in unit.storages()], [buffer.data for buffer in sync.grad_buffers]
 
 
 def iterate(switch: MemorySwitch, count: int, device: str = "cpu") -> list[torch.Tensor]:
@@ -193,6 +222,87 @@ def test_a_part_that_cannot_is_named(field: str) -> None:
     switch = MemorySwitch(**{field: True})
     with pytest.raises(ValueError, match=f"{field}=True needs .*, and the .* is a object; set {field}=False"):
         switch.check(optimizer=object(), sync=object(), engine=object())
+
+
+def draws_with_a_critic(switch: MemorySwitch, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """Bytes that the critic's states and gradients have while answers are drawn, and its weights behind two iterations."""
+    learner, engine = build()
+    learner = dataclasses.replace(learner, critic=build_critic(learner))
+    assert learner.critic is not None
+    states, gradients = held_memory(learner.critic)
+    sizes, real = [], loop_module._draw
+
+    def draw(*arguments: Any, **options: Any) -> Any:
+        sizes.append([sum(tensor.untyped_storage().nbytes() for tensor in tensors) for tensors in (states, gradients)])
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(loop_module, "_draw", draw)
+    config = GRPOConfig(
+        num_groups=8,
+        group_size=1,
+        seq_len=16,
+        memory=switch,
+        gae=GAEConfig(),
+        generation_args=GenericGenerationArgs(temperature=1.0, max_tokens=8),
+    )
+    for _ in range(2):
+        agent = CharacterShare(["a", "b"], "abcdefgh")
+        grpo_iteration(config, agent=agent, interface=MegatronLocal(engine), engine=engine, learner=learner, lr=1e-2)
+    return sizes, [parameter.detach().clone() for parameter in learner.critic.model.parameters()]
+
+
+def test_a_critic_gives_up_what_the_policy_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, staying = draws_with_a_critic(MemorySwitch(), monkeypatch)
+    assert all(size > 0 for sizes in kept for size in sizes)
+    for switch in (ALL, STREAMED):
+        sizes, switching = draws_with_a_critic(switch, monkeypatch)
+        assert sizes == [[0, 0], [0, 0]]
+        apart = torch.cat([(one - other).abs().flatten() for one, other in zip(staying, switching, strict=True)])
+        # As of the policy above.
+        assert (apart > 1e-5).float().mean() < 1e-3
+
+
+def test_a_critic_has_its_memory_again_when_generation_fails_and_when_there_is_too_little_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, engine = build()
+    critic = build_critic(learner)
+    parts: dict[str, Any] = {"optimizer": learner.optimizer, "sync": learner.sync, "engine": engine, "critic": critic}
+    states, gradients = held_memory(critic)
+    for number, tensor in enumerate(states):
+        tensor.fill_(number + 1)
+    ALL.training(engine)
+    with pytest.raises(RuntimeError, match="inside"), ALL.generating(**parts):
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in (*states, *gradients))
+        raise RuntimeError("inside")
+    assert all(tensor.eq(number + 1).all() for number, tensor in enumerate(states))
+    assert all(not tensor.any() for tensor in gradients)
+
+    def refused(keep_bytes: int = 0) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    # The critic's state does not leave, and all that had left before comes back.
+    monkeypatch.setattr(critic.optimizer, "offload_to_cpu", refused)
+    policy: Any = learner.optimizer
+    with pytest.raises(torch.OutOfMemoryError, match="no room"), ALL.generating(**parts):
+        raise AssertionError("a critic that stays")
+    assert not policy._parked.are_parked and engine.is_suspended
+
+
+def test_of_a_share_that_stays_the_critic_has_none() -> None:
+    learner, engine = build()
+    critic = build_critic(learner)
+    optimizers: list[Any] = [learner.optimizer, critic.optimizer]
+    switch = MemorySwitch(offload_optimizer=True, resident_gb=1.0)
+    with switch.generating(optimizer=learner.optimizer, sync=learner.sync, engine=engine, critic=critic):
+        assert [optimizer._parked.are_parked for optimizer in optimizers] == [False, True]
+    assert [optimizer._parked.are_parked for optimizer in optimizers] == [False, False]
+
+
+@pytest.mark.parametrize(("field", "part"), [("offload_optimizer", "optimizer"), ("stream_optimizer", "optimizer"), ("release_gradients", "sync")])
+def test_a_part_of_the_critic_that_cannot_is_named(field: str, part: str) -> None:
+    learner, engine = build()
+    critic: Any = dataclasses.replace(build_critic(learner), **{part: object()})
+    with pytest.raises(ValueError, match=f"{field}=True needs .*, and the critic's {part} is a object; set {field}=False"):
+        MemorySwitch(**{field: True}).check(optimizer=learner.optimizer, sync=learner.sync, engine=engine, critic=critic)
 
 
 @pytest.mark.gpu
