@@ -5,6 +5,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -34,14 +35,14 @@ from mcore_rl._update import update
 # The plain formula of attention: the others add their gradients up in any order on a GPU.
 SIZES = TransformerConfig(
     num_layers=2,
-    hidden_size=64,
-    num_attention_heads=2,
-    ffn_hidden_size=96,
-    vocab_size=64,
+    hidden_size=128,
+    num_attention_heads=4,
+    ffn_hidden_size=256,
+    vocab_size=256,
     init_method_std=0.1,
     attention_backend="reference",
 )
-PACKING = PackingConfig(bin_size=32, max_sequences_per_bin=6, device_bounds=True)
+PACKING = PackingConfig(bin_size=64, max_sequences_per_bin=12, device_bounds=True)
 
 
 class StandingEngine:
@@ -66,8 +67,10 @@ class Learnt:
     """Of the policy and of its reference, behind each iteration."""
     weights: list[Tensor] = field(default_factory=list)
     """Of policy and critic in the end."""
-    policy: GraphReport = field(default_factory=GraphReport)
-    critic: GraphReport = field(default_factory=GraphReport)
+    reports: list[GraphReport] = field(default_factory=list)
+    """Of policy and critic."""
+    calls: list[int] = field(default_factory=list)
+    """Of their layers."""
 
 
 def iterate(
@@ -91,7 +94,7 @@ def iterate(
     """
     memory = MemorySwitch() if memory is None else memory
     config = GRPOConfig(
-        num_groups=4, group_size=4, seq_len=16, num_mini_batches=2, num_epochs=2, packing=PACKING, gae=GAEConfig(), kl_in_reward=0.05
+        num_groups=4, group_size=8, seq_len=16, num_mini_batches=2, num_epochs=2, packing=PACKING, gae=GAEConfig(), kl_in_reward=0.05
     )
     groups, learnt, engine = ProcessGroups.single(), Learnt(), StandingEngine()
     policy, values = (GPTModel(SIZES, groups, device=device, dtype=dtype, seed=seed) for seed in (3, 5))
@@ -99,6 +102,14 @@ def iterate(
     ddp = DistributedDataParallelConfig(gradient_accumulation_fusion=True)
     syncs = [DistributedDataParallel(ddp, model, groups) for model in (policy, values)]
     optimizers = [MegatronOptimizer(OptimizerConfig(lr=1e-3), sync, groups) for sync in syncs]
+    learnt.calls = [0, 0]
+
+    def count_call(model: int, *_: object) -> None:
+        learnt.calls[model] += 1
+
+    for number, model in enumerate((policy, values)):
+        for layer in model.layers.values():
+            layer.register_forward_hook(partial(count_call, number))
     held = [] if graphs is None else [graphs(model) for model in (policy, values)]
     critic = Critic(model=values, objective=ValueObjective(head=head), sync=syncs[1], optimizer=optimizers[1], lr=1e-3)
     reference = FrozenWeights(policy)
@@ -123,8 +134,7 @@ def iterate(
         if number == 0:
             reference.refresh(0.5)
     learnt.weights = [parameter.detach().clone() for model in (policy, values) for parameter in model.parameters()]
-    if held:
-        learnt.policy, learnt.critic = (graphed.report() for graphed in held)
+    learnt.reports = [graphed.report() for graphed in held]
     for graphed in held:
         graphed.remove()
     for sync in syncs:
@@ -133,8 +143,8 @@ def iterate(
 
 
 def _rollouts(seed: int, num_groups: int) -> list[list[TokenRollout]]:
-    """Groups of four, of other lengths each time."""
-    return [[_rollout(random.Random(f"{seed} {group} {number}"), group) for number in range(4)] for group in range(num_groups)]
+    """Groups of eight, of other lengths each time."""
+    return [[_rollout(random.Random(f"{seed} {group} {number}"), group) for number in range(8)] for group in range(num_groups)]
 
 
 def _rollout(draws: random.Random, group: int) -> TokenRollout:

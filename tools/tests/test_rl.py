@@ -426,8 +426,27 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
         ),
         (
             "rl.packing.bin_size=48 rl.packing.device_bounds=true",
-            "rl.packing.device_bounds=True is for CUDA graphs, and updates of `mcore rl` run from none; set it to false",
+            "rl.packing.device_bounds=True is for CUDA graphs, found cuda_graphs=[]; set cuda_graphs=[layers.*], or it to false",
         ),
+        (
+            "cuda_graphs=[layers.*] rl.packing.bin_size=48",
+            "rl.packing.device_bounds=False leaves the bounds of bins on the host, which no graph replays; set rl.packing.device_bounds=true",
+        ),
+        (
+            "cuda_graphs=[layers.*] rl.packing.bin_size=48 rl.packing.share_prompts=true",
+            "which no graph replays; set cuda_graphs=[], or rl.packing=none for rows",
+        ),
+        (
+            "cuda_graphs=[layers.*] rl.packing.bin_size=48 rl.packing.device_bounds=true rl.packing.share_prompts=true",
+            "device_bounds=True needs whole sequences on one rank, found share_prompts=True and alignment=1; set False and 1",
+        ),
+        (
+            "cuda_graphs=[layers.*] rl.memory.release_gradients=true",
+            "rl.memory.release_gradients=True brings gradients back elsewhere than where graphs add to them",
+        ),
+        ("cuda_graphs=[layers.*] data_parallel=fsdp", "data_parallel='fsdp' gathers parameters by hooks inside the layers, which no graph rep"),
+        ("cuda_graphs=[layers.*] cuda_graph.external_cuda_graph=true plan.pp=2", "plan.pp=2 stages wait for each other; set cuda_graph.c"),
+        ("cuda_graphs=[layers.*] cuda_graph.external_cuda_graph=true cuda_graph.capture_forward_only=true", "capture_forward_only=True: cuda"),
         ("rl.generation_args.top_k=20", "generation_args.top_k=20 draws from another distribution than the one that is trained"),
         ("rl.generation_args.top_p=0.9", "generation_args.top_p=0.9 draws from another distribution than the one that is trained"),
         ("rl.group_size=1", "group_size=1 must be at least 2"),
@@ -435,7 +454,7 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
         ("rl.generation_args.max_tokens=24", "max_tokens=24 must lie below train.seq_len=24"),
         ("rl.packing.bin_size=8", "packing.bin_size=8 must be at least seq_len=24, as long as a trajectory may be; raise packing.bin_size"),
         ("rl.policy.kind=clipped", "kind='clipped' must be one of clip, cispo"),
-        ("cuda_graphs=[layers.*]", "cuda_graphs is for `mcore train` only"),
+        ("dumps.every=5", "dumps is for `mcore train` only"),
         ("rl.overlong.max_length=3", "set rl.overlong.buffer too, without a default"),
         ("train.warmup_steps=2", "train.warmup_steps=2 must be below train.steps=2, the iterations"),
         ("load.path=no/such/folder", "load.path='no/such/folder' has nothing to begin with"),
@@ -450,6 +469,19 @@ def test_what_cannot_run_is_one_line_before_anything_is_written(
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1 and words in message
     assert not (tmp_path / "run").exists()
+
+
+def test_without_a_gpu_graphs_of_policy_and_critic_say_so_and_the_run_is_as_ever(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed = ("rl.packing.bin_size=48", "rl.packing.max_sequences_per_bin=8", "rl.packing.device_bounds=true")
+    moved = ("rl.memory.offload_optimizer=true", "rl.memory.suspend_engine=true")
+    graphs = ("cuda_graphs=[layers.*]", "cuda_graph.capture_forward_only=true")
+    assert run(tmp_path / "run", *packed, *moved, *graphs, "rl.gae.lam=0.95", "rl.kl_in_reward=0.01") == 0
+    remarks = [line for line in capsys.readouterr().out.splitlines() if "cuda graphs: " in line]
+    assert [remark.split(": 0 captured, 0 replays, 0 MiB; eager calls: ")[0] for remark in remarks] == ["cuda graphs", "critic: cuda graphs"]
+    assert all("there is no CUDA device" in remark for remark in remarks)
+    assert all(row["packing_efficiency"] > 0 and row["logprob_mismatch"] < 1e-3 for row in rows(tmp_path / "run"))
 
 
 @pytest.mark.journey

@@ -43,9 +43,9 @@ def test_replayed_updates_and_scores_have_the_bits_of_eager_ones(eager: Learnt, 
     found = iterate(ITERATIONS, memory=switch, graphs=taped(capture, forward_only=forward_only))
     same(found, eager)
     kinds = 2 if forward_only else 1
-    for report in (found.policy, found.critic):
+    for report, calls in zip(found.reports, found.calls, strict=True):
         # One graph of each layer for bins of all packings; the reference's weights come where the policy's were recorded.
-        assert report.graphs == kinds * SIZES.num_layers and report.replays > 0
+        assert report.graphs == kinds * SIZES.num_layers and report.replays + report.eager.total() == calls
         assert report.eager.pop("warm-up") == kinds * WARMUP_STEPS * SIZES.num_layers
         assert set(report.eager) == (set() if forward_only else {"no gradient is wanted"})
     # A forward and a backward for updates, a forward for scores; of two models.
@@ -67,7 +67,7 @@ def test_layers_whose_gradients_come_back_elsewhere_are_captured_anew(eager: Lea
     )
     same(found, eager)
     assert all(decoy.isnan().all() for decoy in decoys), "what was recorded adds to gradients that are there"
-    assert found.policy.graphs == found.critic.graphs == 2 * SIZES.num_layers
+    assert [report.graphs for report in found.reports] == [2 * SIZES.num_layers] * 2
     assert capture.recorded > 2 * 3 * SIZES.num_layers
 
 
