@@ -430,7 +430,7 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
         ),
         (
             "cuda_graphs=[layers.*] rl.packing.bin_size=48",
-            "rl.packing.device_bounds=False leaves the bounds of bins on the host, which no graph replays; set rl.packing.device_bounds=true",
+            "rl.packing.device_bounds=False leaves the bounds of bins on the host, which no graph replays; set rl.packing.devi",
         ),
         (
             "cuda_graphs=[layers.*] rl.packing.bin_size=48 rl.packing.share_prompts=true",
@@ -444,9 +444,15 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
             "cuda_graphs=[layers.*] rl.memory.release_gradients=true",
             "rl.memory.release_gradients=True brings gradients back elsewhere than where graphs add to them",
         ),
-        ("cuda_graphs=[layers.*] data_parallel=fsdp", "data_parallel='fsdp' gathers parameters by hooks inside the layers, which no graph rep"),
+        (
+            "cuda_graphs=[layers.*] data_parallel=fsdp",
+            "data_parallel='fsdp' gathers parameters by hooks inside the layers, which no graph rep",
+        ),
         ("cuda_graphs=[layers.*] cuda_graph.external_cuda_graph=true plan.pp=2", "plan.pp=2 stages wait for each other; set cuda_graph.c"),
-        ("cuda_graphs=[layers.*] cuda_graph.external_cuda_graph=true cuda_graph.capture_forward_only=true", "capture_forward_only=True: cuda"),
+        (
+            "cuda_graphs=[layers.*] cuda_graph.external_cuda_graph=true cuda_graph.capture_forward_only=true",
+            "capture_forward_only=True: cuda",
+        ),
         ("rl.generation_args.top_k=20", "generation_args.top_k=20 draws from another distribution than the one that is trained"),
         ("rl.generation_args.top_p=0.9", "generation_args.top_p=0.9 draws from another distribution than the one that is trained"),
         ("rl.group_size=1", "group_size=1 must be at least 2"),
@@ -479,7 +485,10 @@ def test_without_a_gpu_graphs_of_policy_and_critic_say_so_and_the_run_is_as_ever
     graphs = ("cuda_graphs=[layers.*]", "cuda_graph.capture_forward_only=true")
     assert run(tmp_path / "run", *packed, *moved, *graphs, "rl.gae.lam=0.95", "rl.kl_in_reward=0.01") == 0
     remarks = [line for line in capsys.readouterr().out.splitlines() if "cuda graphs: " in line]
-    assert [remark.split(": 0 captured, 0 replays, 0 MiB; eager calls: ")[0] for remark in remarks] == ["cuda graphs", "critic: cuda graphs"]
+    assert [remark.split(": 0 captured, 0 replays, 0 MiB; eager calls: ")[0] for remark in remarks] == [
+        "cuda graphs",
+        "critic: cuda graphs",
+    ]
     assert all("there is no CUDA device" in remark for remark in remarks)
     assert all(row["packing_efficiency"] > 0 and row["logprob_mismatch"] < 1e-3 for row in rows(tmp_path / "run"))
 

@@ -62,9 +62,7 @@ def test_layers_whose_gradients_come_back_elsewhere_are_captured_anew(eager: Lea
         assert all(buffer.data.untyped_storage().nbytes() == 0 for buffer in buffers)
         decoys.extend(torch.full((buffer.data.numel(),), float("nan"), dtype=buffer.data.dtype) for buffer in buffers for _ in range(3))
 
-    found = iterate(
-        ITERATIONS, memory=MemorySwitch(release_gradients=True), graphs=taped(capture, forward_only=True), meanwhile=meanwhile
-    )
+    found = iterate(ITERATIONS, memory=MemorySwitch(release_gradients=True), graphs=taped(capture, forward_only=True), meanwhile=meanwhile)
     same(found, eager)
     assert all(decoy.isnan().all() for decoy in decoys), "what was recorded adds to gradients that are there"
     assert [report.graphs for report in found.reports] == [2 * SIZES.num_layers] * 2

@@ -297,7 +297,9 @@ def test_of_a_share_that_stays_the_critic_has_none() -> None:
     assert [optimizer._parked.are_parked for optimizer in optimizers] == [False, False]
 
 
-@pytest.mark.parametrize(("field", "part"), [("offload_optimizer", "optimizer"), ("stream_optimizer", "optimizer"), ("release_gradients", "sync")])
+@pytest.mark.parametrize(
+    ("field", "part"), [("offload_optimizer", "optimizer"), ("stream_optimizer", "optimizer"), ("release_gradients", "sync")]
+)
 def test_a_part_of_the_critic_that_cannot_is_named(field: str, part: str) -> None:
     learner, engine = build()
     critic: Any = dataclasses.replace(build_critic(learner), **{part: object()})

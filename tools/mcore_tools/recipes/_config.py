@@ -435,7 +435,9 @@ class RunConfig:
                 f"rl.packing.share_prompts=True: a prompt is not split over plan.cp={self.plan.cp} ranks; set plan.cp=1, or it to false"
             )
         if rl.packing is not None and rl.packing.device_bounds and not self.cuda_graphs:
-            raise ValueError("rl.packing.device_bounds=True is for CUDA graphs, found cuda_graphs=[]; set cuda_graphs=[layers.*], or it to false")
+            raise ValueError(
+                "rl.packing.device_bounds=True is for CUDA graphs, found cuda_graphs=[]; set cuda_graphs=[layers.*], or it to false"
+            )
         if rl.packing is not None and rl.packing.alignment % self.sequence_multiple:
             raise ValueError(f"rl.packing.alignment={rl.packing.alignment} must be a multiple of 2 * plan.cp={2 * self.plan.cp}")
         if self.plan.vpp > 1:

@@ -112,8 +112,9 @@ def graph_modules(
     config = CudaGraphConfig() if config is None else config
     shared = config.capture() if capture is None else capture
     # Blocks run one after the other, so that what they compute without a gradient may lie in the same memory.
-    shares = config.capture_forward_only and shared is not None and not isinstance(shared, ExternalCapture)
-    pool = shared.pool() if shares else None
+    pool = None
+    if config.capture_forward_only and shared is not None and not isinstance(shared, ExternalCapture):
+        pool = shared.pool()
     blocks: dict[str, ModuleGraphs] = {}
     try:
         for name, module in selected.items():
