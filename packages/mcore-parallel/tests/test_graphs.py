@@ -286,8 +286,10 @@ def test_calls_that_cannot_be_replayed_run_as_ever_and_tell_why() -> None:
     with torch.no_grad():
         block(x, {"scale": scale})
     block(x, {"scale": scale, "other": {1, 2}})
+    block(x, {"scale": scale, "observe": lambda y: None})
     assert graphs.report().eager == {
         "no gradient is wanted": 1,
+        "an input is a function, which a replay does not call": 1,
         "an input is a set, which has no key; pass tensors, numbers and dataclasses of them": 1,
     }
     y = block(x.requires_grad_(), {"scale": scale})[0].sum()

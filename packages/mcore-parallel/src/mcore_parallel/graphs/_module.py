@@ -246,6 +246,8 @@ class ModuleGraphs:
 
     def _unfit(self, tree: Tree, key: Hashable) -> str:
         """Why these inputs cannot be replayed."""
+        if key not in self._pairs and key not in self._forwards and tree.holds_function:
+            return "an input is a function, which a replay does not call"
         if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in (*tree.tensors, *self._parameters)):
             return "nothing needs a gradient"
         homes = {tensor.device for tensor in (*tree.tensors, *self._parameters)}

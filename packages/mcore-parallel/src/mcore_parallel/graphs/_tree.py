@@ -38,6 +38,11 @@ class Tree:
         skeleton, key = _take(value, tensors)
         return cls(tensors, skeleton, key)
 
+    @property
+    def holds_function(self) -> bool:
+        """Whether something in it can be called, classes aside: a recording does so once."""
+        return any(callable(leaf) and not isinstance(leaf, type) for leaf in _leaves(self.skeleton))
+
     def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
         """The value around other tensors."""
         return _put(self.skeleton, iter(tensors))
@@ -73,6 +78,16 @@ class _Record:
 
     type: type
     fields: dict[str, Any]
+
+
+def _leaves(skeleton: Any) -> Iterator[Any]:
+    if isinstance(skeleton, _Record):
+        skeleton = skeleton.fields
+    if isinstance(skeleton, tuple | list | dict):
+        for part in skeleton.values() if isinstance(skeleton, dict) else skeleton:
+            yield from _leaves(part)
+    elif skeleton is not _LEAF:
+        yield skeleton
 
 
 def _put(skeleton: Any, tensors: Iterator[Tensor]) -> Any:
