@@ -301,6 +301,13 @@ def test_a_mixture_replays_the_routing_of_its_engine(tmp_path: Path) -> None:
     assert row["logprob_mismatch"] < 1e-5
 
 
+def test_a_mixture_replays_the_routing_of_its_own_first_pass(tmp_path: Path) -> None:
+    assert run(tmp_path / "run", "rl.router_replay=trainer", "train.steps=1", "rl.num_epochs=2", *MIXTURE.split()) == 0
+    [row] = rows(tmp_path / "run")
+    assert row["logprob_mismatch"] < 1e-5
+    assert read_config(tmp_path / "run" / "config.yaml").rl.router_replay == "trainer"  # type: ignore[union-attr]
+
+
 def test_ppo_trains_a_mixture_whose_bias_follows_a_schedule(tmp_path: Path) -> None:
     bias = "moe.moe_router_enable_expert_bias=true moe.moe_router_score_function=sigmoid moe.moe_router_bias_decay_steps=4"
     assert run(tmp_path / "run", "train.steps=1", "rl.gae.lam=1", *MIXTURE.split(), *bias.split()) == 0
@@ -417,6 +424,20 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
         ("rl.ref_model_sync_steps=5 rl.ref_model_mixup_alpha=0", "ref_model_mixup_alpha=0.0 lie above 0 and up to 1"),
         ("rl.ref_model_mixup_alpha=0.5", "ref_model_mixup_alpha=0.5 has no effect without ref_model_sync_steps"),
         ("rl.router_replay=true", "rl.router_replay=True, and the model has no experts; set it to false"),
+        ("rl.router_replay=trainer", "rl.router_replay='trainer', and the model has no experts; set it to false"),
+        ("rl.router_replay=engine", "rl.router_replay='engine' is not of type bool or Literal['trainer']"),
+        (
+            f"{MIXTURE} rl.router_replay=trainer rl.num_groups=1",
+            "found rl.old_logprobs='trainer' and 1 updates an iteration; set rl.old_logprobs=trainer and rl.num_epochs=2",
+        ),
+        (
+            f"{MIXTURE} rl.router_replay=trainer rl.old_logprobs=inference",
+            "rl.router_replay='trainer' replays in later updates what the trainer's old log-probabilities were computed with",
+        ),
+        (
+            f"{MIXTURE} rl.router_replay=trainer rl.dpo.beta=0.1 rl.kl_beta=0",
+            "router_replay='trainer' is of old log-probabilities, which dpo has none of; set it to true or false",
+        ),
         (f"{MIXTURE} moe.moe_router_load_balancing_type=sinkhorn", "moe.moe_router_load_balancing_type='sinkhorn': the policy that is"),
         (f"{MIXTURE} moe.moe_expert_capacity_factor=2", "moe.moe_expert_capacity_factor=2.0 has a token's fate depend on those beside it"),
         (f"{MIXTURE} moe.moe_input_jitter_eps=0.1", "moe.moe_input_jitter_eps=0.1: the policy that is trained would be another one"),

@@ -408,7 +408,7 @@ class RunConfig:
         rl.grpo(seq_len=train.seq_len, micro_batch_size=train.micro_batch_size, global_batch_size=train.global_batch_size)
         rl.objective()
         if rl.router_replay and self.moe is None:
-            raise ValueError("rl.router_replay=True, and the model has no experts; set it to false")
+            raise ValueError(f"rl.router_replay={rl.router_replay!r}, and the model has no experts; set it to false")
         if self.moe is not None and (named := self.moe.training_fields):
             raise ValueError(f"moe.{named}: the policy that is trained would be another one than the one that draws; leave it out for rl")
         if self.moe is not None and self.moe.moe_expert_capacity_factor is not None and rl.needs_engine:

@@ -274,8 +274,9 @@ class RLConfig:
     """Groups whose rewards are all equal are replaced by others."""
     max_filter_ratio: float = 3.0
     """Groups asked for then, at most, for each that is wanted."""
-    router_replay: bool = False
-    """The learner sends each token to the experts that the engine sent it to."""
+    router_replay: bool | Literal["trainer"] = False
+    """The learner sends each token to the experts that the engine sent it to; with trainer, in all updates of an iteration, to those of its
+    own first pass, which computes the old log-probabilities."""
     rollout_timeout_s: float = 600.0
     """Limit of all answers of an iteration, in seconds; of an evaluation, that of the most likely ones, and again of those it draws."""
     eval_samples: int = 0
@@ -374,6 +375,8 @@ class RLConfig:
         defaults = {item.name: item.default if item.default is not MISSING else item.default_factory() for item in dataclasses.fields(self)}  # type: ignore[operator]
         if named := [field for field in unused if getattr(self, field) != defaults[field]]:
             raise ValueError(f"{named[0]}={getattr(self, named[0])} has no effect beside {name}; leave it at {defaults[named[0]]}")
+        if self.router_replay == "trainer":
+            raise ValueError(f"router_replay='trainer' is of old log-probabilities, which {name} has none of; set it to true or false")
         if self.dpo is not None and self.dpo.path and (self.imitation_steps or self.eval_samples or self.judges is not None):
             raise ValueError("imitation_steps, eval_samples and judges are for an environment, and dpo.path has none; leave them out")
         if not self.needs_engine and self.placement is None and self.memory != MemorySwitch():
@@ -442,7 +445,7 @@ class RLConfig:
             "kv_cache_dtype": self.kv_cache_dtype is not None,
             "placement": self.placement is not None,
             "memory.suspend_engine": self.memory.suspend_engine,
-            "router_replay": self.router_replay,
+            "router_replay": self.router_replay is True,
             "dpo.path": not self.needs_engine,
         }
         if named := [name for name, is_set in beside.items() if is_set]:
@@ -502,7 +505,14 @@ class RLConfig:
         shared |= {"seq_len": seq_len, "micro_batch_size": micro_batch_size, **ids}
         if self.kl_in_reward and self.kl_estimator is not None:
             shared["kl_in_reward_estimator"] = self.kl_estimator
-        return GRPOConfig(**shared, num_mini_batches=count // global_batch_size)
+        num_mini_batches, replays = count // global_batch_size, self.router_replay == "trainer"
+        if replays and (self.old_logprobs != "trainer" or num_mini_batches * self.num_epochs == 1):
+            raise ValueError(
+                f"rl.router_replay='trainer' replays in later updates what the trainer's old log-probabilities were computed with, found "
+                f"rl.old_logprobs={self.old_logprobs!r} and {num_mini_batches * self.num_epochs} updates an iteration; set "
+                "rl.old_logprobs=trainer and rl.num_epochs=2, or it to false"
+            )
+        return GRPOConfig(**shared, num_mini_batches=num_mini_batches, replay_old_routing=replays)
 
     def objective(self) -> GRPOObjective | DPOObjective:
         """What is minimised; with a teacher, whoever loads it makes another one.

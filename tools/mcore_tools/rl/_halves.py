@@ -92,7 +92,7 @@ def build_run_engine(
         kv_cache_dtype=config.rl.kv_cache_dtype,
         weight_dtype=config.rl.weight_dtype,
         groups=groups,
-        execution=ExecutionConfig(record_routing=config.rl.router_replay),
+        execution=ExecutionConfig(record_routing=config.rl.router_replay is True),
     )
 
 

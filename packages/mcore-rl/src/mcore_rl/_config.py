@@ -49,6 +49,9 @@ class GRPOConfig:
     """What ratios are to. trainer: its log-probabilities before the first of several updates, a forward pass of their own. inference: the
     engine's, which are the same bit by bit in a batch-invariant mode; in others the correction of the objective is 1, and ratios hold the
     difference."""
+    replay_old_routing: bool = False
+    """A mixture's tokens go in all updates to the experts that the pass of the old log-probabilities sent them to (R2), and not to those
+    that an engine recorded (R3). For several updates; the first one's own routing is that of the pass."""
     packing: PackingConfig | None = None
     """Bins instead of ``micro_batch_size`` rows of ``seq_len``."""
     kl_in_reward: float = 0.0
@@ -96,6 +99,12 @@ class GRPOConfig:
             raise ValueError(f"reward_clip={self.reward_clip} must be two finite numbers in ascending order; None for no limits")
         if self.old_logprobs not in ("trainer", "inference"):
             raise ValueError(f"old_logprobs={self.old_logprobs!r} must be trainer or inference")
+        if self.replay_old_routing and (self.old_logprobs != "trainer" or self.num_updates == 1):
+            raise ValueError(
+                f"replay_old_routing=True replays what the trainer's old log-probabilities were computed with in later updates, found "
+                f"old_logprobs={self.old_logprobs!r} and num_epochs * num_mini_batches = {self.num_updates}; set old_logprobs='trainer' "
+                "and several updates, or it to False"
+            )
         if self.gae is not None and self.advantage != AdvantageConfig():
             raise ValueError(f"advantage={self.advantage} has no effect beside gae; leave it out, or set gae=None")
         if self.group_size < (2 if self.gae is None else 1):

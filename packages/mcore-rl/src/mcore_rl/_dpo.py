@@ -38,7 +38,7 @@ _GRACE_S = 60.0
 """After the time of pairs, for their generator to end with those that are there."""
 _UNUSED: dict[str, Any] = {
     "advantage": AdvantageConfig(), "gae": None, "aggregation": Aggregation(), "packing": None, "kl_in_reward": 0.0, "overlong": None,
-    "reward_clip": None, "mask_truncated": False, "filter_equal_groups": False, "old_logprobs": "trainer",
+    "reward_clip": None, "mask_truncated": False, "filter_equal_groups": False, "old_logprobs": "trainer", "replay_old_routing": False,
 }  # fmt: skip
 
 

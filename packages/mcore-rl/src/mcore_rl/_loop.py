@@ -36,7 +36,7 @@ from mcore_rl.inference import InferenceInterface
 # What a teacher's divergence, which asks for no reward, does not read.
 _FOR_REWARDS: dict[str, Any] = {
     "advantage": AdvantageConfig(), "gae": None, "aggregation": Aggregation(), "kl_in_reward": 0.0, "overlong": None, "reward_clip": None,
-    "filter_equal_groups": False, "old_logprobs": "trainer",
+    "filter_equal_groups": False, "old_logprobs": "trainer", "replay_old_routing": False,
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_parallel import ProcessGroups, named_buffer_shards
-from mcore_parallel.training import Batch, score
+from mcore_parallel.training import Batch, score, score_and_route
 from mcore_rl._stability import experimental_api
 from mcore_rl._trajectories import routed_afresh
 
@@ -123,6 +123,13 @@ def token_logprobs(
     """
     with model.swapped() if isinstance(model, FrozenWeights) else contextlib.nullcontext(model) as scored:
         return score(scored, batches, lambda output, batch: output.log_probs(batch.labels.flatten(), temperature), groups=groups)
+
+
+def logprobs_and_routing(
+    policy: nn.Module, batches: Sequence[Batch], groups: ProcessGroups, *, temperature: float = 1.0
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """``token_logprobs``, and the ``routed_experts`` of the pass that computed them, as of ``score_and_route``."""
+    return score_and_route(policy, batches, lambda output, batch: output.log_probs(batch.labels.flatten(), temperature), groups=groups)
 
 
 @experimental_api

@@ -23,7 +23,7 @@ from mcore_rl._header import RolloutHeader
 from mcore_rl._kl import kl_estimate
 from mcore_rl._objective import GRPOObjective
 from mcore_rl._packed import write_bins
-from mcore_rl._reference import FrozenWeights, token_logprobs
+from mcore_rl._reference import FrozenWeights, logprobs_and_routing, token_logprobs
 from mcore_rl._rendezvous import agree
 from mcore_rl._stability import experimental_api
 from mcore_rl._trajectories import BatchStyle, TrajectoryBatches, place_rows, routed_afresh, write_batches
@@ -122,7 +122,8 @@ def update(
     """All updates of one iteration, of the policy and of the critic, on every rank of the layout.
 
     Old log-probabilities are computed when rollouts are trained on more than once, unless they are the engine's
-    (``config.old_logprobs``), and the reference's where a divergence from it is asked for.
+    (``config.old_logprobs``), and the reference's where a divergence from it is asked for. With ``config.replay_old_routing`` the updates
+    replay the routing of the former.
 
     Args:
         config: sizes, advantages, aggregation.
@@ -239,6 +240,8 @@ def _score(config: GRPOConfig, part: MiniBatch, learner: Learner) -> MiniBatch:
     written, batches = part.written, part.written.batches
     if config.old_logprobs == "inference":
         written = written.with_extra("old_logprobs", [batch.extras["inference_logprobs"] for batch in batches])
+    elif config.replay_old_routing:
+        written = _with_own_routing(config, written, learner)
     elif config.num_updates > 1 or config.kl_in_reward:
         old = token_logprobs(learner.model, batches, learner.groups, temperature=config.temperature)
         written = written.with_extra("old_logprobs", old)
@@ -248,6 +251,22 @@ def _score(config: GRPOConfig, part: MiniBatch, learner: Learner) -> MiniBatch:
     if learner.critic is not None:
         written = written.with_extra("old_values", learner.critic.values(routed_afresh(batches), learner.groups))
     return MiniBatch(part.numbers, written)
+
+
+def _with_own_routing(config: GRPOConfig, written: TrajectoryBatches, learner: Learner) -> TrajectoryBatches:
+    """With old log-probabilities, and the routing that they were computed with in the place of an engine's.
+
+    Raises:
+        ValueError: no layer of the model routes tokens.
+    """
+    written = dataclasses.replace(written, batches=routed_afresh(written.batches))
+    old, routed = logprobs_and_routing(learner.model, written.batches, learner.groups, temperature=config.temperature)
+    experts = [own for own in routed if own is not None]
+    if not experts and learner.groups.pp.size == 1:
+        raise ValueError("replay_old_routing=True, and no layer of the model routes tokens; set it to False")
+    # A stage of a pipeline may hold dense layers alone.
+    written = written.with_extra("routed_experts", experts) if experts else written
+    return written.with_extra("old_logprobs", old)
 
 
 def _reads_reference(config: GRPOConfig, objective: Objective) -> bool:

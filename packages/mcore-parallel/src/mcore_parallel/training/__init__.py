@@ -26,7 +26,7 @@ from mcore_parallel.training._rerun import (
     RerunReport,
     SuspectResultError,
 )
-from mcore_parallel.training._score import score
+from mcore_parallel.training._score import score, score_and_route
 from mcore_parallel.training._signals import STOPPED_EXIT_CODE, StopSignals
 from mcore_parallel.training._state import PlacedTensor, SlicedModel, StatefulOptimizer, TensorShard, model_state, optimizer_state
 from mcore_parallel.training._step import TrainReport, evaluate, train_step
@@ -105,5 +105,6 @@ __all__ = [
     "real_tokens",
     "samples_after",
     "score",
+    "score_and_route",
     "train_step",
 ]

@@ -46,10 +46,50 @@ def score(
     Example:
         >>> old = score(model, batches, lambda output, batch: output.log_probs(batch.labels.flatten()))
     """
+    return _scored(model, batches, function, groups, None)
+
+
+@torch.no_grad()
+def score_and_route(
+    model: nn.Module | Sequence[nn.Module],
+    batches: Sequence[Batch],
+    function: Callable[[Any, Batch], Tensor],
+    *,
+    groups: ProcessGroups | None = None,
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """As ``score``, and where the routers of this pipeline stage sent each token.
+
+    Args:
+        model: as of ``score``.
+        batches: as of ``score``.
+        function: as of ``score``.
+        groups: as of ``score``.
+
+    Returns:
+        What ``score`` gives; [B, S, L, K] int16 a micro-batch, whole on all tp and cp ranks, for ``routed_experts`` in ``Batch.extras``: L
+        layers up to the last one of this stage that routes, -1 in those that do not, or are another stage's. None on a stage without any.
+
+    Raises:
+        ValueError: as of ``score``.
+    """
+    recorded = _Routing()
+    values = _scored(model, batches, function, groups, recorded)
+    owner: Any = model if isinstance(model, nn.Module) else model[0]
+    layout: ProcessGroups = owner.groups if groups is None else groups
+    return values, [recorded.whole(number, batch, layout) for number, batch in enumerate(batches)]
+
+
+def _scored(
+    model: nn.Module | Sequence[nn.Module],
+    batches: Sequence[Batch],
+    function: Callable[[Any, Batch], Tensor],
+    groups: ProcessGroups | None,
+    routing: "_Routing | None",
+) -> list[Tensor]:
     if shares := [number for number, batch in enumerate(batches) if batch.context_size > 1]:
         raise ValueError(f"batches {shares} are shares of context-parallel ranks; pass whole ones, score() cuts them")
     kept = _Kept(function)
-    stage = forward_pass(model, batches, kept, groups)
+    stage = forward_pass(model, batches, kept, groups, None if routing is None else routing.record)
     layout, owner = stage.groups, stage.chunks[0]
     if layout.pp.is_last:
         # A schedule may finish the micro-batches in any order.
@@ -83,10 +123,33 @@ class _Kept:
         return LossReport(sum=value.new_zeros(()), count=batch.weight())
 
 
+@dataclass(frozen=True)
+class _Routing:
+    """Where routers sent the tokens of each micro-batch, by layer."""
+
+    experts: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+
+    def record(self, microbatch: int, layer: int, experts: Tensor, weights: Tensor) -> None:
+        """Keep a router's choice, [T or T / tp, K]."""
+        # NCCL sends no int16.
+        self.experts.setdefault(microbatch, {})[layer] = experts.to(torch.int32)
+
+    def whole(self, microbatch: int, batch: Batch, groups: ProcessGroups) -> Tensor | None:
+        """[B, S, L, K] of a micro-batch; None where nothing was recorded."""
+        if not (layers := self.experts.get(microbatch)):
+            return None
+        first = next(iter(layers.values()))
+        local = first.new_full((len(first), max(layers) + 1, first.shape[1]), -1)
+        for layer, experts in layers.items():
+            local[:, layer] = experts
+        share = all_gather(local, groups.tp) if groups.sequence_parallel else local
+        return _whole(share.unflatten(0, (batch.tokens.shape[0], -1)), batch, groups.cp).to(torch.int16)
+
+
 def _whole(part: Tensor, batch: Batch, cp: Group) -> Tensor:
-    """[B, S] from the shares [B, S / cp] of the context-parallel ranks."""
+    """[B, S, ...] from the shares [B, S / cp, ...] of the context-parallel ranks."""
     if cp.size == 1:
         return part
     index = torch.cat([zigzag_indices(batch.sequence_lengths(), cp.size, rank) for rank in range(cp.size)]).to(part.device)
-    flat = all_gather(part.flatten(), cp)
-    return torch.empty_like(flat).index_copy_(0, index, flat).view(batch.tokens.shape)
+    flat = all_gather(part.flatten(0, 1), cp)
+    return torch.empty_like(flat).index_copy_(0, index, flat).unflatten(0, tuple(batch.tokens.shape))

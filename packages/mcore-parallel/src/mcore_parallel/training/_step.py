@@ -163,10 +163,15 @@ def evaluate(
 
 
 def forward_pass(
-    model: nn.Module | Sequence[nn.Module], batches: Sequence[Batch], objective: Objective, groups: ProcessGroups | None
+    model: nn.Module | Sequence[nn.Module],
+    batches: Sequence[Batch],
+    objective: Objective,
+    groups: ProcessGroups | None,
+    routing_recorder: Callable[[int, int, Tensor, Tensor], None] | None = None,
 ) -> "_Stage":
-    """The forwards of all micro-batches in evaluation mode; every module is in its own mode again afterwards."""
-    stage = _Stage.of(model, batches, objective, groups)
+    """The forwards of all micro-batches in evaluation mode; every module is in its own mode again afterwards. ``routing_recorder`` is called
+    as ``Step.routing_recorder``, with the number of the micro-batch before."""
+    stage = dataclasses.replace(_Stage.of(model, batches, objective, groups), routing_recorder=routing_recorder)
     pp = stage.groups.pp
     plan = plan_pipeline(_forward_schedule(len(stage.chunks)), pp.size, len(batches))
     # The chunks of a stage are no children of the one module that they make up.
@@ -198,6 +203,8 @@ class _Stage:
     aux: AuxSums = field(default_factory=AuxSums)
     slots: dict[tuple[int, int], int] = field(default_factory=dict)
     """Of ``PipelinePlan.slots``."""
+    routing_recorder: Callable[[int, int, Tensor, Tensor], None] | None = None
+    """As of ``forward_pass``."""
 
     @classmethod
     def of(
@@ -243,7 +250,8 @@ class _Stage:
         batch = self.batches[microbatch]
         # Counts before this micro-batch: the step keeps them for a recomputed forward.
         counts = dict(self.aux.counts) if any(spec.reads_counts for spec in self.aux_specs.values()) else {}
-        step = dataclasses.replace(batch.step(), slot=self.slots.get((chunk, microbatch)), counts=counts)
+        recorder = None if self.routing_recorder is None else functools.partial(self.routing_recorder, microbatch)
+        step = dataclasses.replace(batch.step(), slot=self.slots.get((chunk, microbatch)), counts=counts, routing_recorder=recorder)
         output, parts = self.chunks[chunk](batch.tokens.flatten() if hidden is None else hidden, step)
         aux = None
         if parts is not None:
