@@ -169,8 +169,10 @@ def forward_pass(
     groups: ProcessGroups | None,
     routing_recorder: Callable[[int, int, Tensor, Tensor], None] | None = None,
 ) -> "_Stage":
-    """The forwards of all micro-batches in evaluation mode; every module is in its own mode again afterwards. ``routing_recorder`` is called
-    as ``Step.routing_recorder``, with the number of the micro-batch before."""
+    """The forwards of all micro-batches in evaluation mode; every module is in its own mode again afterwards.
+
+    ``routing_recorder`` is called as ``Step.routing_recorder``, with the number of the micro-batch in front.
+    """
     stage = dataclasses.replace(_Stage.of(model, batches, objective, groups), routing_recorder=routing_recorder)
     pp = stage.groups.pp
     plan = plan_pipeline(_forward_schedule(len(stage.chunks)), pp.size, len(batches))
