@@ -188,15 +188,17 @@ def check_pipeline(chunks: int) -> None:
         model: nn.Module = parts[0] if chunks == 1 else ModelChunks(parts)
         sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
         optimizer = MegatronOptimizer(OptimizerConfig(lr=0.01), sync, groups)
-        graphs = graph_modules(model, config=CudaGraphConfig(warmup_steps=1), capture=TapeCapture()) if graphed else None
+        when = CudaGraphConfig(warmup_steps=1, capture_forward_only=True)
+        graphs = graph_modules(model, config=when, capture=TapeCapture()) if graphed else None
         options: dict[str, Any] = {"lr": 0.01, "groups": groups, "pipeline": pipeline.build(chunks)}
         found: list[Any] = []
         for step in range(3):
             data = [batch(4 * step + n) for n in range(4)]
             found.append(train_step(model, data, CrossEntropyObjective(), sync, optimizer, **options).loss)
+            found.append(evaluate(model, data, CrossEntropyObjective(), groups=groups).sum)
         if graphs is not None:
-            # Before its backward a graph serves one micro-batch.
-            assert graphs.report().replays == 2 * 12 - graphs.report().eager["warm-up"]
+            # Before its backward a graph serves one micro-batch; those of an evaluation serve all.
+            assert graphs.report().replays == 2 * 2 * 12 - graphs.report().eager["warm-up"]
             assert graphs.report().graphs > (2 if groups.pp.is_first else 1)
         sync.close()
         return found + [parameter.detach().clone() for parameter in model.parameters()]
