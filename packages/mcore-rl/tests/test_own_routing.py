@@ -80,7 +80,15 @@ def test_a_score_says_where_tokens_went() -> None:
 
 @pytest.mark.world(2, shared=True)
 @pytest.mark.parametrize(
-    "plan", [ParallelPlan(tp=2), ParallelPlan(pp=2), ParallelPlan(cp=2), ParallelPlan(dp=2, ep=2)], ids=["tp", "pp", "cp", "ep"]
+    "plan",
+    [
+        ParallelPlan(tp=2),
+        ParallelPlan(tp=2, sequence_parallel=False),
+        ParallelPlan(pp=2),
+        ParallelPlan(cp=2),
+        ParallelPlan(dp=2, ep=2),
+    ],
+    ids=["sequence parallel", "tp", "pp", "cp", "ep"],
 )
 def test_every_layout_says_where_tokens_went(world, plan: ParallelPlan) -> None:
     world(check_layout, plan=plan)
