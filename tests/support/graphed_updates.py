@@ -78,6 +78,7 @@ def iterate(
     *,
     device: str = "cpu",
     dtype: torch.dtype = torch.float64,
+    packing: PackingConfig | None = PACKING,
     memory: MemorySwitch | None = None,
     graphs: Callable[[nn.Module], GraphedModel] | None = None,
     meanwhile: Callable[[Learner], None] = lambda learner: None,
@@ -88,13 +89,22 @@ def iterate(
         count: of iterations.
         device: of the models.
         dtype: theirs.
+        packing: of the rollouts; None for rows.
         memory: what the trainer gives up while answers are drawn; None for nothing.
         graphs: replays the layers of a model; None for none.
         meanwhile: called while answers are drawn.
     """
     memory = MemorySwitch() if memory is None else memory
     config = GRPOConfig(
-        num_groups=4, group_size=8, seq_len=16, num_mini_batches=2, num_epochs=2, packing=PACKING, gae=GAEConfig(), kl_in_reward=0.05
+        num_groups=4,
+        group_size=8,
+        seq_len=16,
+        micro_batch_size=6,
+        num_mini_batches=2,
+        num_epochs=2,
+        packing=packing,
+        gae=GAEConfig(),
+        kl_in_reward=0.05,
     )
     groups, learnt, engine = ProcessGroups.single(), Learnt(), StandingEngine()
     policy, values = (GPTModel(SIZES, groups, device=device, dtype=dtype, seed=seed) for seed in (3, 5))

@@ -52,6 +52,16 @@ def test_replayed_updates_and_scores_have_the_bits_of_eager_ones(eager: Learnt, 
     assert capture.recorded == 2 * (3 if forward_only else 2) * SIZES.num_layers
 
 
+def test_rows_are_of_one_kind_too() -> None:
+    capture = TapeCapture()
+    found = iterate(2, packing=None, graphs=taped(capture, forward_only=False))
+    same(found, iterate(2, packing=None))
+    for report in found.reports:
+        # Rows that all end with the last place say nothing of padding; here none do.
+        assert report.graphs == SIZES.num_layers and report.eager.pop("warm-up") == WARMUP_STEPS * SIZES.num_layers
+        assert set(report.eager) == {"no gradient is wanted"} and report.replays > 0
+
+
 def test_layers_whose_gradients_come_back_elsewhere_are_captured_anew(eager: Learnt) -> None:
     capture, decoys = TapeCapture(), []
 
