@@ -83,7 +83,8 @@ def evaluate_apart() -> dict[str, float]:
     environment = SimpleNamespace(env_ids=["countdown"])
     run: Any = SimpleNamespace(
         config=config, rl=config.rl, halves=None, pairs=None, environment=environment, evaluator=environment, engine=nothing,
-        engines=groups.world, device=torch.device("cpu"), parts=SimpleNamespace(groups=groups, optimizer=nothing, sync=nothing),
+        engines=groups.world, device=torch.device("cpu"), parts=SimpleNamespace(groups=groups),
+        _takes_turns={"optimizer": nothing, "sync": nothing, "engine": nothing},
     )  # fmt: skip
     return _run._Run.evaluate(run)
 

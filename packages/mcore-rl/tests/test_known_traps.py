@@ -36,8 +36,8 @@ every rollout goes to every rank
     test_delivery: test_what_a_rank_receives_grows_with_its_share_and_not_with_the_world
 the reference is computed though nothing asks for it
     test_known_traps: test_a_reference_that_nothing_asks_for_is_not_computed
-the reference copies the policy each time
-    test_known_traps: test_frozen_weights_copy_nothing_each_time
+the policy's weights lie elsewhere while the reference scores, and what holds their addresses reads others
+    test_known_traps: test_frozen_weights_lie_where_the_policy_is_read_from
 weights go between layouts only where one divides the other
     test_known_traps: test_weights_go_from_two_ranks_to_three
 ... and between any others
