@@ -78,7 +78,9 @@ class _Worker:
 class RayWorkers:
     """Objects of one kind in actors, spread over the nodes; a call goes to the one with the fewest open calls.
 
-    The program connects to the cluster itself (``ray.init(address=...)``); nothing is started here but the actors.
+    The program connects to the cluster itself (``ray.init(address=...)``); nothing is started here but the actors. A worker that was
+    lost, or to which a call was given up, gets none that another one can take until it has answered again. One that has died more often
+    than it is restarted gets none.
 
     Args:
         make: makes an object in its worker, where it must be importable.
@@ -102,13 +104,19 @@ class RayWorkers:
             num_gpus=own.num_gpus,
             resources=dict(own.resources),
             max_restarts=own.max_restarts,
-            max_task_retries=own.max_task_retries,
+            # Calls wait for a worker that is started again; each says itself how often it is repeated.
+            max_task_retries=-1,
             max_concurrency=own.max_concurrency,
             scheduling_strategy="SPREAD",
         )
         self._handles = [actor.remote(make) for _ in range(own.num_workers)]
         self._num_open = [0] * own.num_workers
+        self._order = list(range(own.num_workers))
+        """The one that was called last is the last."""
         self._births: list[set[str]] = [set() for _ in self._handles]
+        self._probes: dict[int, Any] = {}
+        """Of workers that did not answer, what they are asked since."""
+        self._dead: set[int] = set()
         self._is_closed = False
         self.nodes: list[str] = []
         """Of each worker, the node that it was started on."""
@@ -153,45 +161,80 @@ class RayWorkers:
         return tuple(self._num_open)
 
     def least_busy(self) -> int:
-        """The worker with the fewest open calls."""
-        return min(range(len(self._handles)), key=self._num_open.__getitem__)
+        """The worker with the fewest open calls, and of these the one that was called least recently, of those that answer; of those that
+        are left where none does.
 
-    async def call(self, method: str, *arguments: Any, worker: int | None = None) -> Any:
+        Raises:
+            RayWorkerError: all have died more often than they are restarted.
+        """
+        responsive = [number for number in self._order if self.is_responsive(number)]
+        left = responsive or [number for number in self._order if number not in self._dead]
+        if not left:
+            raise RayWorkerError(f"no worker of {self.name!r} is left: each died more than max_restarts={self.options.max_restarts} times")
+        return min(left, key=self._num_open.__getitem__)
+
+    def is_responsive(self, number: int) -> bool:
+        """Whether a worker has answered since it was last lost, or a call to it was given up."""
+        ray = _ray()
+        probe = self._probes.get(number)
+        if probe is not None and ray.wait([probe], timeout=0)[0]:
+            try:
+                birth, _ = ray.get(probe)
+                self._births[number].add(birth)
+            except ray.exceptions.RayError:
+                self._dead.add(number)
+            del self._probes[number]
+        return number not in self._probes and number not in self._dead
+
+    async def call(self, method: str, *arguments: Any, worker: int | None = None, max_task_retries: int | None = None) -> Any:
         """What a method of an object gives.
 
         Args:
             method: of the object, plain or a coroutine.
             arguments: of it; they travel to the worker.
-            worker: which; None for the one with the fewest open calls.
+            worker: which; None for ``least_busy``.
+            max_task_retries: in place of that of the options.
 
         Raises:
-            RayWorkerError: the worker died more often than it is restarted, or did not answer within ``call_timeout_s``.
+            RayWorkerError: the worker died more often than it is restarted or the call is repeated, did not answer within
+                ``call_timeout_s``, or has been closed.
             Exception: what the method raised.
         """
         ray = _ray()
+        if self._is_closed:
+            raise RayWorkerError(f"the workers of {self.name!r} are closed")
         number = self.least_busy() if worker is None else worker
+        num_retries = self.options.max_task_retries if max_task_retries is None else max_task_retries
         self._num_open[number] += 1
-        reference = self._handles[number].call.remote(method, arguments)
-        finished = False
+        self._order.remove(number)
+        self._order.append(number)
+        reference = self._sent(number, method, arguments, num_retries)
+        has_answered = is_over = False
         try:
             birth, result = await asyncio.wait_for(reference, self.options.call_timeout_s)
-            finished = True
+            has_answered = is_over = True
         except TimeoutError as error:
             raise self._late(number, method) from error
         except ray.exceptions.RayError as error:
-            finished = True
-            raise self._failure(number, method, error) from error
+            has_answered, is_over = isinstance(error, ray.exceptions.RayTaskError), True
+            raise self._failure(number, method, error, num_retries) from error
         finally:
             self._num_open[number] -= 1
-            if not finished:
+            if not is_over:
                 ray.cancel(reference)
+            if not has_answered and number not in self._probes and not self._is_closed:
+                self._probes[number] = self._handles[number].about.remote()
         self._births[number].add(birth)
         return result
+
+    def _sent(self, number: int, method: str, arguments: Sequence[Any], num_retries: int) -> Any:
+        return self._handles[number].call.options(max_task_retries=num_retries).remote(method, arguments)
 
     def call_all(self, method: str, *arguments: Any) -> dict[int, Exception]:
         """Call a method of all objects, and block until all are done; what was raised, by the number of the worker."""
         ray = _ray()
-        references = [handle.call.remote(method, arguments) for handle in self._handles]
+        num_retries = self.options.max_task_retries
+        references = [self._sent(number, method, arguments, num_retries) for number in range(len(self._handles))]
         done, _ = ray.wait(references, num_returns=len(references), timeout=self.options.call_timeout_s)
         failed: dict[int, Exception] = {}
         for number, reference in enumerate(references):
@@ -203,11 +246,11 @@ class RayWorkers:
                 birth, _ = ray.get(reference)
                 self._births[number].add(birth)
             except ray.exceptions.RayError as error:
-                failed[number] = self._failure(number, method, error)
+                failed[number] = self._failure(number, method, error, num_retries)
         return failed
 
     def close(self, drain_s: float = 0.0) -> None:
-        """End all workers; may be called again.
+        """End all workers; may be called again. Calls that come later are refused.
 
         Args:
             drain_s: that calls get to end first, from event loops in other threads.
@@ -234,15 +277,14 @@ class RayWorkers:
     def _late(self, number: int, method: str) -> RayWorkerError:
         return RayWorkerError(f"{self.describe(number)} did not answer {method} within call_timeout_s={self.options.call_timeout_s:g}")
 
-    def _failure(self, number: int, method: str, error: Exception) -> Exception:
+    def _failure(self, number: int, method: str, error: Exception, num_retries: int) -> Exception:
         """What a caller gets: the method's own exception, or the loss of the worker."""
         if isinstance(error, _ray().exceptions.RayTaskError):
             cause = getattr(error, "cause", None)
             return cause if isinstance(cause, Exception) else error
-        own = self.options
         return RayWorkerError(
-            f"{self.describe(number)} was lost in {method}, with max_restarts={own.max_restarts} and "
-            f"max_task_retries={own.max_task_retries}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            f"{self.describe(number)} was lost in {method}, with max_restarts={self.options.max_restarts} and "
+            f"max_task_retries={num_retries}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         )
 
 

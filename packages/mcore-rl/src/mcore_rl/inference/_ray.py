@@ -4,6 +4,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -91,7 +92,7 @@ class RayInference(InferenceInterface):
         self._references: list[Any] = []
         self.version = 0
         """Of the weights that answers are drawn with; 0 for those that the workers began with."""
-        self.workers = RayWorkers(_Made(make), options, name="engines")
+        self.workers = RayWorkers(functools.partial(EngineWorker, make), options, name="engines")
         self._affinity = PromptAffinity()
 
     def encode(self, text: str) -> Sequence[int]:
@@ -149,13 +150,3 @@ class RayInference(InferenceInterface):
     def close(self) -> None:
         """End the workers; may be called again."""
         self.workers.close()
-
-
-class _Made:
-    """Makes the engine of a worker; a closure would take this whole module along."""
-
-    def __init__(self, make: Callable[[], tuple[InferenceInterface, WeightSink]]) -> None:
-        self._make = make
-
-    def __call__(self) -> EngineWorker:
-        return EngineWorker(self._make)
