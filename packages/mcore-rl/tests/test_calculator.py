@@ -3,6 +3,7 @@
 """Conversations whose problems have numbers, and a calculator in them: what is trained on, what comes next, what is refused."""
 
 import asyncio
+import dataclasses
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -15,21 +16,20 @@ from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, Inf
 from mcore_parallel import ProcessGroups
 from mcore_parallel.backends import choose_backend
 from mcore_parallel.data import ByteTokenizer
-from mcore_parallel.models import GPTModel, TransformerConfig
+from mcore_parallel.models import GPTModel, TransformerConfig, add_value_head
 from mcore_parallel.training import Batch
 from mcore_rl import (
-    ChatEndpoint,
     ChatInferenceInterface,
     Episode,
     GenericGenerationArgs,
     InferenceInterface,
     InferenceRequest,
     InferenceResponse,
-    LLMJudge,
     MegatronChatLocal,
     ModelJudge,
     NumberedConversations,
     Problem,
+    RewardModel,
     TokenRollout,
     WeightedMultiTask,
     recite,
@@ -245,9 +245,34 @@ def mixture() -> WeightedMultiTask:
     return WeightedMultiTask([Calculator(SUMS), Arithmetic(SUMS)], [1, 1])
 
 
-def test_what_judges_single_answers_refuses_conversations() -> None:
-    with pytest.raises(ValueError, match="'multi_task' holds conversations, and a ModelJudge judges single answers"):
-        ModelJudge(mixture(), LLMJudge(ChatEndpoint("http://127.0.0.1:1", model="m")))
+def test_a_model_judges_whole_conversations_and_single_answers() -> None:
+    sizes = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2, vocab_size=TOKENIZER.vocab_size)
+    model = GPTModel(sizes, ProcessGroups.single())
+    head = add_value_head(model)
+    assert head is not None
+    with torch.no_grad():
+        head.weight.normal_(generator=torch.Generator().manual_seed(3))
+    read: list[list[int]] = []
+
+    def encode(problem: Problem, response: str) -> list[int]:
+        is_conversation = problem.env_id == "calculator"
+        read.append(TOKENIZER.apply_chat_template(json.loads(response)) if is_conversation else TOKENIZER.tokenize(response))
+        return read[-1]
+
+    rewards = RewardModel(model, head, encode, max_tokens=512)
+    environment, own = ModelJudge(mixture(), rewards), mixture()
+    assert environment.turn_limits == own.turn_limits and list(environment.tools) == list(own.tools)
+    posed, value = own.problem(0).golden.split("=")
+    for answers in ([call(posed), value], ["no number"]):
+        expected, rollout = played(own, chat(*answers)), played(environment, chat(*answers))
+        assert rollout.reward == pytest.approx(rewards._values([read[-1]])[0], abs=1e-6) and rollout.reward != expected.reward
+        assert rollout == dataclasses.replace(expected, reward=rollout.reward)
+    turns = [("user", own.problem(0).prompt), ("assistant", call(posed)), ("tool", value), ("assistant", value)]
+    assert read[0] == TOKENIZER.apply_chat_template([{"role": role, "content": content} for role, content in turns])
+    assert read[1] == TOKENIZER.tokenize("no number")
+
+
+def test_environments_that_do_not_go_together_and_other_interfaces_are_refused() -> None:
     with pytest.raises(ValueError, match="'outer' has another 'calculator' than one before it, of other turns; rename it"):
         WeightedMultiTask([longer(), WeightedMultiTask([Calculator(SUMS)], [1], env_id="outer")], [1, 1])
     with pytest.raises(ValueError, match="'other' has another tool 'calculate' than one before it"):

@@ -14,24 +14,20 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mcore_parallel.data import ByteTokenizer
 from mcore_rl import (
-    ChatInferenceInterface,
     Conversation,
     EnvironmentServer,
     Episode,
     GenericGenerationArgs,
-    InferenceInterface,
-    InferenceRequest,
-    InferenceResponse,
     JudgeLimits,
     JudgeProcessError,
+    ModelJudge,
     NumberedAgent,
     NumberedConversations,
     Problem,
@@ -49,48 +45,16 @@ from mcore_rl.envs import Arithmetic, ArithmeticConfig, Calculator
 from mcore_rl.inference import PeerError, PeerReplyError
 from tests.support.environments import Drawing, HostileTool, Noting
 from tests.support.journeys import journeys_among
+from tests.support.spoken import TOKENIZER, TURN_END, chat, template
 
 SUMS = ArithmeticConfig(num_numbers=(2, 2), max_number=9, operators="+", worked=1.0, slips=0.0)
-TOKENIZER = ByteTokenizer()
-TURN_END = TOKENIZER.special_tokens_dict["turn_end"]
 ARGS = GenericGenerationArgs(max_tokens=200)
 PROBLEM = Problem(problem_id="7", prompt="say 7")
 OPENING = [{"role": "user", "content": "say 7"}]
 KEY = "secret"
 
 
-def template(messages: Sequence[Mapping[str, Any]], is_open: bool) -> list[int]:
-    return TOKENIZER.apply_chat_template(messages, is_open)
-
-
 RECITED: dict[str, Any] = {"template": template, "encode": lambda text: [*TOKENIZER.tokenize(text), TURN_END], "max_tokens": 500}
-
-
-class Spoken(InferenceInterface):
-    """Says in each conversation what it was given for that one, in the order in which they begin."""
-
-    def __init__(self, *conversations: Sequence[str]) -> None:
-        self.left = [list(answers) for answers in conversations]
-        self.begun: dict[tuple[int, ...], list[list[str]]] = {}
-        """What is left to say behind these tokens; which of equal conversations goes on is one."""
-
-    def encode(self, text: str) -> list[int]:
-        raise AssertionError("a conversation is not a text")
-
-    async def agenerate(self, request: InferenceRequest) -> list[list[InferenceResponse]]:
-        [prompt] = request.prompts
-        before = [tokens for tokens, left in self.begun.items() if left and tuple(prompt[: len(tokens)]) == tokens]
-        answers = (self.begun[max(before, key=len)] if before else self.left).pop(0)
-        drawn = [*TOKENIZER.tokenize(answers[0]), TURN_END]
-        self.begun.setdefault((*prompt, *drawn), []).append(answers[1:])
-        answer = InferenceResponse(
-            response=answers[0], token_ids=[*prompt, *drawn], prompt_length=len(prompt), logprobs=[-1.0] * len(drawn), finish_reason="stop"
-        )
-        return [[answer]]
-
-
-def chat(*conversations: Sequence[str]) -> ChatInferenceInterface:
-    return ChatInferenceInterface(Spoken(*conversations), template)
 
 
 def played(environment: NumberedAgent, *conversations: Sequence[str]) -> list[TokenRollout]:
@@ -413,6 +377,28 @@ class Hanging(HostileTool):
     def __init__(self) -> None:
         super().__init__()
         self.judge_timeout_s = 0.05
+
+
+class Lengths:
+    """A judge to whom more words are better."""
+
+    async def score(self, response: str, problem: Problem) -> float:
+        return float(sum(len(message["content"].split()) for message in json.loads(response)))
+
+
+@pytest.mark.parametrize("how", ["here", "http"])
+def test_a_model_judges_what_an_environment_replies(how: str) -> None:
+    with contextlib.nullcontext(HostileTool()) if how == "here" else elsewhere("http", HostileTool, LENIENT) as replies:
+        environment = ModelJudge(replies, Lengths())
+        # "say 0", "good", "1: 1" and "end".
+        assert [rollout.reward for rollout in played(environment, ["good", "end"])] == [6.0]
+        with pytest.raises(TypeError, match="'hostile_tool' holds conversations and judges no single answer"):
+            asyncio.run(environment.get_reward("good", PROBLEM))
+
+
+def test_the_replies_of_an_environment_that_a_model_judges_have_its_own_limit(caplog: pytest.LogCaptureFixture) -> None:
+    assert played(ModelJudge(Hanging(), Lengths()), ["slow", "end"]) == []
+    assert "environment 'hostile_tool' took longer than judge_timeout_s=0.05" in caplog.text.replace("\\", "")
 
 
 def of_two_limits() -> WeightedMultiTask:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Judges and engines as workers of a Ray cluster of two nodes: placed, restarted, given their weights, named when they are lost.
+"""Judges, conversations and engines as workers of a Ray cluster of two nodes: placed, restarted, given their weights, named when they are
+lost.
 
 Needs the extra ``ray``; `nox -s ray` installs it.
 """
@@ -12,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +26,34 @@ from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDat
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_rl import (
+    Conversation,
+    Episode,
     GenericGenerationArgs,
     GRPOConfig,
     GRPOObjective,
     InferenceInterface,
     InferenceRequest,
     InferenceResponse,
+    JudgeLimits,
     Learner,
     MegatronLocal,
+    NumberedAgent,
+    NumberedConversations,
     NumberedProblems,
     Problem,
+    ProcessJudge,
     RayInference,
     RayJudge,
     RayOptions,
     RayWorkerError,
     RayWorkers,
+    TokenRollout,
     grpo_iteration,
     refit,
 )
 from mcore_rl.envs import CharacterShare
+from tests.support.environments import HostileTool
+from tests.support.spoken import chat
 
 ray = pytest.importorskip("ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
@@ -52,15 +62,18 @@ pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(400)]
 TOKENIZER = ByteTokenizer()
 VOCAB = -(-TOKENIZER.vocab_size // 8) * 8
 SIZES = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2, ffn_hidden_size=48, vocab_size=VOCAB)
-ONE = RayOptions(num_workers=2, num_cpus=0.5, call_timeout_s=60.0, start_timeout_s=120.0)
+# A node has room for one of them.
+ONE = RayOptions(num_workers=2, num_cpus=0.6, call_timeout_s=60.0, start_timeout_s=120.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[Any]:
     # Workers cannot import this file by its name.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    own = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 100 << 20})
-    own.add_node(num_cpus=1, object_store_memory=100 << 20, resources={"second": 1})
+    own = cluster_utils.Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 100 << 20, "resources": {"tools": 1}}
+    )
+    own.add_node(num_cpus=1, object_store_memory=100 << 20, resources={"tools": 1})
     own.wait_for_nodes()
     # What is imported here is imported there.
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}}
@@ -148,6 +161,267 @@ def test_what_is_lost_for_good_loses_its_answer_alone_and_is_named(tmp_path: Pat
             assert "was lost in get_reward, with max_restarts=1 and max_task_retries=0" in caplog.text
     finally:
         environment.close()
+
+
+# -- conversations -----------------------------------------------------------------------------------------------------
+
+
+class Tools(NumberedConversations):
+    """Tools that write down whom they are asked by, and do to their process what the policy says; the reward is the number of turns."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("tools", max_turns=6)
+        self.folder = folder
+
+    def problem(self, number: int) -> Problem:
+        return Problem(problem_id=str(number), prompt=f"say {number}")
+
+    def begin(self, problem: Problem) -> Episode:
+        return Tool(problem, self.folder)
+
+
+class Tool(Episode):
+    def __init__(self, problem: Problem, folder: Path) -> None:
+        self.problem, self.folder, self.num_turns = problem, folder, 0
+
+    async def start(self) -> list[dict[str, str]]:
+        return [{"role": "user", "content": self.problem.prompt}]
+
+    async def reply(self, answer: str) -> list[dict[str, str]]:
+        self.num_turns += 1
+        with (self.folder / "calls").open("a") as file:
+            file.write(f"{self.problem.problem_id} {answer} {os.getpid()}\n")
+        if answer == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        while answer == "wait" and not (self.folder / "go").exists():
+            await asyncio.sleep(0.02)
+        while answer == "block" and not (self.folder / "go").exists():
+            time.sleep(0.02)
+        return [] if answer == "end" else [{"role": "tool", "content": f"{answer}: {self.num_turns}"}]
+
+    async def reward(self) -> float:
+        return float(self.num_turns)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tools")
+
+
+@pytest.fixture(scope="module")
+def tools(folder: Path) -> Iterator[RayJudge]:
+    # One on each node, beside those of other tests.
+    limits: dict[str, Any] = {"max_restarts": -1, "call_timeout_s": 120.0, "start_timeout_s": 120.0}
+    options = RayOptions(num_workers=2, num_cpus=0.0, resources={"tools": 1}, **limits)
+    environment = RayJudge(functools.partial(Tools, folder), options)
+    yield environment
+    environment.close()
+
+
+@pytest.fixture
+def calls(folder: Path, tools: RayJudge) -> Iterator[Callable[[], list[tuple[str, str, int]]]]:
+    """Problem and answer of each call of a tool so far, and its process."""
+    (folder / "calls").write_text("")
+    yield lambda: [(words[0], words[1], int(words[2])) for words in map(str.split, (folder / "calls").read_text().splitlines())]
+    asyncio.run(until(lambda: all(map(tools.workers.is_responsive, range(2)))))
+    for file in folder.iterdir():
+        file.unlink()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(100):
+        while not is_so():
+            await asyncio.sleep(0.02)
+
+
+async def begun(judge: RayJudge, *numbers: int) -> list[Conversation]:
+    problems = [judge.problem(number) for number in numbers]
+    return [Conversation(problem=problem, opening=await judge._opening(problem)) for problem in problems]
+
+
+async def three_in_each(judge: RayJudge, first: int) -> list[list[Conversation]]:
+    """Of each of two workers, three conversations that are there, or more, about problems from this number on."""
+    found: list[list[Conversation]] = [[], []]
+    for number in range(first, first + 100):
+        [conversation] = await begun(judge, number)
+        place = judge._places.take(conversation)
+        assert place is not None
+        judge._places.put(conversation, place)
+        found[place].append(conversation)
+        if min(map(len, found)) > 2:
+            break
+    return found
+
+
+async def said(judge: RayJudge, conversation: Conversation, *answers: str) -> Conversation:
+    for answer in answers:
+        conversation = conversation.with_turn(answer, await judge._reply(conversation, answer))
+    return conversation
+
+
+def spoken(environment: NumberedAgent, *conversations: Sequence[str]) -> list[TokenRollout]:
+    args = GenericGenerationArgs(max_tokens=200)
+    return asyncio.run(environment.group_rollout(chat(*conversations), size=len(conversations), args=args))
+
+
+def test_conversations_in_workers_are_those_of_one_here_and_each_stays_in_its_worker(
+    tools: RayJudge, folder: Path, calls: Callable[[], list[tuple[str, str, int]]]
+) -> None:
+    own = Tools(folder)
+    assert tools.holds_conversations and tools.turn_limits == own.turn_limits and len(set(tools.workers.nodes)) == 2
+    tools.start_at(0)
+    conversations = [["a", "b", "end"], ["c"] * 6, ["d", "d", "end"], ["end"]]
+    expected = spoken(own, *conversations)
+    (folder / "calls").write_text("")
+    assert sorted(spoken(tools, *conversations), key=str) == sorted(expected, key=str)
+    assert [rollout.reward for rollout in expected] == [3.0, 6.0, 3.0, 1.0]
+    assert sorted(answer for _, answer, _ in calls()) == sorted(answer for answers in conversations for answer in answers)
+
+    async def talk() -> None:
+        for conversation in await begun(tools, 1, 2, 3, 4):
+            await tools._outcome(await said(tools, conversation, "a", "b"))
+
+    (folder / "calls").write_text("")
+    asyncio.run(talk())
+    homes = {name: {pid for number, _, pid in calls() if number == name} for name in "1234"}
+    assert len(calls()) == 8 and all(len(pids) == 1 for pids in homes.values()) and len(set.union(*homes.values())) == 2
+    with pytest.raises(TypeError, match="'tools' holds conversations and judges no single answer"):
+        asyncio.run(tools.get_reward("a", tools.problem(0)))
+
+
+def test_a_worker_that_dies_in_turns_loses_their_conversations_alone_and_is_not_asked_twice(
+    tools: RayJudge, folder: Path, calls: Callable[[], list[tuple[str, str, int]]]
+) -> None:
+    before, replayed = sum(tools.workers.num_restarts), []
+
+    async def talk() -> None:
+        places = [[await said(tools, conversation, "a") for conversation in place] for place in await three_in_each(tools, 100)]
+        [[one, dying, between], [other, stays, _]] = [place[:3] for place in places]
+        replayed.append(between.problem.problem_id)
+        waiting = [asyncio.create_task(tools._reply(conversation, "wait")) for conversation in (one, other)]
+        await until(lambda: sum(answer == "wait" for _, answer, _ in calls()) == 2)
+        with pytest.raises(RayWorkerError, match=r"of 'tools' \(first on node .*\) was lost in reply, .* and max_task_retries=0"):
+            await tools._reply(dying, "die")
+        with pytest.raises(RayWorkerError, match="was lost in reply"):
+            await waiting[0]
+        # It was between two turns, and is replayed in the other worker, or in this one once it is there again.
+        between = await said(tools, between, "b", "end")
+        assert await tools._outcome(between) == 3.0
+        (folder / "go").touch()
+        assert await waiting[1] == [{"role": "tool", "content": "wait: 2"}]
+        assert await tools._outcome(await said(tools, stays, "end")) == 2.0
+        await until(lambda: all(map(tools.workers.is_responsive, range(2))))
+
+    asyncio.run(talk())
+    asked = [(number, answer) for number, answer, _ in calls()]
+    assert sum(tools.workers.num_restarts) == before + 1
+    assert [answer for number, answer in asked if number in replayed] == ["a", "a", "b", "end"]
+    assert all(asked.count(turn) == 1 for turn in asked if turn != (replayed[0], "a"))
+
+
+def test_a_group_counts_the_conversation_that_ends_its_worker(
+    tools: RayJudge, calls: Callable[[], list[tuple[str, str, int]]], caplog: pytest.LogCaptureFixture
+) -> None:
+    tools.start_at(7)
+    assert spoken(tools, ["die"]) == []
+    assert (
+        "environment 'tools': an answer to problem '7' is dropped, its reply failed within judge_timeout_s=60.0: RayWorkerError"
+        in caplog.text
+    )
+    report = asyncio.run(tools.run_evaluation(chat(["end"], ["a", "end"]), num_prompts=2, args=GenericGenerationArgs(max_tokens=200)))
+    assert report.num_dropped == 0 and sorted(result.reward for result in report.results) == [1.0, 2.0]
+    assert [answer for _, answer, _ in calls()].count("die") == 1
+
+
+def test_a_turn_beyond_its_limit_is_lost_and_a_worker_that_is_held_up_gets_no_others(
+    tools: RayJudge, folder: Path, calls: Callable[[], list[tuple[str, str, int]]]
+) -> None:
+    async def talk() -> None:
+        [[late, blocks, beside, *_], [elsewhere, *_]] = await three_in_each(tools, 200)
+        beside = await said(tools, beside, "a")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(tools._reply(late, "wait"), 1.0)
+        # The tool that was given up is not running any more, and its worker answers.
+        await until(lambda: all(map(tools.workers.is_responsive, range(2))))
+        blocking = asyncio.create_task(tools._reply(blocks, "block"))
+        await until(lambda: calls()[-1][1] == "block")
+        held_up = calls()[-1][2]
+        blocking.cancel()
+        await asyncio.wait([blocking])
+        assert [tools.workers.is_responsive(place) for place in range(2)] == [False, True]
+        # It was in the worker that is held up, and is replayed in the other one, where new ones begin, too.
+        num_calls = len(calls())
+        for conversation in (beside, elsewhere, *await begun(tools, 301, 302, 303)):
+            assert await tools._outcome(await said(tools, conversation, "end")) == len(conversation.turns) + 1
+        assert [answer for _, answer, _ in calls()[num_calls:]] == ["a", *["end"] * 5]
+        assert held_up not in [pid for _, _, pid in calls()[num_calls:]]
+        (folder / "go").touch()
+        await until(lambda: tools.workers.is_responsive(0))
+
+    asyncio.run(talk())
+
+
+def test_workers_that_are_dead_for_good_get_no_calls_and_closed_ones_end_open_ones_first(folder: Path) -> None:
+    options = RayOptions(num_workers=2, num_cpus=0.1, max_restarts=0, call_timeout_s=60.0, start_timeout_s=120.0)
+    judge = RayJudge(functools.partial(Tools, folder), options)
+
+    async def talk() -> None:
+        first, second = await begun(judge, 1, 2)
+        with pytest.raises(RayWorkerError, match="was lost in reply, with max_restarts=0"):
+            await judge._reply(first, "die")
+        for conversation in await begun(judge, 3, 4, 5):
+            assert await judge._outcome(await said(judge, conversation, "a", "end")) == 2.0
+        assert judge.workers.num_restarts == [0, 0]
+        waiting = asyncio.create_task(judge._reply(second, "wait"))
+        await until(lambda: "2 wait" in (folder / "calls").read_text())
+        closing = asyncio.create_task(asyncio.to_thread(judge.close, 60.0))
+        await until(lambda: judge.workers._is_closed)
+        with pytest.raises(RayWorkerError, match="the workers of 'tools' are closed"):
+            await begun(judge, 6)
+        (folder / "go").touch()
+        assert await waiting == [{"role": "tool", "content": "wait: 1"}]
+        await closing
+
+    try:
+        asyncio.run(talk())
+    finally:
+        judge.close()
+        for file in folder.iterdir():
+            file.unlink()
+
+
+def test_no_worker_that_is_left_is_named(folder: Path) -> None:
+    options = RayOptions(num_workers=1, num_cpus=0.1, max_restarts=0, call_timeout_s=60.0, start_timeout_s=120.0)
+    judge = RayJudge(functools.partial(Tools, folder), options)
+
+    async def talk() -> None:
+        [first] = await begun(judge, 1)
+        with pytest.raises(RayWorkerError, match="was lost in reply"):
+            await judge._reply(first, "die")
+        await until(lambda: not judge.workers.is_responsive(0) and bool(judge.workers._dead))
+        with pytest.raises(RayWorkerError, match="no worker of 'tools' is left: each died more than max_restarts=0 times"):
+            await begun(judge, 2)
+
+    try:
+        asyncio.run(talk())
+    finally:
+        judge.close()
+
+
+def hostile() -> ProcessJudge:
+    return ProcessJudge(HostileTool, JudgeLimits(num_workers=1, time_s=20.0, memory_gb=0.5))
+
+
+def test_workers_hold_conversations_in_processes_with_limits(caplog: pytest.LogCaptureFixture) -> None:
+    judge = RayJudge(hostile, ONE)
+    try:
+        group = spoken(judge, ["good", "end"], ["good", "kill", "end"], ["bad", "bad", "bad", "bad"])
+        assert [rollout.reward for rollout in group] == [2.0, 4.0] and judge.workers.num_restarts == [0, 0]
+        assert "an answer to problem '0' is dropped" in caplog.text and "of 'hostile_tool' died" in caplog.text.replace("\\", "")
+    finally:
+        judge.close()
+        assert isinstance(judge._own, ProcessJudge)
+        judge._own.close()
 
 
 def test_workers_that_find_no_place_are_named() -> None:

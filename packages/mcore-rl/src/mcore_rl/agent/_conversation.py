@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """What was said in a conversation, as it travels to the environment's side elsewhere."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,3 +49,13 @@ class Conversation:
     opening: Sequence[Mapping[str, Any]]
     """The first messages."""
     turns: Sequence[Turn] = ()
+
+    def with_turn(self, answer: str, replies: Sequence[Mapping[str, Any]]) -> "Conversation":
+        """It and one turn more."""
+        return dataclasses.replace(self, turns=(*self.turns, Turn(answer=answer, replies=replies)))
+
+    @property
+    def messages(self) -> list[Mapping[str, Any]]:
+        """All that was said, in its order; the policy's answers have the role ``assistant``."""
+        said = [({"role": "assistant", "content": turn.answer}, *turn.replies) for turn in self.turns]
+        return [*self.opening, *(message for turn in said for message in turn)]

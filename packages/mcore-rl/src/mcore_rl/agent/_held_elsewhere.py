@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""Environments whose conversations are held elsewhere: in processes with limits, or behind a server."""
+"""Environments whose conversations are held elsewhere: in processes with limits, by workers of a cluster, or behind a server."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import GenericGenerationArgs
-from mcore_rl.agent._conversation import Conversation, Turn
+from mcore_rl.agent._conversation import Conversation
 from mcore_rl.agent._judged import Attempt, Problem
 from mcore_rl.agent._multi_turn import Episode, hold
 from mcore_rl.agent._numbered import NumberedAgent, NumberedProblems
@@ -54,21 +54,17 @@ class _Episode(Episode):
     """The conversation so far, with which the environment elsewhere is asked."""
 
     def __init__(self, environment: HeldElsewhere, problem: Problem) -> None:
-        self._environment, self._problem = environment, problem
-        self._opening: Sequence[Mapping[str, Any]] = ()
-        self._turns: list[Turn] = []
+        self._environment, self._so_far = environment, Conversation(problem=problem, opening=())
 
     async def start(self) -> Sequence[Mapping[str, Any]]:
-        self._opening = await self._environment._opening(self._problem)
-        return self._opening
+        problem = self._so_far.problem
+        self._so_far = Conversation(problem=problem, opening=await self._environment._opening(problem))
+        return self._so_far.opening
 
     async def reply(self, answer: str) -> Sequence[Mapping[str, Any]]:
-        replies = await self._environment._reply(self._so_far(), answer)
-        self._turns.append(Turn(answer=answer, replies=replies))
+        replies = await self._environment._reply(self._so_far, answer)
+        self._so_far = self._so_far.with_turn(answer, replies)
         return replies
 
     async def reward(self) -> float:
-        return await self._environment._outcome(self._so_far())
-
-    def _so_far(self) -> Conversation:
-        return Conversation(problem=self._problem, opening=self._opening, turns=tuple(self._turns))
+        return await self._environment._outcome(self._so_far)

@@ -8,9 +8,9 @@ import json
 import re
 import string
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -21,9 +21,11 @@ from mcore_rl._http import HttpPeer, PeerError, PeerReplyError
 from mcore_rl._lost import LostError
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import GenericGenerationArgs, InferenceRequest
+from mcore_rl.agent._conversation import Conversation
+from mcore_rl.agent._held_elsewhere import HeldElsewhere
 from mcore_rl.agent._judged import Problem
-from mcore_rl.agent._judged_elsewhere import JudgedElsewhere
-from mcore_rl.agent._numbered import NumberedProblems
+from mcore_rl.agent._numbered import NumberedAgent, ignore_turn, within_own_limit
+from mcore_rl.agent._posed_here import PosedHere
 from mcore_rl.inference import InferenceInterface
 
 T = TypeVar("T")
@@ -53,36 +55,53 @@ class ResponseScorer(Protocol):
     """What judges answers."""
 
     async def score(self, response: str, problem: Problem) -> float:
-        """How good an answer is; what it raises loses the answer."""
+        """How good an answer is; what it raises loses the answer.
+
+        Args:
+            response: the answer; of a conversation all that was said in it, as JSON: a list of messages, in which those of the policy have
+                the role ``assistant``.
+            problem: that it is about.
+        """
         ...
 
 
 @experimental_api
-class ModelJudge(JudgedElsewhere):
-    """The problems of an environment, with rewards by a model in place of its own.
+class ModelJudge(HeldElsewhere, PosedHere):
+    """The problems of an environment, with rewards by a model in place of its own. Where that holds conversations, it replies.
 
     Args:
-        environment: poses the problems.
+        environment: poses the problems. Its own ``judge_timeout_s`` limits each reply.
         scorer: judges: a `RewardModel`, an `LLMJudge`, or anything with ``async score(response, problem)``.
         judge_timeout_s: deadline of a reward, the wait for a place and all tries included. An answer without a reward by then is lost
             alone, as one whose judge raises (``num_dropped``).
 
     Raises:
-        ValueError: an environment of conversations, or a limit that is not positive.
+        ValueError: a limit that is not positive.
 
     Example:
         >>> ModelJudge(Capitals(), LLMJudge(ChatEndpoint("http://127.0.0.1:8000", model="judge"))).env_id
         'capitals'
     """
 
-    def __init__(self, environment: NumberedProblems, scorer: ResponseScorer, *, judge_timeout_s: float = 600.0) -> None:
+    def __init__(self, environment: NumberedAgent, scorer: ResponseScorer, *, judge_timeout_s: float = 600.0) -> None:
         super().__init__(lambda: environment)
         if not judge_timeout_s > 0:
             raise ValueError(f"judge_timeout_s={judge_timeout_s} of environment {self.env_id!r} must be positive")
         self.scorer, self.judge_timeout_s = scorer, judge_timeout_s
 
-    async def get_reward(self, response: str, problem: Problem) -> float:
+    async def _judged(self, response: str, problem: Problem) -> float:
         return await self.scorer.score(response, problem)
+
+    async def _opening(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
+        return await within_own_limit(self._own, self._own._opening(problem))
+
+    async def _reply(
+        self, conversation: Conversation, answer: str, on_turn: Callable[[], None] = ignore_turn
+    ) -> Sequence[Mapping[str, Any]]:
+        return await within_own_limit(self._own, self._own._reply(conversation, answer, on_turn))
+
+    async def _outcome(self, conversation: Conversation, on_turn: Callable[[], None] = ignore_turn) -> float:
+        return await self.scorer.score(json.dumps(conversation.messages, ensure_ascii=False), conversation.problem)
 
 
 @experimental_api

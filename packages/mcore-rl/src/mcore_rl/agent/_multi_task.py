@@ -2,24 +2,22 @@
 # Copyright (c) 2026 the mcore authors
 """Several environments as one, each with its share of the problems."""
 
-import asyncio
 import dataclasses
 import math
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import EvaluationResponse, GenericGenerationArgs
 from mcore_rl.agent._base import all_at_once
 from mcore_rl.agent._conversation import Conversation, TurnLimits
 from mcore_rl.agent._judged import Attempt, Problem
-from mcore_rl.agent._numbered import NumberedAgent, NumberedProblems, ignore_turn
+from mcore_rl.agent._numbered import NumberedAgent, NumberedProblems, ignore_turn, within_own_limit
 from mcore_rl.agent._stream_position import StreamPosition
 from mcore_rl.inference import InferenceInterface
 
 _LONGEST_CYCLE = 100_000
-T = TypeVar("T")
 
 
 @experimental_api
@@ -118,19 +116,19 @@ class WeightedMultiTask(NumberedProblems):
 
     async def _opening(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
         environment, own = self._own(problem)
-        return await _within(environment, environment._opening(own))
+        return await within_own_limit(environment, environment._opening(own))
 
     async def _reply(
         self, conversation: Conversation, answer: str, on_turn: Callable[[], None] = ignore_turn
     ) -> Sequence[Mapping[str, Any]]:
         environment, own = self._own(conversation.problem)
         call = environment._reply(dataclasses.replace(conversation, problem=own), answer, on_turn)
-        return await _within(environment, call)
+        return await within_own_limit(environment, call)
 
     async def _outcome(self, conversation: Conversation, on_turn: Callable[[], None] = ignore_turn) -> float:
         environment, own = self._own(conversation.problem)
         call = environment._outcome(dataclasses.replace(conversation, problem=own), on_turn)
-        return await _within(environment, call)
+        return await within_own_limit(environment, call)
 
     def _forget_episodes(self) -> None:
         for environment in self.environments:
@@ -145,7 +143,7 @@ class WeightedMultiTask(NumberedProblems):
         environment, own = self._own(problem)
         if not isinstance(environment, NumberedProblems):
             raise TypeError(f"environment {environment.env_id!r} holds conversations and judges no single answer; ask for rollouts")
-        return await _within(environment, environment.get_reward(response, own))
+        return await within_own_limit(environment, environment.get_reward(response, own))
 
     async def _play(self, interface: InferenceInterface, problem: Problem, args: GenericGenerationArgs, draw: str | None = None) -> Attempt:
         environment, own = self._own(problem)
@@ -195,23 +193,6 @@ class WeightedMultiTask(NumberedProblems):
         name, _, own_id = problem.problem_id.partition("/")
         own_env = "" if problem.env_id == name else problem.env_id
         return self._by_name[name], dataclasses.replace(problem, problem_id=own_id, env_id=own_env)
-
-
-async def _within(environment: NumberedAgent, call: Awaitable[T]) -> T:
-    """What an environment gives, within its own limit of time.
-
-    Raises:
-        TimeoutError: it takes longer; names environment and limit.
-    """
-    limit = asyncio.timeout(environment.judge_timeout_s)
-    try:
-        async with limit:
-            return await call
-    except TimeoutError as error:
-        if not limit.expired():
-            raise
-        name, limit_s = environment.env_id, environment.judge_timeout_s
-        raise TimeoutError(f"environment {name!r} took longer than judge_timeout_s={limit_s:g}") from error
 
 
 def _joined(env_id: str, problem_id: str) -> str:

@@ -2,16 +2,16 @@
 # Copyright (c) 2026 the mcore authors
 """Environments whose problems have numbers, of one turn or of several: ranks share them, and a run goes on where it was."""
 
-import dataclasses
+import asyncio
 import functools
 import random
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, overload
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar, overload
 
 from mcore_rl._stability import experimental_api
 from mcore_rl.agent._base import all_at_once
-from mcore_rl.agent._conversation import Conversation, Turn, TurnLimits
+from mcore_rl.agent._conversation import Conversation, TurnLimits
 from mcore_rl.agent._conversation_memory import ConversationMemory
 from mcore_rl.agent._environment_messages import as_chat
 from mcore_rl.agent._judged import JudgedAgent, Problem
@@ -19,12 +19,30 @@ from mcore_rl.agent._multi_turn import Episode, MultiTurnAgent, replayed
 from mcore_rl.agent._reward_only import RewardOnlyAgent
 from mcore_rl.agent._stream_position import StreamPosition
 
+T = TypeVar("T")
 MOST_EPISODES = 1024
 """Conversations that an environment keeps between two of their turns."""
 
 
 def ignore_turn() -> None:
     """Nobody times the turns that are replayed."""
+
+
+async def within_own_limit(environment: JudgedAgent, call: Awaitable[T]) -> T:
+    """What an environment gives, within its own limit of time.
+
+    Raises:
+        TimeoutError: it takes longer; names environment and limit.
+    """
+    limit = asyncio.timeout(environment.judge_timeout_s)
+    try:
+        async with limit:
+            return await call
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        name, limit_s = environment.env_id, environment.judge_timeout_s
+        raise TimeoutError(f"environment {name!r} took longer than judge_timeout_s={limit_s:g}") from error
 
 
 @experimental_api
@@ -214,8 +232,7 @@ class NumberedConversations(NumberedAgent, MultiTurnAgent):
         replies = as_chat(await episode.reply(answer))
         if is_own:
             # One that failed is not gone on with.
-            turns = (*conversation.turns, Turn(answer=answer, replies=replies))
-            self._episodes.put(dataclasses.replace(conversation, turns=turns), episode)
+            self._episodes.put(conversation.with_turn(answer, replies), episode)
         return replies
 
     async def _outcome(self, conversation: Conversation, on_turn: Callable[[], None] = ignore_turn) -> float:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import recv_handle, send_handle
@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from mcore_rl import _confine
 from mcore_rl._stability import experimental_api
-from mcore_rl.agent._conversation import Conversation, Turn
+from mcore_rl.agent._conversation import Conversation
 from mcore_rl.agent._conversation_memory import ConversationMemory
 from mcore_rl.agent._environment_messages import (
     MessageError,
@@ -34,8 +34,8 @@ from mcore_rl.agent._environment_messages import (
 )
 from mcore_rl.agent._held_elsewhere import HeldElsewhere
 from mcore_rl.agent._judged import Problem
-from mcore_rl.agent._judged_elsewhere import PosedHere
 from mcore_rl.agent._numbered import MOST_EPISODES, NumberedAgent, NumberedProblems, ignore_turn
+from mcore_rl.agent._posed_here import PosedHere
 
 _MOST_REPLY_BYTES = 1 << 20
 _MOST_UNREAD_BYTES = 1 << 15
@@ -140,7 +140,7 @@ class ProcessJudge(HeldElsewhere, PosedHere):
     ) -> Sequence[Mapping[str, Any]]:
         question = {"conversation": conversation_fields(conversation), "answer": answer}
         replies, place = await self._messages(question, conversation.problem, conversation)
-        self._note(replace(conversation, turns=(*conversation.turns, Turn(answer=answer, replies=replies))), place)
+        self._note(conversation.with_turn(answer, replies), place)
         return replies
 
     async def _outcome(self, conversation: Conversation, on_turn: Callable[[], None] = ignore_turn) -> float:

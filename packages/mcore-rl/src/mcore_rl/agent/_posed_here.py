@@ -53,22 +53,3 @@ class PosedHere(NumberedProblems):
 
     def attempt_turns(self, problem: Problem, generator: random.Random) -> Sequence[str] | None:
         return self._own.attempt_turns(problem, generator)
-
-
-class JudgedElsewhere(PosedHere):
-    """One of single answers alone.
-
-    Args:
-        make: makes the environment.
-
-    Raises:
-        ValueError: it holds conversations.
-    """
-
-    def __init__(self, make: Callable[[], NumberedProblems]) -> None:
-        super().__init__(make)
-        if self.holds_conversations:
-            raise ValueError(
-                f"environment {self.env_id!r} holds conversations, and a {type(self).__name__} judges single answers; use it as it is, or "
-                "in a ProcessJudge"
-            )
