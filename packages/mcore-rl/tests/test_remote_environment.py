@@ -23,6 +23,7 @@ from mcore_rl import (
     InferenceInterface,
     InferenceRequest,
     InferenceResponse,
+    ModelJudge,
     NumberedProblems,
     Problem,
     RemoteEnvironment,
@@ -343,6 +344,57 @@ def test_a_refusal_keeps_its_status(told: tuple[Told, EnvironmentServer]) -> Non
     with pytest.raises(PeerError, match="an environment") as caught:
         RemoteEnvironment(told[1].url, api_key="another")
     assert caught.value.status == 401
+
+
+class Named(InferenceInterface):
+    """Notes who asks about which prompt."""
+
+    def __init__(self) -> None:
+        self.names: set[tuple[str, str | None]] = set()
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    async def agenerate(self, request: InferenceRequest) -> list[list[InferenceResponse]]:
+        [prompt] = request.prompts
+        self.names.add((bytes(prompt).decode(), request.draw))
+        return [[InferenceResponse(response="", token_ids=[*prompt, 1], prompt_length=len(prompt), logprobs=[-1.0])]]
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+def test_what_is_drawn_to_problems_of_a_server_does_not_hang_on_which_one_comes_first(
+    last_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    posed, there = RemoteEnvironment._posed, dict[int, asyncio.Event]()
+
+    async def in_turn(remote: RemoteEnvironment, number: int) -> Problem:
+        before = number + 1 if last_first else number - 1
+        if before in there:
+            await there[before].wait()
+        problem = await posed(remote, number)
+        there[number].set()
+        return problem
+
+    async def groups(environment: NumberedProblems, interface: Named) -> None:
+        there.update((number, asyncio.Event()) for number in range(4))
+        calls = [environment.group_rollout(interface, size=2, args=GenericGenerationArgs(max_tokens=1)) for _ in range(4)]
+        assert [len(group) for group in await asyncio.gather(*calls)] == [2] * 4
+
+    monkeypatch.setattr(RemoteEnvironment, "_posed", in_turn)
+    own, remote, here = Named(), Named(), Named()
+    with EnvironmentServer(Told()) as server:
+        environment = RemoteEnvironment(server.url)
+        asyncio.run(groups(environment, remote))
+        asyncio.run(groups(ModelJudge(environment, Half()), own))
+    asyncio.run(groups(Told(), here))
+    assert remote.names == own.names == {("x" * (number + 1), f"told {number + 1} {choice}") for number in range(4) for choice in range(2)}
+    # In a certain order they need no names.
+    assert here.names == {("x" * (number + 1), None) for number in range(4)}
+
+
+class Half:
+    async def score(self, response: str, problem: Problem) -> float:
+        return 0.5
 
 
 def test_problems_of_a_server_are_waited_for_beside_others_in_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:

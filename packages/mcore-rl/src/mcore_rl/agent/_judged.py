@@ -84,6 +84,11 @@ class JudgedAgent(TokenizedRolloutGenerator, GroupedRolloutGenerator, Evaluation
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} of environment {env_id!r} must be positive")
 
+    @property
+    def _poses_at_once(self) -> bool:
+        """Whether problems are there as soon as they are asked for, and answers are asked for in their order."""
+        return True
+
     @abstractmethod
     async def get_prompt(self, *, validation: bool = False) -> Problem:
         """The next problem."""

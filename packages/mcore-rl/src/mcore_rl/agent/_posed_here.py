@@ -28,6 +28,10 @@ class PosedHere(NumberedProblems):
         )
 
     @property
+    def _poses_at_once(self) -> bool:
+        return self._own._poses_at_once
+
+    @property
     def env_ids(self) -> tuple[str, ...]:
         return self._own.env_ids
 

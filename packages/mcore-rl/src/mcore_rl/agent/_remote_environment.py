@@ -71,6 +71,10 @@ class RemoteEnvironment(HeldElsewhere):
         )
 
     @property
+    def _poses_at_once(self) -> bool:
+        return False
+
+    @property
     def env_ids(self) -> tuple[str, ...]:
         return tuple(self._card.turn_limits)
 

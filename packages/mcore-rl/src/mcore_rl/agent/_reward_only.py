@@ -32,7 +32,8 @@ class RewardOnlyAgent(JudgedAgent):
         """How good an answer is."""
 
     async def _play(self, interface: InferenceInterface, problem: Problem, args: GenericGenerationArgs, draw: str | None = None) -> Attempt:
-        answer = await self._answer(interface, interface.encode(problem.prompt), args)
+        # In a certain order their number is enough.
+        answer = await self._answer(interface, interface.encode(problem.prompt), args, None if self._poses_at_once else draw)
         reward = await self._reward(self.get_reward(answer.response, problem), problem)
         rollout = TokenRollout(
             trajectory=tuple(answer.token_ids),

@@ -13,7 +13,8 @@ class RequestSeeds:
     their requests together.
 
     Requests without a name are numbered as they come. Those of conversations, whose later turns come when an answer before is there, have
-    names: which of a group they belong to, and which turn they are. So they draw the same in another run, however fast answers are. Names
+    names: which of a group they belong to, and which turn they are. So have those about problems that are posed elsewhere, in any order.
+    They draw the same in another run, however fast answers are. Names
     begin with the ``env_id`` of the agent: agents that share one object need different ones, else they draw with the same seeds.
 
     Args:
