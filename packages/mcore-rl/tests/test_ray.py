@@ -7,6 +7,7 @@ Needs the extra ``ray``; `nox -s ray` installs it.
 """
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import os
@@ -390,16 +391,19 @@ def test_workers_that_are_dead_for_good_get_no_calls_and_closed_ones_end_open_on
             file.unlink()
 
 
-def test_no_worker_that_is_left_is_named(folder: Path) -> None:
-    options = RayOptions(num_workers=1, num_cpus=0.1, max_restarts=0, call_timeout_s=60.0, start_timeout_s=120.0)
+def test_calls_wait_for_a_worker_that_is_started_again_and_none_that_is_left_is_named(folder: Path) -> None:
+    limits: dict[str, Any] = {"max_restarts": 1, "max_task_retries": 0, "call_timeout_s": 120.0, "start_timeout_s": 120.0}
+    options = RayOptions(num_workers=1, num_cpus=0.1, **limits)
     judge = RayJudge(functools.partial(Tools, folder), options)
 
     async def talk() -> None:
-        [first] = await begun(judge, 1)
-        with pytest.raises(RayWorkerError, match="was lost in reply"):
-            await judge._reply(first, "die")
+        for number in range(2):
+            [conversation] = await begun(judge, number)
+            with pytest.raises(RayWorkerError, match="was lost in reply"):
+                await judge._reply(conversation, "die")
+        assert judge.workers.num_restarts == [1]
         await until(lambda: not judge.workers.is_responsive(0) and bool(judge.workers._dead))
-        with pytest.raises(RayWorkerError, match="no worker of 'tools' is left: each died more than max_restarts=0 times"):
+        with pytest.raises(RayWorkerError, match="no worker of 'tools' is left: each died more than max_restarts=1 times"):
             await begun(judge, 2)
 
     try:
@@ -413,10 +417,10 @@ def hostile() -> ProcessJudge:
 
 
 def test_workers_hold_conversations_in_processes_with_limits(caplog: pytest.LogCaptureFixture) -> None:
-    judge = RayJudge(hostile, ONE)
+    judge = RayJudge(hostile, dataclasses.replace(ONE, num_workers=1))
     try:
         group = spoken(judge, ["good", "end"], ["good", "kill", "end"], ["bad", "bad", "bad", "bad"])
-        assert [rollout.reward for rollout in group] == [2.0, 4.0] and judge.workers.num_restarts == [0, 0]
+        assert [rollout.reward for rollout in group] == [2.0, 4.0] and judge.workers.num_restarts == [0]
         assert "an answer to problem '0' is dropped" in caplog.text and "of 'hostile_tool' died" in caplog.text.replace("\\", "")
     finally:
         judge.close()

@@ -178,12 +178,14 @@ class RayWorkers:
         ray = _ray()
         probe = self._probes.get(number)
         if probe is not None and ray.wait([probe], timeout=0)[0]:
+            del self._probes[number]
             try:
                 birth, _ = ray.get(probe)
                 self._births[number].add(birth)
-            except ray.exceptions.RayError:
+            except ray.exceptions.ActorDiedError:
                 self._dead.add(number)
-            del self._probes[number]
+            except ray.exceptions.RayError:
+                self._probes[number] = self._handles[number].about.remote()
         return number not in self._probes and number not in self._dead
 
     async def call(self, method: str, *arguments: Any, worker: int | None = None, max_task_retries: int | None = None) -> Any:
