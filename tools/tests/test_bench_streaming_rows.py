@@ -13,7 +13,7 @@ from tools.bench import streaming_rows
 
 
 def test_a_small_run_has_a_row_for_each_kind_of_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"--requests": 3, "--steps": 14, "--device-ms": 1, "--output": tmp_path / "rows.json"}
+    options = {"--requests": 3, "--steps": 14, "--answer-tokens": 16, "--device-ms": 1, "--output": tmp_path / "rows.json"}
     monkeypatch.setattr(sys, "argv", ["streaming_rows", *(str(word) for pair in options.items() for word in pair)])
     threads = torch.get_num_threads()
     try:
@@ -21,5 +21,8 @@ def test_a_small_run_has_a_row_for_each_kind_of_request(tmp_path: Path, monkeypa
     finally:
         torch.set_num_threads(threads)
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [(row["text"], row["streams"]) for row in rows] == [(text, streams) for text in (False, True) for streams in (False, True)]
+    kinds = [(text, streams) for text in (False, True) for streams in (False, True)]
+    assert [(row["tokens"], row["text"], row["streams"]) for row in rows] == [(14, *kind) for kind in kinds] + [
+        (16, *kind) for kind in kinds[2:]
+    ]
     assert all(0 < row["min_engine_ms"] <= row["engine_ms"] and row["wall_ms"] > 0 for row in rows)
