@@ -231,3 +231,22 @@ def check_operators() -> None:
 def test_no_operator_is_used_that_damages_the_heap_on_gloo(world):
     """Its worker threads store the name of what they finished without a lock; names of 16 characters and more are freed twice."""
     world(check_operators)
+
+
+def check_handed_over(source: str, target: str) -> None:
+    (model, optimizer), (other, fresh) = build(1, zero_dp_strategy=source), build(2, zero_dp_strategy=target)
+    step(model, optimizer, 0)
+    other.load_state_dict(model.state_dict())
+    # Nothing was made of it before: the scalar's moments must become what its own step count does not.
+    other.load_optimizer_state_dict(fresh, model.optimizer_state_dict(optimizer))
+    for each in ((model, optimizer), (other, fresh)):
+        step(*each, 1)
+    trained = dict(other.full_state_dict())
+    for name, value in model.full_state_dict():
+        assert torch.equal(trained[name], value), name
+
+
+@pytest.mark.world(2, shared=True)
+@pytest.mark.parametrize(("source", "target"), [("no_shard", "optim_grads_params"), ("optim", "no_shard"), ("no_shard", "no_shard")])
+def test_an_optimizer_that_has_not_stepped_takes_the_state_of_another_strategy(world, source, target):
+    world(check_handed_over, source=source, target=target)

@@ -31,6 +31,10 @@ _SAFETENSORS_NAMES = {
 }
 
 
+# State of torch's optimizers that is one number for a parameter of any shape.
+_COUNTERS = frozenset({"eta", "mu", "mu_product", "step"})
+
+
 def safetensors_header(entries: Sequence[tuple[str, torch.dtype, Shape]]) -> bytes:
     """What the file begins with: the length of a JSON text in 8 bytes, little end first, and the text, padded to 8 bytes.
 
@@ -146,7 +150,7 @@ def load_optimizer_state(runtime: Runtime, optimizer: torch.optim.Optimizer, sta
                         f"{parameter.name!r} has {key}={value} but its group has {options[key]}; build the groups as they were saved"
                     )
             for key, value in state["state"].get(parameter.name, {}).items():
-                optimizer.state[sharded][key] = _load_entry(parameter, sharded, optimizer.state[sharded].get(key), value)
+                optimizer.state[sharded][key] = _load_entry(parameter, sharded, key, optimizer.state[sharded].get(key), value)
         group.update(options)
 
 
@@ -206,13 +210,13 @@ def _shard_like(place: Place, value: Any, *, plain: bool) -> Any:
     return place.wrap(local(value)) if divided else value
 
 
-def _load_entry(parameter: ManagedParameter, stepped: torch.Tensor, current: Any, value: Any) -> Any:
+def _load_entry(parameter: ManagedParameter, stepped: torch.Tensor, key: str, current: Any, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     dtensor = as_dtensor(value)
     if dtensor is not None:
         rows = parameter.place.rows_of(parameter.name, dtensor)
-    elif tuple(value.shape) == parameter.place.shape and value.ndim > 0:
+    elif tuple(value.shape) == parameter.place.shape and (value.ndim > 0 or key not in _COUNTERS):
         rows = parameter.place.cut(value)
     else:
         return value.clone() if current is None or not isinstance(current, torch.Tensor) else current.copy_(value)
