@@ -127,7 +127,13 @@ def test_what_is_no_checkpoint_says_what_it_is(tmp_path):
 
 @pytest.mark.parametrize(
     ("value", "place"),
-    [({"a": {1: 2}}, "extra.a: key 1"), ({"a": [0, {"b": torch.ones(1)}]}, r"extra.a\[1\].b is Tensor"), ({"a": b"x"}, "extra.a is bytes")],
+    [
+        ({"a": {1: 2}}, "extra.a: key 1"),
+        ({"a": [0, {"b": torch.ones(1)}]}, r"extra.a\[1\].b is Tensor"),
+        ({"a": b"x"}, "extra.a is bytes"),
+        ([("step", 3)], "extra is list; give a dict"),
+        (3, "extra is int; give a dict"),
+    ],
 )
 def test_extra_that_json_would_change_is_refused_by_place(tmp_path, value, place):
     with pytest.raises(ValueError, match=place):

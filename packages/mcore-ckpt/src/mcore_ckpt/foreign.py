@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mcore_ckpt._core import check_extra, save
+from mcore_ckpt._core import check_json_value, save
 from mcore_ckpt._errors import CheckpointingException, list_names
 from mcore_ckpt._formats import Foreign, read_objects, read_places
 from mcore_ckpt._storage import Folder, StoredFile, as_file, open_folder
@@ -74,7 +74,7 @@ def import_torch(path: str | Path, output: str | Path | Folder, *, prefix: str =
             tensors[prefix + name] = value
         else:
             try:
-                check_extra(value)
+                check_json_value(value)
                 extra[name] = value
             except (ValueError, RecursionError):
                 left.append(name)

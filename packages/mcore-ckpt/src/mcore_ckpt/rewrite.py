@@ -16,9 +16,9 @@ from mcore_ckpt._core import (
     TensorRecord,
     Write,
     asset_sources,
-    check_extra,
     check_files,
     check_format,
+    check_json_value,
     is_checkpoint,
     run_save,
     threads_each,
@@ -124,7 +124,7 @@ def _entries(reader: CheckpointReader) -> tuple[dict[str, Any], list[str]]:
     for name in sorted(reader.manifest.others):
         try:
             value = read_objects(*places[name])
-            check_extra(value)
+            check_json_value(value)
             values[name] = value
         except (KeyError, ValueError, RecursionError, CheckpointingException):
             left.append(name)

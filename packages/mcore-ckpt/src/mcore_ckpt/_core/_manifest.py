@@ -26,6 +26,7 @@ __all__ = [
     "TensorRecord",
     "check_asset_names",
     "check_extra",
+    "check_json_value",
     "check_side_files",
     "is_checkpoint",
     "read_manifest",
@@ -224,7 +225,18 @@ def read_manifest(directory: str | Path | Folder) -> Manifest:
         raise CheckpointingException(f"{path}: {error}") from error
 
 
-def check_extra(value: Any, path: str = "extra") -> None:
+def check_extra(extra: Any) -> None:
+    """Check that ``extra`` is an object of values that come back from JSON as they went in.
+
+    Raises:
+        ValueError: it is none; names the place.
+    """
+    if not isinstance(extra, Mapping):
+        raise ValueError(f"extra is {type(extra).__name__}; give a dict of JSON values by name")
+    check_json_value(extra)
+
+
+def check_json_value(value: Any, path: str = "extra") -> None:
     """Check that ``value`` comes back from JSON as it went in; a tuple comes back as a list.
 
     Raises:
@@ -234,10 +246,10 @@ def check_extra(value: Any, path: str = "extra") -> None:
         for key, item in value.items():
             if type(key) is not str:
                 raise ValueError(f"{path}: key {key!r} is {type(key).__name__}; JSON keys are strings")
-            check_extra(item, f"{path}.{key}")
+            check_json_value(item, f"{path}.{key}")
     elif isinstance(value, list | tuple):
         for place, item in enumerate(value):
-            check_extra(item, f"{path}[{place}]")
+            check_json_value(item, f"{path}[{place}]")
     elif value is not None and type(value) not in (str, int, float, bool):
         raise ValueError(f"{path} is {type(value).__name__}; extra holds JSON values only, tensors belong in the state")
 

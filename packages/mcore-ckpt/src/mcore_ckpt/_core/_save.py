@@ -17,7 +17,7 @@ from mcore_ckpt._core._assets import AssetSource, check_assets, digest_names
 from mcore_ckpt._core._async import AsyncRequest
 from mcore_ckpt._core._commit import SIDE_NAMES, SaveJob, commit
 from mcore_ckpt._core._control import Control, threads_each
-from mcore_ckpt._core._manifest import check_extra, is_checkpoint
+from mcore_ckpt._core._manifest import check_extra, check_json_value, is_checkpoint
 from mcore_ckpt._core._nested import flatten_state, with_values
 from mcore_ckpt._core._save_plan import PlanCache, ShardRecord, Write, agree_on_share, encode_layout, pack_files, text_digest
 from mcore_ckpt._core._sharded import DeferredTensor, ShardedTensor, as_writable
@@ -166,9 +166,10 @@ def _prepare(
 
     def describe() -> dict[str, Any]:
         nonlocal layout, extra_text
+        check_extra(extra)
         flat = flatten_state(state)
         everything = with_values(extra, flat)
-        check_extra(everything)
+        check_json_value(everything)
         for name, value in flat.tensors.items():
             for shard in as_writable(name, value):
                 shards[name, shard.box] = shard
