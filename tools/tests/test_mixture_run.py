@@ -4,6 +4,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch
 from rich.console import Console
 
 from mcore_ckpt import CheckpointManager
+from mcore_ckpt.inspect import diff
 from mcore_ckpt.manifest import read_manifest
 from mcore_tools.assembly import throughput
 from mcore_tools.corpus import default_text, prepare
 from mcore_tools.recipes import RunConfig, override, recipe
 from mcore_tools.training import export_run, train_rank
+from tests.support.corpora import write_corpus
 from tools.bench.learning import TINY_TEXT
 
 
@@ -66,3 +69,22 @@ def test_operations_count_shared_experts_and_dense_layers() -> None:
     assert half == pytest.approx((one + none) / 2)
     shared = override(plain, ["moe.moe_shared_expert_intermediate_size=64"])
     assert throughput(shared, "cpu").flops_per_token == pytest.approx(one + 4 * 6 * 3 * 128 * 64)
+
+
+def test_a_run_that_goes_on_draws_the_noise_that_it_would_have_drawn(tmp_path: Path) -> None:
+    write_corpus(tmp_path, "to be or not to be, that is the question. ")
+    rhythm = ("train.steps=2", "train.checkpoint_interval=1", "train.eval_interval=0", "train.eval_batches=1", "train.warmup_steps=0")
+    batch = ("train.micro_batch_size=2", "train.global_batch_size=4")
+    config = small(tmp_path, f"{tmp_path}/corpus", *rhythm, *batch, "moe.moe_input_jitter_eps=0.2")
+    train_rank(config, "cpu")
+    steps = CheckpointManager(tmp_path / "run" / "checkpoints")
+
+    def differences(name: str, *changes: str) -> list[str]:
+        """Of step 2, after a run from step 1."""
+        resumed = CheckpointManager(tmp_path / name / "checkpoints")
+        shutil.copytree(steps.path(1), resumed.path(1))
+        train_rank(override(config, [f"output={tmp_path}/{name}", *changes]), "cpu")
+        return [one.name for one in diff(steps.path(2), resumed.path(2)) if one.name in read_manifest(steps.path(2)).tensors]
+
+    assert not differences("resumed")
+    assert differences("quiet", "moe.moe_input_jitter_eps=none")

@@ -34,6 +34,7 @@ from mcore_tools.reports import History
 from mcore_tools.torchrun import report_error
 from mcore_tools.training._check import check_run
 from mcore_tools.training._folder import run_checkpoints, run_writers
+from mcore_tools.training._noise import seeded
 from mcore_tools.training._pretrained import HuggingFaceFolder
 from mcore_tools.training._start import find_base, first_folder
 from mcore_tools.training._stored import check_stored, open_weights
@@ -71,7 +72,7 @@ def build_trainer(
         outputs = run_writers(run, history)
 
     def watched(consumed: int) -> Iterator[Sequence[Batch]]:
-        stream = data(consumed)
+        stream = seeded(run, data(consumed), trainer.state.step)
         yield from stream if watchdog is None else watchdog.watch(stream, start=trainer.state.step + 1)
 
     trainer = Trainer(

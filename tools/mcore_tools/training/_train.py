@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from mcore_ckpt import CheckpointManager
 from mcore_parallel import ProcessGroups
 from mcore_parallel.backends import quantize_base
@@ -36,6 +34,7 @@ from mcore_tools.training._export import describe_model
 from mcore_tools.training._folder import open_folder, run_checkpoints
 from mcore_tools.training._instruments import Instruments, joined
 from mcore_tools.training._local import NodeCheckpoints, may_be_local, open_local
+from mcore_tools.training._noise import seeded
 from mcore_tools.training._optimizer_description import describe_optimizer, describe_rates
 from mcore_tools.training._start import RunCheckpoints, find_base, find_source, first_folder
 from mcore_tools.training._upcycling import check_origin
@@ -129,9 +128,7 @@ def _train_rank(
         writers = open_folder(config, history)
 
     def batches(consumed: int) -> Iterator[list[Batch]]:
-        stream = run.batches(consumed)
-        if config.lora is not None and config.lora.dropout:
-            stream = _seeded(stream, config.train.seed + trainer.state.step)
+        stream = seeded(config, run.batches(consumed), trainer.state.step)
         return stream if watchdog is None else watchdog.watch(stream, start=trainer.state.step + 1)
 
     trainer = Trainer(
@@ -206,13 +203,6 @@ def _commits(config: RunConfig, own: CheckpointManager, step: Callable[[], int])
         return {}
 
     return commit
-
-
-def _seeded(stream: Iterator[list[Batch]], seed: int) -> Iterator[list[Batch]]:
-    """Random numbers of a step follow from its number: a run that goes on draws those that it would have drawn."""
-    for number, batches in enumerate(stream):
-        torch.manual_seed(seed + number)
-        yield batches
 
 
 def _trainer_config(config: RunConfig) -> TrainerConfig:
