@@ -3,6 +3,7 @@
 """Checkpoints compared, extracted and rewritten, by the command."""
 
 import json
+import math
 import sys
 
 import pytest
@@ -171,6 +172,33 @@ def test_diff_within_a_tolerance_and_with_equal_nans():
     (difference,) = diff(one, two)
     assert difference.text == "1 of 4 elements differ, by at most 0.125, the first at [3]"
     assert diff(one, two, atol=0.125) == [] and diff(one, two, rtol=0.1) == [] and len(diff(one, two, rtol=0.01)) == 1
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        (torch.tensor([1.0, 5.0]), torch.tensor([1.0, math.inf])),
+        (torch.tensor([1.0, math.inf]), torch.tensor([1.0, -math.inf])),
+        (torch.tensor([1, 2**62]), torch.tensor([1, 2**62 + 1])),
+    ],
+    ids=["finite", "sign", "integers"],
+)
+def test_no_tolerance_reaches_infinity_or_hides_an_integer(one, two):
+    folders = [MemoryFolder("one"), MemoryFolder("two")]
+    for folder, value in zip(folders, (one, two), strict=True):
+        save({"w": value}, folder)
+    tolerance = {"rtol": 0.5} if one.is_floating_point() else {"atol": 0.5}
+    for pair in (folders, folders[::-1]):
+        (difference,) = diff(*pair, **tolerance)
+        assert difference.text.startswith("1 of 2 elements differ") and difference.text.endswith("the first at [1]")
+    assert diff(folders[0], folders[0], **tolerance) == []
+
+
+def test_infinite_elements_of_two_dtypes_are_alike_within_a_tolerance():
+    folders = [MemoryFolder("one"), MemoryFolder("two")]
+    for folder, dtype in zip(folders, (torch.float32, torch.bfloat16), strict=True):
+        save({"w": torch.tensor([1.0, math.inf], dtype=dtype)}, folder)
+    assert [one.kind for one in diff(*folders, atol=0.5)] == ["dtype"]
 
 
 def test_slabs_tile_any_box():

@@ -65,7 +65,8 @@ def diff(
         first: a committed checkpoint.
         second: another.
         values: also the elements; False for names, shapes, dtypes and extra values only.
-        atol: elements a and b are alike where |a - b| <= atol + rtol |b|; with both 0, where their bits are equal.
+        atol: elements a and b are alike where |a - b| <= atol + rtol |b|, infinite ones where they are equal; with both 0, where
+            their bits are equal.
         rtol: see ``atol``.
         on_bytes: told of bytes of the first as they are compared.
 
@@ -131,9 +132,16 @@ def _unlike(a: Tensor, b: Tensor, atol: float, rtol: float) -> tuple[Tensor, Ten
         if bool(same_bits.all()):
             return ~same_bits, torch.zeros(a.shape)
     wide = torch.complex128 if a.dtype.is_complex or b.dtype.is_complex else torch.float64
-    far = (a.to(wide) - b.to(wide)).abs().nan_to_num(nan=torch.inf)
+    one, two = a.to(wide), b.to(wide)
+    far = (one - two).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    equal = one == two
+    if a.dtype == b.dtype and not (a.dtype.is_floating_point or a.dtype.is_complex):
+        # Large integers have no float64 of their own.
+        equal, far = same_bits, torch.where(same_bits, 0.0, far.clamp(min=1.0))
     exact = atol == 0 and rtol == 0 and a.dtype == b.dtype
-    alike = same_bits if exact else same_bits | (far <= atol + rtol * b.to(wide).abs())
+    # A share of infinity would be no tolerance.
+    near = (far <= atol + rtol * two.abs()) & far.isfinite()
+    alike = same_bits if exact else same_bits | equal | near
     return ~alike, far
 
 
