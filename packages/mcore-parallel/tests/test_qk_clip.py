@@ -28,7 +28,7 @@ from mcore_parallel.nn import (
     track_max_logits,
 )
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
-from mcore_parallel.training import Batch, CrossEntropyObjective, TensorShard, model_state, train_step
+from mcore_parallel.training import Batch, CrossEntropyObjective, TensorShard, evaluate, model_state, train_step
 
 ONE = ProcessGroups.single()
 CONFIG = TransformerConfig(
@@ -42,6 +42,14 @@ CONFIG = TransformerConfig(
     add_qkv_bias=True,
     window_size=(5, 0),
     window_attn_skip_freq=2,
+)
+LATENT = dataclasses.replace(
+    CONFIG,
+    num_query_groups=4,
+    add_qkv_bias=False,
+    window_size=None,
+    window_attn_skip_freq=None,
+    latent_attention=LatentAttentionConfig(kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5),
 )
 SHARED = dataclasses.replace(CONFIG, num_query_groups=1)
 FAR = 1e9
@@ -140,6 +148,22 @@ def test_latent_attention_keeps_the_key_that_all_heads_share(q_lora_rank: int | 
     check_attention(attention, 12, rotary_step(2, 9, 4))
     assert torch.equal(attention.kv_down.weight, shared)
     assert torch.equal(attention.kv_up.weight[:, 6:], values)
+
+
+@pytest.mark.parametrize("config", [CONFIG, LATENT], ids=["heads", "latent"])
+def test_an_evaluation_has_no_part_in_the_greatest_logits(config: TransformerConfig) -> None:
+    model, (tokens, others) = GPTModel(config, ONE, dtype=torch.float64, seed=4), torch.randint(0, 32, (2, 17)).unbind()
+    track_max_logits(model)
+    expected: dict[str, Tensor] = {}
+    for evaluates in (False, True):
+        model(tokens[:-1], Step.causal(1, 16))
+        if evaluates:
+            row = others[None]
+            batch = Batch(tokens=row[:, :-1], labels=row[:, 1:], loss_mask=torch.ones(1, 16))
+            evaluate(model, [batch], CrossEntropyObjective())
+        found = clip_qk(model, ONE, threshold=FAR).max_logits
+        expected = expected or found
+        assert all(torch.equal(found[name], greatest) for name, greatest in expected.items())
 
 
 def clipped(config: TransformerConfig, groups: ProcessGroups, threshold: float) -> tuple[dict[str, Tensor], int, dict[str, TensorShard]]:

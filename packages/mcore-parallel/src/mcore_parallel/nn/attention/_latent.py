@@ -185,7 +185,7 @@ class LatentSelfAttention(nn.Module):
         k_rope = self._turned(self._gathered(k_rope)[:, None], step)
         q = torch.cat((q_nope, q_rope), dim=-1)
         k = torch.cat((k_nope, k_rope.expand(-1, self.local_heads, -1)), dim=-1)
-        if self.logits is not None:
+        if self.logits is not None and self.training:
             self.logits.see(q, k, step)
         return self.out(cast(AttentionCore, self.core)(q, k, v, self.layer, step).flatten(1))
 

@@ -163,7 +163,7 @@ def shared_key_factors(gamma: Tensor, num_kv_heads: int, alpha: float) -> tuple[
 
 
 def track_max_logits(model: nn.Module, enabled: bool = True) -> None:
-    """Have every attention of a model note its greatest logits from now on, or no longer.
+    """Have every attention of a model note its greatest logits in training mode from now on, or no longer.
 
     Raises:
         ValueError: no attention of the model can.

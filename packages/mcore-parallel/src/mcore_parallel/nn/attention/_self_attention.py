@@ -201,7 +201,7 @@ class SelfAttention(nn.Module):
             y = cast(PackedAttentionCore, self.core).attend_packed(heads, self.layer, step, sink=self.softmax_offset).flatten(1)
         else:
             q, k, v = self._heads(qkv, self._tables(step))
-            if self.logits is not None:
+            if self.logits is not None and self.training:
                 self.logits.see(q, k, step)
             y = self._attend(q, k, v, step).flatten(1)
         if self.gate is not None:
