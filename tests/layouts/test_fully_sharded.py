@@ -58,6 +58,17 @@ def test_evaluation_between_steps_gives_the_losses_of_one_rank(layout: str) -> N
             assert ours == pytest.approx(theirs, rel=1e-8)
 
 
+def test_experts_are_sharded_in_a_process_without_a_world_too() -> None:
+    assert CONFIG.moe is not None and not dist.is_initialized()
+    alike = dataclasses.replace(CONFIG, plan=ParallelPlan())
+    rows = []
+    for data_parallel in ("ddp", "fsdp"):
+        parts = assemble(dataclasses.replace(alike, data_parallel=data_parallel), "cpu")
+        rows.append([trained(parts, batches) for batches in islice(step_batches(parts.groups), 2)])
+    for ours, theirs in zip(*rows, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-8)
+
+
 def buffered_steps() -> list[tuple[float, float]]:
     """Losses and norms where every second layer has experts, gathered into two buffers."""
     assert CONFIG.moe is not None

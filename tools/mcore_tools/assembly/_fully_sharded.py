@@ -187,7 +187,8 @@ def _shard(chunk: GPTModel, meshes: Mapping[str, DeviceMesh | None], eight_bit: 
     narrow = chunk.dtype.itemsize < 4
     policy = MixedPrecisionPolicy(main_params_dtype=chunk.dtype if narrow else None, main_grads_dtype=_gradient_dtype(chunk.dtype))
     specs = {shard.name: shard.spec for shard in named_shards(chunk)}
-    experts = [name for name, spec in specs.items() if spec.view == "expert"]
+    # In a process of its own there are no ranks that hold other experts, and no meshes.
+    experts = [name for name, spec in specs.items() if spec.view == "expert" and meshes["expert"] is not None]
     # A table that the output layer reads too belongs to the root, which stays gathered for it; so does one for which two buffers of layers
     # would have to be larger.
     buffered = options.get("fsdp_double_buffer", False)
