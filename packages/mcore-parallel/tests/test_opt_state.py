@@ -564,3 +564,23 @@ print("same")
 
 def test_the_fused_kernels_agree_with_the_operators_under_the_interpreter() -> None:
     run_interpreted("-c", INTERPRETED)
+
+
+@pytest.mark.parametrize("remainders", [True, False])
+@pytest.mark.parametrize("moved", ["apart", "exchanged"])
+def test_masters_are_loaded_whose_bits_add_up_to_those_that_they_replace(moved: str, remainders: bool) -> None:
+    ddp, optimizer = start(torch.bfloat16, store_param_remainders=remainders)
+    advance(ddp, optimizer, range(1))
+    name = "optimizer.master.norm"
+    shard = optimizer.state_shards()[name]
+    assert not isinstance(shard, list)
+    bits = shard.tensor.view(torch.int32)
+    if moved == "apart":
+        bits[3] += 1
+        bits[17] -= 1
+    else:
+        bits.copy_(bits.flip(0))
+    loaded = shard.tensor.clone()
+    optimizer.load_step_count(1)
+    found = optimizer.state_shards()[name]
+    assert not isinstance(found, list) and torch.equal(found.tensor, loaded)

@@ -32,6 +32,10 @@ class GradientSource(Protocol):
     def gradients(self) -> dict[str, Tensor]: ...
 
 
+_FINGERPRINT_CHUNK = 1 << 22
+"""Elements whose bits are widened at a time."""
+
+
 @runtime_checkable
 class PieceSource(Protocol):
     """A source that may give a rank slices only, and gathers the parameters that others updated."""
@@ -367,8 +371,18 @@ class MegatronOptimizer:
 
 
 def _fingerprint(values: Tensor) -> Tensor:
-    """A number, on the device, that another content would hardly have."""
-    return values.view({4: torch.int32, 8: torch.int64}[values.element_size()]).sum(dtype=torch.int64)
+    """A number, on the device, that another content has by a chance of 2**-64: a sum of each element's bits mixed with its place."""
+    bits = values.view({4: torch.int32, 8: torch.int64}[values.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for first in range(0, len(bits), _FINGERPRINT_CHUNK):
+        part = bits[first : first + _FINGERPRINT_CHUNK]
+        places = torch.arange(first, first + len(part), dtype=torch.int64, device=values.device)
+        # Products wrap around. The factors are odd; those of SplitMix64 (Steele et al. 2014).
+        mixed = places.mul_(-0x61C8864680B583EB).add_(part)
+        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+            mixed.bitwise_xor_(mixed >> shift).mul_(factor)
+        total += mixed.sum()
+    return total
 
 
 def _scalar(value: float | Tensor, device: torch.device) -> Tensor:
