@@ -48,7 +48,11 @@ def check_reference(kind: type[FullyShardedModel | TorchShardedModel], dtype: to
             return [batch.extras["old_logprobs"] for batch in scored]
         return [batch.extras["ref_logprobs"] for batch in with_ref_logprobs(reference, batches, groups)]
 
+    # Each layer is in its own mode again afterwards.
+    whole.layers["0"].eval()
+    modes = [module.training for module in whole.modules()]
     first, reference = scores(), FrozenWeights(model)
+    assert [module.training for module in whole.modules()] == modes and set(modes) == {False, True}
     boxes = [box.tensor for boxes in model.parameter_shards().values() for box in boxes]
     with torch.no_grad():
         for box in boxes:

@@ -69,6 +69,11 @@ class TorchShardedModel(nn.Module):
         self.module.train(mode)
         return super().train(mode)
 
+    def modules(self) -> Iterator[nn.Module]:
+        """With those of the model: who puts modules into another mode for a while sees all whose mode changes."""
+        yield self
+        yield from self.module.modules()
+
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return self.module.parameters(recurse)
 
