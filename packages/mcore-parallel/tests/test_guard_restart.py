@@ -185,5 +185,6 @@ def test_a_rank_that_does_not_come_back_is_named(world) -> None:
 def test_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="max_restarts=-1"):
         RestartConfig(max_restarts=-1)
-    with pytest.raises(ValueError, match="timeout_s=0"):
-        RestartConfig(timeout_s=0)
+    for limit_s in (0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"timeout_s={limit_s} must be positive and finite"):
+            RestartConfig(timeout_s=limit_s)

@@ -5,6 +5,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -196,3 +197,9 @@ def _trunk(model: GPTModel, tokens: Tensor, step: Step) -> Tensor:
     model(tokens, step)
     hook.remove()
     return taken[0]
+
+
+@pytest.mark.parametrize("factor", [-0.1, math.nan, math.inf])
+def test_a_weight_of_the_heads_that_is_no_weight_is_refused(factor: float) -> None:
+    with pytest.raises(ValueError, match=r"mtp_loss_scaling_factor=.* must not be negative, and finite"):
+        CrossEntropyObjective(mtp_loss_scaling_factor=factor)

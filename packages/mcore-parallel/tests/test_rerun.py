@@ -131,7 +131,10 @@ def test_the_rank_and_the_tensors_of_a_fault_are_named(world: Callable[..., list
     assert "more" in evidence
 
 
-@pytest.mark.parametrize("change", [{"mode": "on"}, {"spike_factor": 1.0}, {"window": 0}, {"tolerance": -1.0}])
+@pytest.mark.parametrize(
+    "change",
+    [{"mode": "on"}, {"spike_factor": 1.0}, {"window": 0}, {"tolerance": -1.0}, {"spike_factor": math.nan}, {"tolerance": math.nan}],
+)
 def test_bad_settings_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):
         RerunConfig(**change)

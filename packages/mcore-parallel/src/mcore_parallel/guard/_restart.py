@@ -4,6 +4,7 @@
 
 import contextlib
 import gc
+import math
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -38,8 +39,8 @@ class RestartConfig:
     def __post_init__(self) -> None:
         if self.max_restarts < 0:
             raise ValueError(f"max_restarts={self.max_restarts} must not be negative")
-        if self.timeout_s <= 0:
-            raise ValueError(f"timeout_s={self.timeout_s} must be positive")
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"timeout_s={self.timeout_s} must be positive and finite")
 
 
 class RankFailedError(RuntimeError):

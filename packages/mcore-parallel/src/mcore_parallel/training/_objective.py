@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Losses as sums, and the usual one."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -43,9 +44,16 @@ class CrossEntropyObjective:
 
     Heads that predict further tokens, if the model has them, add those of their own labels, times ``mtp_loss_scaling_factor`` divided
     by how many there are; ``lm_loss`` and ``mtp_1_loss``, ``mtp_2_loss`` ... are reported apart, each as the mean over its own labels.
+
+    Raises:
+        ValueError: a factor that is negative or not finite.
     """
 
     mtp_loss_scaling_factor: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.mtp_loss_scaling_factor < math.inf:
+            raise ValueError(f"mtp_loss_scaling_factor={self.mtp_loss_scaling_factor} must not be negative, and finite; 0 trains no head")
 
     def __call__(self, output: ModelOutput, batch: Batch) -> LossReport:
         total = output.loss_sum(batch.labels.flatten(), batch.loss_mask.flatten())

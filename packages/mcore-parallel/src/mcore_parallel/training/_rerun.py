@@ -55,7 +55,7 @@ class RerunConfig:
     def __post_init__(self) -> None:
         if self.mode not in ("disabled", "validate", "report"):
             raise ValueError(f"mode={self.mode!r} must be disabled, validate or report")
-        if self.spike_factor <= 1 or self.window < 1 or self.tolerance < 0:
+        if not self.spike_factor > 1 or self.window < 1 or not self.tolerance >= 0:
             raise ValueError(
                 f"spike_factor={self.spike_factor} must be above 1, window={self.window} at least 1 and tolerance={self.tolerance} "
                 "not negative"
