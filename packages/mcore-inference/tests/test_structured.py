@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import string
 import subprocess
 import sys
 import threading
@@ -31,6 +32,7 @@ from mcore_inference import (
 from mcore_inference.sampling import Draws, keep_allowed
 from mcore_inference.structured import GrammarCompiler
 from mcore_inference.structured._bounds import on_deep_stack
+from mcore_inference.structured._llguidance import _Vocabulary
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.data.tokenizers import train_bpe
 
@@ -441,6 +443,65 @@ def test_tokens_of_many_bytes_keep_a_form(tmp_path: Any, make_model: Make, make_
         assert any(record.num_generated < len(record.generated_text) for record in records)
         runs.append([record.generated_tokens for record in records])
     assert runs[0] == runs[1]
+
+
+def sentence_pieces() -> TransformersTokenizer:
+    """As of Llama 2 and Mistral: bytes of what is no letter, and a blank before every text."""
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = [*string.ascii_letters, *string.digits, *'\u2581{}[]":,._-!']
+    words = ["\u2581ada", "\u2581name", "gra", "ce", '":']
+    # Words come of merges, letter by letter.
+    merges = [(word[:end], word[end]) for word in words for end in range(1, len(word))]
+    pieces = dict.fromkeys([*(f"<0x{byte:02X}>" for byte in range(256)), *letters, *(a + b for a, b in merges)])
+    vocabulary = {"<unk>": 0, "</s>": 1} | {piece: number for number, piece in enumerate(pieces, start=2)}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    normalizers, decoders = tokenizers.normalizers, tokenizers.decoders
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    inner.add_special_tokens(["<unk>", "</s>"])
+    return TransformersTokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>"))
+
+
+def test_a_tokenizer_that_begins_texts_with_a_blank_writes_forms_too(make_model: Make, make_engine: Make) -> None:
+    tokenizer = sentence_pieces()
+    assert tokenizer.inner.convert_ids_to_tokens(tokenizer.tokenize("ace")) == ["\u2581a", "ce"]
+    engine = make_engine(make_model(vocab_size=tokenizer.vocab_size), tokenizer, max_sequence_length=128)
+    for form, has_form in FORMS:
+        for record in engine.generate(["x"] * 4, [params(seed, **form) for seed in range(4)]):
+            assert record.error is None and has_form(record.generated_text), record.generated_text
+
+
+def test_what_a_form_forces_is_written_by_tokens_that_write_it_and_no_more() -> None:
+    tokenizer = sentence_pieces()
+    tokens = [None, None] + [tokenizer.inner.convert_ids_to_tokens(number) for number in range(2, tokenizer.vocab_size)]
+    written = [
+        token and (bytes([int(token[3:5], 16)]) if token.startswith("<0x") else token.replace("\u2581", " ").encode()) for token in tokens
+    ]
+    vocabulary = _Vocabulary(written, tokenizer)
+    for text in ("ace", " ada", "grace", '{"name": "\u00e9"}', "  x", "", "\n"):
+        assert b"".join(written[token] for token in vocabulary(text)) == text.encode()
+    # Words, where it has some, as it would write them behind other text.
+    assert [tokens[token] for token in vocabulary(" ada grace")] == ["\u2581ada", "\u2581", "gra", "ce"]
+
+    class Changes:
+        """Lower case alone, whatever stands before."""
+
+        vocab_size, eod = tokenizer.vocab_size, None
+
+        def tokenize(self, text: str) -> list[int]:
+            return tokenizer.tokenize(text.lower())
+
+        def detokenize(self, ids: list[int]) -> str:
+            return tokenizer.detokenize(ids)
+
+    lower = _Vocabulary(written, Changes())
+    assert [tokens[token] for token in lower("A grace")] == ["A", "\u2581", "gra", "ce"]
+    # Nothing writes the end of it.
+    assert _Vocabulary([b"a"], Changes())("aab") == [0, 0]
 
 
 def test_results_that_fail_when_a_form_reads_them_take_no_other_requests_with_them(

@@ -27,6 +27,8 @@ _MAX_FUEL = 100_000
 engine wait. The largest usual forms take half of it. No clock decides, so that ranks of one engine end an output at the same token."""
 # A weak model would write blanks without end where a grammar allows them.
 _JSON_OPTIONS = {"whitespace_pattern": " ?"}
+_MARKER = "\x02"
+"""Stands before a text that is no beginning; no token joins it with what follows."""
 
 
 @experimental_api
@@ -178,14 +180,48 @@ class _Vocabulary:
     """Bytes of every token as llguidance takes them, and one id more that ends a text: the model's own are the request's matter."""
 
     def __init__(self, tokens: list[bytes | None], tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._bytes = tokenizer, tokens
         self.tokens = [*(token or b"<special %d>" % number for number, token in enumerate(tokens)), b"<end>"]
         self.special_token_ids = [number for number, token in enumerate(tokens) if not token] + [len(tokens)]
         self.eos_token_id, self.bos_token_id = len(tokens), None
+        self._numbers = {token: number for number, token in enumerate(tokens) if token}
+        self._longest = max(map(len, self._numbers), default=0)
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens of a text that a form forces; bytes are refused, which the library takes into account."""
-        return list(self._tokenizer.tokenize(text))
+        """Tokens that write a text which a form forces, and no byte more; bytes are refused, which the library takes into account.
+
+        Tokenizers may take it for the beginning of a text, before which SentencePiece puts a blank.
+        """
+        wanted = text.encode()
+        for before in ("", _MARKER):
+            tokens = self._ending(list(self._tokenizer.tokenize(before + text)), wanted)
+            if tokens is not None:
+                return tokens
+        return self._longest_first(wanted)
+
+    def _ending(self, tokens: list[int], wanted: bytes) -> list[int] | None:
+        """The last of the tokens that write these bytes; None where they do not."""
+        end = len(wanted)
+        for place in range(len(tokens), 0, -1):
+            if not end:
+                return tokens[place:]
+            written = self._bytes[tokens[place - 1]] if tokens[place - 1] < len(self._bytes) else None
+            if not written or not wanted.endswith(written, 0, end):
+                return None
+            end -= len(written)
+        return None if end else tokens
+
+    def _longest_first(self, wanted: bytes) -> list[int]:
+        """Tokens of as many of the bytes as the vocabulary can write."""
+        tokens, at = list[int](), 0
+        while at < len(wanted):
+            lengths = range(min(self._longest, len(wanted) - at), 0, -1)
+            token = next((wanted[at : at + length] for length in lengths if wanted[at : at + length] in self._numbers), None)
+            if token is None:
+                break
+            tokens.append(self._numbers[token])
+            at += len(token)
+        return tokens
 
 
 def _index(library: ModuleType, tokenizer: Tokenizer | None, vocab_size: int, request_id: int) -> Any:
