@@ -43,7 +43,7 @@ def sizes_of(name):
     if name.endswith("bert"):
         return SIZES | {"num_query_groups": 4, "max_position_embeddings": 64, "num_token_types": 2, "activation": "gelu"}
     if name in ("mixtral", "qwen3_moe", "gpt_oss", "olmoe"):
-        return SIZES | EXPERTS
+        return SIZES | EXPERTS | ({"activation_func_clamp_value": 7.0} if name == "gpt_oss" else {})
     if name == "qwen2_moe":
         return SIZES | EXPERTS | {"moe_shared_expert_intermediate_size": 8}
     return SIZES | HYBRID.get(name, {})
@@ -183,3 +183,21 @@ def test_a_window_that_is_not_said_is_the_one_of_transformers():
     assert transformers.MistralConfig.from_dict(dict(theirs)).sliding_window == 4096
     assert from_hf_config(theirs)[1]["window_size"] == (4095, 0)
     assert from_hf_config({**theirs, "sliding_window": None})[1]["window_size"] is None
+
+
+@pytest.mark.parametrize(("name", "default"), [("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)])
+def test_a_soft_cap_of_null_is_none_and_one_that_is_not_said_is_the_one_of_transformers(name, default):
+    theirs = config_json("gemma2", **{name: None})
+    assert theirs[name] is None and getattr(transformers.Gemma2Config.from_dict(dict(theirs)), name) is None
+    assert from_hf_config(theirs)[1][name] is None
+    silent = {entry: value for entry, value in theirs.items() if entry != name}
+    assert getattr(transformers.Gemma2Config.from_dict(dict(silent)), name) == from_hf_config(silent)[1][name] == default
+
+
+def test_experts_of_gpt_oss_that_are_not_clamped_are_refused_both_ways():
+    theirs = config_json("gpt_oss")
+    with pytest.raises(CheckpointingException, match="swiglu_limit=None is no limit"):
+        from_hf_config({**theirs, "swiglu_limit": None})
+    with pytest.raises(ValueError, match="activation_func_clamp_value=None has no name there"):
+        config_json("gpt_oss", activation_func_clamp_value=None)
+    assert from_hf_config({entry: value for entry, value in theirs.items() if entry != "swiglu_limit"}) == from_hf_config(theirs)

@@ -76,6 +76,11 @@ def _query_scale() -> Codec:
     return Codec(ours=("softmax_scale",), theirs=("query_pre_attn_scalar", "head_dim"), write=write, read=read)
 
 
+def _soft_cap(name: str, default: float) -> Codec:
+    """A cap that is there when nothing is said; null is none."""
+    return Codec(ours=(name,), theirs=(name,), write=lambda full: {name: full[name]}, read=lambda config: {name: config.get(name, default)})
+
+
 def _tanh_gelu() -> Codec:
     """Gemma's one activation. The first releases call it "gelu", and a null ``hidden_activation`` beside it means it too."""
     entries, words = ("hidden_act", "hidden_activation"), (None, "gelu", "gelu_pytorch_tanh")
@@ -169,8 +174,8 @@ _GEMMA2 = Family(
         window_by_layer(_gemma2_kinds),
         _GEMMA_ACTIVATION,
         _query_scale(),
-        renamed("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
-        renamed("final_logit_softcapping", "final_logit_softcapping", 30.0),
+        _soft_cap("attn_logit_softcapping", 50.0),
+        _soft_cap("final_logit_softcapping", 30.0),
     ),
     implies={**_GEMMA_IMPLIES, "sandwich_norm": True},
     fixed={"attention_bias": False, "use_bidirectional_attention": False},

@@ -246,6 +246,24 @@ def _windows_in_turn() -> Codec:
     return Codec(ours=by_layer.ours, theirs=by_layer.theirs, write=by_layer.write, read=read)
 
 
+def _swiglu_limit() -> Codec:
+    """There is always one."""
+    ours, theirs = "activation_func_clamp_value", "swiglu_limit"
+
+    def write(full: Mapping[str, Any]) -> dict[str, Any]:
+        if full[ours] is None:
+            refuse(ours, None, "has no name there: every expert is clamped; set a number")
+        return {theirs: full[ours]}
+
+    def read(config: Mapping[str, Any]) -> dict[str, Any]:
+        limit = config.get(theirs, 7.0)
+        if limit is None:
+            refuse(theirs, None, "is no limit, and experts are clamped; write a number, or leave it out for 7.0")
+        return {ours: limit}
+
+    return Codec(ours=(ours,), theirs=(theirs,), write=write, read=read)
+
+
 _GPT_OSS = Family(
     name="gpt_oss",
     model_type="gpt_oss",
@@ -258,7 +276,7 @@ _GPT_OSS = Family(
         renamed("moe_router_topk", "num_experts_per_tok"),
         rotary(base=1.5e5),
         _windows_in_turn(),
-        renamed("activation_func_clamp_value", "swiglu_limit", 7.0),
+        _swiglu_limit(),
     ),
     implies={
         "add_bias_linear": True, "add_qkv_bias": True, "softmax_type": "learnable", "activation": "quick_geglu", "glu_linear_offset": 1.0,
