@@ -3,6 +3,7 @@
 """The HTTP server, called by OpenAI's own client and by a rude one."""
 
 import contextlib
+import itertools
 import json
 import math
 import random
@@ -168,6 +169,29 @@ def test_bytes_of_a_token_are_its_own_where_it_is_no_whole_character(client: ope
     assert all(len(other.bytes) == 1 or other.token == "" for other in others) and len(others) == 4
 
 
+@pytest.mark.parametrize("more", [{}, {"stop": ["q", "\u00e9 "]}, {"echo": True}], ids=["whole", "held back", "echoed"])
+def test_tokens_are_where_their_text_is_streamed_or_not(client: openai.OpenAI, more: dict[str, Any]) -> None:
+    letters = {str(token): 100.0 for token in TOKENIZER.tokenize("a\u00e9\u20ac")}
+    body: dict[str, Any] = {
+        "model": "mcore",
+        "prompt": "h\u00e9",
+        "max_tokens": 40,
+        "seed": 3,
+        "logprobs": 1,
+        "logit_bias": letters,
+        **more,
+    }
+    whole = client.completions.create(**body).choices[0]
+    assert whole.logprobs is not None and "\u00e9" in whole.text
+    # A byte within a character begins where that does.
+    for token, place in zip(whole.logprobs.tokens, whole.logprobs.text_offset, strict=True):
+        assert token == "\ufffd" or whole.text[place : place + len(token)] == token
+    assert any(before == after for before, after in itertools.pairwise(whole.logprobs.text_offset))
+    if "echo" not in more:
+        chunks = [chunk.choices[0].logprobs for chunk in client.completions.create(**body, stream=True)]
+        assert [place for part in chunks if part for place in part.text_offset] == whole.logprobs.text_offset
+
+
 @pytest.mark.journey
 def test_a_chat_without_limit_runs_to_the_end_of_the_context(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(messages=[{"role": "user", "content": "x"}], extra_body={"ignore_eos": True}, **COMMON)
@@ -231,7 +255,7 @@ def test_two_ids_of_one_text_are_two_of_the_best_tokens(client: openai.OpenAI, r
     assert all(sorted(best) == list(ids) for best in record.generated_top_n_logprobs)
     assert all(sum(math.exp(value) for value in best.values()) == pytest.approx(1) for best in record.generated_top_n_logprobs)
     token_bytes = TokenBytes(TOKENIZER)
-    chat = chat_log_probs(TOKENIZER, token_bytes, record.generated_tokens, record.generated_log_probs, record.generated_top_n_logprobs)
+    chat = chat_log_probs(token_bytes, record.generated_tokens, record.generated_log_probs, record.generated_top_n_logprobs)
     for token, value, best, entry in zip(
         record.generated_tokens, record.generated_log_probs, record.generated_top_n_logprobs, chat["content"], strict=True
     ):

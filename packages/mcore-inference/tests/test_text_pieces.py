@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_inference.text import TextPieces, Tokenizer, TokenTexts, TransformersTokenizer, whole_text
+from mcore_inference.server._format import TextOffsets
+from mcore_inference.text import TextPieces, TokenBytes, Tokenizer, TokenTexts, TransformersTokenizer, whole_text
 from mcore_inference.text._token_bytes import _BYTES
 from mcore_parallel.data import ByteTokenizer
 
@@ -197,3 +198,14 @@ def test_spaces_of_a_transformers_tokenizer_stay_as_its_tokens_have_them() -> No
     tokenizer, tokens = TransformersTokenizer(inner), [0, 1, 2, 3, 4, 5]
     assert inner.decode(tokens) != "a ' b do not ."
     assert tokenizer.detokenize(tokens) == joined(tokens, tokenizer) == "a ' b do not ."
+
+
+def test_texts_and_bytes_of_single_tokens_have_the_blank_that_they_begin_with_behind_others() -> None:
+    tokens = [HELLO, WORLD, LETTERS["\u2581"], TOOL, LETTERS["h"], *(byte + 1 for byte in "\u20ac".encode())]
+    assert FALLBACK.detokenize([WORLD]) == "world"
+    token_bytes = TokenBytes(FALLBACK)
+    assert [token_bytes.text(token) for token in tokens] == [" hello", " world", " ", "", "h", *"\ufffd\ufffd\ufffd"]
+    assert [token_bytes.of(token) for token in tokens] == [b" hello", b" world", b" ", b"", b"h", None, None, None]
+    # The text does not begin with it.
+    offsets = TextOffsets(FALLBACK)
+    assert [offsets.push(token, token_bytes.text(token)) for token in tokens] == [0, 5, 11, 12, 12, 13, 13, 13]

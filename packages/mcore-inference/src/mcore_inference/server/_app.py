@@ -22,7 +22,7 @@ from mcore_inference.sampling import SamplingParams, request_seed
 from mcore_inference.server._bodies import BodyReader
 from mcore_inference.server._combinations import check_budget, check_chat, check_completion
 from mcore_inference.server._errors import ApiError
-from mcore_inference.server._format import chat_log_probs, completion_log_probs, usage
+from mcore_inference.server._format import TextOffsets, chat_log_probs, completion_log_probs, usage
 from mcore_inference.server._group import ServerCounts
 from mcore_inference.server._hosts import AllowedHosts
 from mcore_inference.server._metrics import ServerMetrics
@@ -56,13 +56,15 @@ class _GenerationCall:
     kind: str
     choice: Callable[["_GenerationCall", int, DynamicInferenceRequestRecord], dict[str, Any]]
     """A finished choice."""
-    delta: Callable[["_GenerationCall", int, Increment, int], dict[str, Any]]
-    """A piece of a choice; the last argument is the number of characters sent before."""
+    delta: Callable[["_GenerationCall", int, Increment], dict[str, Any]]
+    """A piece of a choice."""
     chunk_kind: str
     prompt_texts: list[str]
     tools: ToolUse | None = None
     parsers: list[ToolCallParser] = field(default_factory=list)
     """One for each choice, where there are tools."""
+    offsets: list[TextOffsets] = field(default_factory=list)
+    """One for each choice, where log-probabilities of a completion are streamed."""
 
     def envelope(self, kind: str, model: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
@@ -203,6 +205,7 @@ class Routes:
         call = _GenerationCall(
             prompts=prompts, params=params, body=body, id=f"cmpl-{uuid.uuid4().hex}", kind="text_completion", chunk_kind="text_completion",
             choice=self._completion_choice, delta=self._completion_delta, prompt_texts=texts,
+            offsets=[TextOffsets(self._tokenizer) for _ in params] if body.stream and body.logprobs is not None else [],
         )  # fmt: skip
         return await self._answer(request, call)
 
@@ -270,7 +273,6 @@ class Routes:
             ApiError: nothing was generated; a later error is an error object, which ends the stream.
         """
         records: dict[int, DynamicInferenceRequestRecord] = {}
-        sent = [0] * len(streams)
 
         with_usage = call.body.stream_options is not None and call.body.stream_options.include_usage
         # All but the choices is the same in each. While usage is asked for, OpenAI sends it as null with every chunk but the last.
@@ -292,8 +294,7 @@ class Routes:
                         first = {"index": choice, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
                         yield chunk(first)
                 has_begun = True
-                yield chunk(call.delta(call, index, increment, sent[index]))
-                sent[index] += len(increment.text)
+                yield chunk(call.delta(call, index, increment))
             if with_usage:
                 ordered = [records[index] for index in range(len(streams))]
                 yield f'{begin}], "usage": {json.dumps(usage(ordered, call.body.num_choices))}}}'
@@ -312,25 +313,27 @@ class Routes:
         prompt_text = call.prompt_texts[index // call.body.num_choices]
         values = None
         if call.body.logprobs is not None:
-            tokens, scores = record.generated_tokens, list[float | None](record.generated_log_probs)
-            best: list[dict[int, float] | None] = list(record.generated_top_n_logprobs or [None] * len(tokens))
+            offsets = TextOffsets(self._tokenizer, len(prompt_text))
+            tokens, scores, best = record.generated_tokens, record.generated_log_probs, record.generated_top_n_logprobs
+            values = completion_log_probs(self._token_bytes, tokens, scores, best or [None] * len(tokens), offsets)
             if call.body.echo:
-                prompt = record.prompt_tokens
-                scores = [None, *(record.prompt_log_probs or []), *scores]
-                best = [None, *(record.prompt_top_n_logprobs or [None] * (len(prompt) - 1)), *best]
-                values = completion_log_probs(self._tokenizer, prompt + tokens, scores, best, 0)
-            else:
-                values = completion_log_probs(self._tokenizer, tokens, scores, best, 0)
+                values = {name: echoed + values[name] for name, echoed in self._prompt_log_probs(record).items()}
         text = prompt_text + record.generated_text
         choice = {"index": index, "text": text, "logprobs": values, "finish_reason": record.finish_reason}
         return choice | self._ids(call, record.generated_tokens, record, with_prompt=True)
 
-    def _completion_delta(self, call: _GenerationCall, index: int, increment: Increment, sent: int) -> dict[str, Any]:
+    def _prompt_log_probs(self, record: DynamicInferenceRequestRecord) -> dict[str, Any]:
+        """Of an echoed prompt; of its first token nothing is known."""
+        tokens = record.prompt_tokens
+        scores, best = record.prompt_log_probs or [], record.prompt_top_n_logprobs or [None] * (len(tokens) - 1)
+        return completion_log_probs(self._token_bytes, tokens, [None, *scores], [None, *best], TextOffsets(self._tokenizer))
+
+    def _completion_delta(self, call: _GenerationCall, index: int, increment: Increment) -> dict[str, Any]:
         assert isinstance(call.body, CompletionBody)
         values = None
         if call.body.logprobs is not None and increment.tokens:
             best = increment.top_n_logprobs or [None] * len(increment.tokens)
-            values = completion_log_probs(self._tokenizer, increment.tokens, increment.log_probs, best, sent)
+            values = completion_log_probs(self._token_bytes, increment.tokens, increment.log_probs, best, call.offsets[index])
         reason = None if increment.record is None else increment.record.finish_reason
         choice = {"index": index, "text": increment.text, "logprobs": values, "finish_reason": reason}
         return choice | self._ids(call, increment.tokens, increment.record)
@@ -339,7 +342,7 @@ class Routes:
         values = None
         if isinstance(call.body, ChatBody) and call.body.logprobs:
             best = record.generated_top_n_logprobs
-            values = chat_log_probs(self._tokenizer, self._token_bytes, record.generated_tokens, record.generated_log_probs, best)
+            values = chat_log_probs(self._token_bytes, record.generated_tokens, record.generated_log_probs, best)
         message: dict[str, Any] = {"role": "assistant", "content": record.generated_text, "refusal": None}
         reason = record.finish_reason
         if call.tools is not None:
@@ -352,11 +355,11 @@ class Routes:
         choice = {"index": index, "message": message, "logprobs": values, "finish_reason": reason}
         return choice | self._ids(call, record.generated_tokens, record, with_prompt=True)
 
-    def _chat_delta(self, call: _GenerationCall, index: int, increment: Increment, sent: int) -> dict[str, Any]:
+    def _chat_delta(self, call: _GenerationCall, index: int, increment: Increment) -> dict[str, Any]:
         values = None
         if isinstance(call.body, ChatBody) and call.body.logprobs and increment.tokens:
             best = increment.top_n_logprobs
-            values = chat_log_probs(self._tokenizer, self._token_bytes, increment.tokens, increment.log_probs, best)
+            values = chat_log_probs(self._token_bytes, increment.tokens, increment.log_probs, best)
         reason = None if increment.record is None else increment.record.finish_reason
         content, calls = increment.text, []
         if call.tools is not None:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from mcore_inference.requests import DynamicInferenceRequestRecord
-from mcore_inference.text import TokenBytes, Tokenizer
+from mcore_inference.text import TextPieces, TokenBytes, Tokenizer
+
+_BROKEN = "\ufffd"
 
 
 def usage(records: Sequence[DynamicInferenceRequestRecord], num_choices: int) -> dict[str, Any]:
@@ -21,41 +23,61 @@ def usage(records: Sequence[DynamicInferenceRequestRecord], num_choices: int) ->
     }
 
 
+class TextOffsets:
+    """Where the tokens of one text begin in it.
+
+    Args:
+        tokenizer: decodes.
+        begin: characters before the first token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, begin: int = 0) -> None:
+        self._pieces, self._end = TextPieces(tokenizer), begin
+
+    def push(self, token: int, text: str) -> int:
+        """The characters before the next token, whose own text this is; one that completes a character begins where that does."""
+        begin = self._end
+        self._end += len(self._pieces.push(token))
+        return begin if _BROKEN in text else max(begin, self._end - len(text))
+
+
 def completion_log_probs(
-    tokenizer: Tokenizer, tokens: Sequence[int], values: Sequence[float | None], best: Sequence[dict[int, float] | None], offset: int
+    token_bytes: TokenBytes,
+    tokens: Sequence[int],
+    values: Sequence[float | None],
+    best: Sequence[dict[int, float] | None],
+    offsets: TextOffsets,
 ) -> dict[str, Any]:
     """``logprobs`` of ``/v1/completions``.
 
     Args:
+        token_bytes: tells texts of tokens.
         tokens: ids.
         values: log-probabilities; None for the first token of an echoed prompt.
         best: id -> log-probability at each position, or None.
-        offset: characters of text before the first token.
+        offsets: told of the tokens before these.
     """
-    texts = [tokenizer.detokenize([token]) for token in tokens]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
     top = []
     for ranked in best:
         named: dict[str, float] = {}
         # Best first: of two ids with one text the better one is shown.
         for token, value in (ranked or {}).items():
-            named.setdefault(tokenizer.detokenize([token]), value)
+            named.setdefault(token_bytes.text(token), value)
         top.append(None if ranked is None else named)
-    return {"tokens": texts, "token_logprobs": list(values), "top_logprobs": top, "text_offset": offsets}
+    texts = [token_bytes.text(token) for token in tokens]
+    places = list(map(offsets.push, tokens, texts))
+    return {"tokens": texts, "token_logprobs": list(values), "top_logprobs": top, "text_offset": places}
 
 
 def chat_log_probs(
-    tokenizer: Tokenizer, token_bytes: TokenBytes, tokens: Sequence[int], values: Sequence[float], best: Sequence[dict[int, float]]
+    token_bytes: TokenBytes, tokens: Sequence[int], values: Sequence[float], best: Sequence[dict[int, float]]
 ) -> dict[str, Any]:
     """``logprobs`` of ``/v1/chat/completions``; ``best`` may be empty."""
 
     def entry(token: int, value: float) -> dict[str, Any]:
         # A token may be a part of a character, which its text does not tell.
         written = token_bytes.of(token)
-        return {"token": tokenizer.detokenize([token]), "logprob": value, "bytes": None if written is None else list(written)}
+        return {"token": token_bytes.text(token), "logprob": value, "bytes": None if written is None else list(written)}
 
     content = []
     for index, (token, value) in enumerate(zip(tokens, values, strict=True)):

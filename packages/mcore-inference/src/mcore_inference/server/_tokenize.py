@@ -11,6 +11,7 @@ from mcore_inference.server._errors import ApiError
 from mcore_inference.server._prompts import PromptEncoder
 from mcore_inference.server._runner import Runner
 from mcore_inference.server._schema import DetokenizeBody, TokenizeBody
+from mcore_inference.text import TokenBytes
 
 
 class TokenizeRoutes:
@@ -24,6 +25,7 @@ class TokenizeRoutes:
 
     def __init__(self, reader: BodyReader, encoder: PromptEncoder, runner: Runner) -> None:
         self._reader, self._encoder, self._runner = reader, encoder, runner
+        self._token_bytes = TokenBytes(encoder.tokenizer)
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
         """Ids of a prompt or of a conversation, as the generating routes compute them."""
@@ -45,7 +47,7 @@ class TokenizeRoutes:
         if body.return_token_strs and len(tokens) > longest:
             message = f"return_token_strs is for at most max_model_len={longest} tokens and these are {len(tokens)}; leave it out"
             raise ApiError(400, message, param="return_token_strs")
-        texts = [self._encoder.decode([token]) for token in tokens] if body.return_token_strs else None
+        texts = [self._token_bytes.text(token) for token in tokens] if body.return_token_strs else None
         return {"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": texts}
 
     async def detokenize(self, request: Request) -> dict[str, str]:

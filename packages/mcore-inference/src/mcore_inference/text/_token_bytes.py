@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright (c) 2026 the mcore authors
-"""The bytes of single tokens, which need not be whole characters."""
+"""The texts and bytes of single tokens, which need not be whole characters."""
 
+import contextlib
 import functools
 import json
 import re
@@ -17,21 +18,32 @@ _FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 
 @experimental_api
 class TokenBytes:
-    """Bytes of tokens; those of a whole vocabulary are read when the first is asked for that no text tells.
+    """Texts and bytes of tokens where they stand behind others: alone, one of SentencePiece loses the blank that it begins with.
+
+    Bytes of a whole vocabulary are read when the first is asked for that no text tells.
 
     Args:
-        tokenizer: says them by ``token_bytes()``, or by ``tokenizer_json()``; else they are known of whole characters only.
+        tokenizer: says bytes by ``token_bytes()``, or by ``tokenizer_json()``; else they are known of whole characters only.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
+    def text(self, token: int) -> str:
+        """Of a token, "" for a special one; U+FFFD stands for what is no whole character."""
+        before, begin = self._before
+        if before:
+            text = self._tokenizer.detokenize([*before, token])
+            if text.startswith(begin):
+                return text[len(begin) :]
+        return self._tokenizer.detokenize([token])
+
     def of(self, token: int) -> bytes | None:
-        """Of a token, b"" for a special one; None where the tokenizer does not tell."""
+        """Bytes of a token, b"" for a special one; None where the tokenizer does not tell."""
         if isinstance(self._tokenizer, VocabularyTokenizer):
             known = self._vocabulary[token] if token < len(self._vocabulary) else None
             return known or b""
-        text = self._tokenizer.detokenize([token])
+        text = self.text(token)
         if _BROKEN not in text:
             return text.encode()
         piece = self._pieces.get(token, "")
@@ -41,6 +53,15 @@ class TokenBytes:
             return bytes(_BYTES[letter] for letter in piece)
         # A character of the vocabulary like any other.
         return text.encode() if _BROKEN in piece else None
+
+    @functools.cached_property
+    def _before(self) -> tuple[list[int], str]:
+        """Tokens of a letter and their text, to stand before another; none where the tokenizer does not know it."""
+        with contextlib.suppress(Exception):
+            tokens = list(self._tokenizer.tokenize("a"))
+            if (text := self._tokenizer.detokenize(tokens)) == "a":
+                return tokens, text
+        return [], ""
 
     @functools.cached_property
     def _vocabulary(self) -> list[bytes | None]:
