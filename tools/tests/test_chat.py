@@ -74,6 +74,9 @@ TEXT_ARGUMENTS = (
     "{% for c in m.tool_calls or [] %}{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}{{ '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
+# Would print an object as Python does.
+PRINTED_ARGUMENTS = TEXT_ARGUMENTS.replace("c.function.name + ' ' + c.function.arguments", "c.function.name }} {{ c.function.arguments")
+TEXT_ANSWERS = ['add {"one": 1}<|im_end|>', "two, yes<|im_end|>", 'yes.add {"two": 2}<|im_end|>', "sure<|im_end|>"]
 MARKED_TOOLS = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role + ':' }}{% if m.role == 'assistant' %}{% generation %}"
     "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{{ eos_token }}{% endgeneration %}"
@@ -192,21 +195,21 @@ AGENT = [
                 "sure<|eot_id|>",
             ],
         ),
-        (TEXT_ARGUMENTS, ['add {"one": 1}<|im_end|>', "two, yes<|im_end|>", 'yes.add {"two": 2}<|im_end|>', "sure<|im_end|>"]),
+        (TEXT_ARGUMENTS, TEXT_ANSWERS),
+        (PRINTED_ARGUMENTS, TEXT_ANSWERS),
     ],
-    ids=["qwen", "llama31", "text"],
+    ids=["qwen", "llama31", "text", "printed"],
 )
 def test_calls_are_learnt_and_tools_and_results_are_not(folder: Path, template: str, answers: list[str]) -> None:
     tokenizer = TemplateTokenizer(folder, template)
-    tools = [TOOL] if template is not TEXT_ARGUMENTS else []
+    tools = [TOOL] if answers is not TEXT_ANSWERS else []
     turns = tokenizer.chat_turns(AGENT, tools)
     assert [tokenizer.detokenize(turn.body, skip_special=False) for turn in turns if turn.role == "assistant"] == answers
     given = tokenizer.detokenize([token for turn in turns for token in turn.header], skip_special=False)
     assert "two" in given and ("add" in given) == bool(tools)
     # A call follows what a server gives the model.
     assert turns[0].header == tokenizer.apply_tool_template(AGENT[:1], tools, add_generation_prompt=True)
-    if tools:
-        assert [token for turn in turns for token in (*turn.header, *turn.body)] == tokenizer.apply_tool_template(AGENT, tools)
+    assert [token for turn in turns for token in (*turn.header, *turn.body)] == tokenizer.apply_tool_template(AGENT, tools)
 
 
 def test_tools_before_a_first_turn_of_the_assistant_are_not_learnt(folder: Path) -> None:
@@ -249,6 +252,9 @@ def test_what_a_template_would_drop_is_refused_by_name(
 ) -> None:
     with pytest.raises(TemplateError, match=f"the chat template {words}; name one that does with sft.template=FILE"):
         TemplateTokenizer(folder, template).chat_turns(AGENT[:number], tools)
+    # Of a server too.
+    with pytest.raises(TemplateError, match=f"the chat template {words}"):
+        chat_tokens(TemplateTokenizer(folder, template), AGENT[:number], tools=tools)
 
 
 def test_a_template_that_is_not_prefix_stable_is_refused(folder: Path) -> None:

@@ -137,14 +137,27 @@ class TemplateTokenizer:
         return self._plain.tokenizer_json()
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> list[int]:
-        """Ids of a conversation, with an open turn of the assistant at the end."""
-        return self.tokenize(self._render(messages, add_generation_prompt))
+        """Ids of a conversation, with an open turn of the assistant at the end.
+
+        Raises:
+            TemplateError: as of ``apply_tool_template``.
+        """
+        return self.apply_tool_template(messages, (), add_generation_prompt)
 
     def apply_tool_template(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False
     ) -> list[int]:
-        """Ids of a conversation with tools, in OpenAI's form; none for messages that only hold calls."""
-        return self.tokenize(self._render(messages, add_generation_prompt, tools))
+        """Ids of a conversation with tools, in OpenAI's form; none for messages that only hold calls.
+
+        Args:
+            messages: as of ``chat_turns``, and rendered alike.
+            tools: that the model may call.
+            add_generation_prompt: open a turn of the assistant at the end.
+
+        Raises:
+            TemplateError: the template refuses the messages, or does not write their tools, calls or results.
+        """
+        return self.tokenize(self._render(self._with_tools(messages, tools), add_generation_prompt, tools))
 
     def chat_turns(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[ChatTurn]:
         """Ids of a conversation, apart by who writes them: ``body`` of the assistant's turns is what the model writes, its calls included.
@@ -188,7 +201,10 @@ class TemplateTokenizer:
             (f"messages[{answered[0]}] of role tool" if answered else "", support.results or not answered),
         ):
             if not is_written:
-                raise TemplateError(f"the chat template does not write {what}; name one that does with sft.template=FILE, or remove them")
+                raise TemplateError(
+                    f"the chat template does not write {what}; name one that does with sft.template=FILE, put it into the model's folder, "
+                    "or remove them"
+                )
         return [_with_text(message) for message in messages] if support.arguments_as_text else messages
 
     def _marked(self, messages: Messages, tools: Tools) -> tuple[list[int], list[int]]:

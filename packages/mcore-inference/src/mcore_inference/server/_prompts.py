@@ -118,6 +118,10 @@ def check_tool_template(tokenizer: Tokenizer) -> None:
         ValueError: the tokenizer has no chat template that writes them.
     """
     messages = [{"role": "user", "content": "a"}]
-    if chat_tokens(tokenizer, messages, tools=[_TOOL]) == chat_tokens(tokenizer, messages):
-        kind = type(tokenizer).__name__
-        raise ValueError(f"the chat template of {kind} leaves tools out; give it one that writes them, or tool_call_parser=None")
+    remedy = "give it one that writes them, or tool_call_parser=None"
+    try:
+        with_tools = chat_tokens(tokenizer, messages, tools=[_TOOL])
+    except ValueError as error:
+        raise ValueError(f"{error} ({remedy})") from error
+    if with_tools == chat_tokens(tokenizer, messages):
+        raise ValueError(f"the chat template of {type(tokenizer).__name__} leaves tools out; {remedy}")
