@@ -13,7 +13,7 @@ import torch
 
 from mcore_parallel.nn import Step
 from mcore_tools.cli import main
-from mcore_tools.evaluation import Choice, Scorer, score_choices, score_texts
+from mcore_tools.evaluation import Choice, Scorer, read_choices, read_texts, score_choices, score_texts
 from mcore_tools.recipes import DataConfig, RunConfig, override, recipe
 from mcore_tools.serving import open_engine
 from mcore_tools.training import train_rank
@@ -120,6 +120,17 @@ def test_bad_input_is_one_line(
     assert main(["eval", run.output, *(word.replace("FILE", f"{tmp_path}/file.jsonl") for word in words)]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85"])
+def test_characters_that_end_lines_elsewhere_are_text(tmp_path: Path, end: str) -> None:
+    texts, questions, plain_text = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "c.txt"
+    one, two = {"text": f"a{end}b"}, {"question": f"a{end}", "choices": [f"{end}b", "c"], "answer": 0}
+    texts.write_bytes((json.dumps(one, ensure_ascii=False) + "\r\n").encode() * 2)
+    questions.write_bytes((json.dumps(two, ensure_ascii=False) + "\r\n").encode() * 2)
+    plain_text.write_bytes(f"a{end}b\r\nc".encode())
+    assert read_texts([texts, plain_text]) == [one["text"]] * 2 + [f"a{end}b\r\nc"]
+    assert read_choices(questions) == [Choice(question=f"a{end}", choices=(f"{end}b", "c"), answer=0)] * 2
 
 
 @pytest.mark.journey

@@ -52,7 +52,8 @@ def read_choices(path: Path) -> list[Choice]:
         OSError: the file cannot be read.
     """
     questions = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    # JSON may hold other characters that end lines, such as U+2028.
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:

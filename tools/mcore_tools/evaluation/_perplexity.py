@@ -48,7 +48,8 @@ def read_texts(paths: Sequence[Path]) -> list[str]:
     texts: list[str] = []
     for path in paths:
         try:
-            whole = path.read_text(encoding="utf-8")
+            # As it is, with the ends of its lines.
+            whole = path.read_bytes().decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}; convert it") from None
         texts += _lines(path, whole) if path.suffix == ".jsonl" else [whole]
@@ -58,7 +59,8 @@ def read_texts(paths: Sequence[Path]) -> list[str]:
 
 
 def _lines(path: Path, whole: str) -> Iterator[str]:
-    for number, line in enumerate(whole.splitlines(), 1):
+    # JSON may hold other characters that end lines, such as U+2028.
+    for number, line in enumerate(whole.split("\n"), 1):
         if not line.strip():
             continue
         try:
