@@ -2,14 +2,16 @@
 # Copyright (c) 2026 the mcore authors
 """What the assistant writes, and nothing else, is learnt, by the chat template of each family."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from mcore_inference import JsonTokenizer, ToolChatTokenizer, chat_tokens
-from mcore_parallel.data import train_bpe
+from mcore_parallel.data import HuggingFaceTokenizer, train_bpe
 from mcore_tools.chat import TEMPLATES, TemplateError, TemplateTokenizer, find_template
+from tests.support.sentence_pieces import sentence_pieces
 
 SPECIAL = (
     *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>"),
@@ -210,6 +212,22 @@ def test_calls_are_learnt_and_tools_and_results_are_not(folder: Path, template: 
     # A call follows what a server gives the model.
     assert turns[0].header == tokenizer.apply_tool_template(AGENT[:1], tools, add_generation_prompt=True)
     assert [token for turn in turns for token in (*turn.header, *turn.body)] == tokenizer.apply_tool_template(AGENT, tools)
+
+
+@pytest.mark.parametrize("legacy", [{}, {"legacy": False}, {"legacy": True}], ids=str)
+def test_turns_are_learnt_by_the_ids_that_a_server_reads_whatever_the_class_of_the_tokenizer(
+    tmp_path: Path, legacy: dict[str, bool]
+) -> None:
+    sentence_pieces().save(str(tmp_path / "tokenizer.json"))
+    template = "{% for m in messages %}{{ bos_token + '[' + m.role + '] ' + m.content + eos_token }}{% endfor %}"
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "chat_template": template, **legacy}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    text = "".join(f"<s>[{message['role']}] {message['content']}</s>" for message in CHAT)
+    served = HuggingFaceTokenizer(tmp_path).tokenize(text)
+    marked = template.replace("+ m.content + eos_token }}", "}}{% generation %}{{ m.content + eos_token }}{% endgeneration %}")
+    for tokenizer in (TemplateTokenizer(tmp_path), TemplateTokenizer(tmp_path, marked)):
+        turns = tokenizer.chat_turns(CHAT)
+        assert [token for turn in turns for token in (*turn.header, *turn.body)] == tokenizer.apply_chat_template(CHAT) == served
 
 
 def test_tools_before_a_first_turn_of_the_assistant_are_not_learnt(folder: Path) -> None:

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import re
-import string
 import subprocess
 import sys
 import threading
@@ -35,6 +34,7 @@ from mcore_inference.structured._bounds import on_deep_stack
 from mcore_inference.structured._llguidance import _Vocabulary
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.data.tokenizers import train_bpe
+from tests.support.sentence_pieces import sentence_pieces
 
 Make = Callable[..., Any]
 SCHEMA = {
@@ -445,29 +445,14 @@ def test_tokens_of_many_bytes_keep_a_form(tmp_path: Any, make_model: Make, make_
     assert runs[0] == runs[1]
 
 
-def sentence_pieces() -> TransformersTokenizer:
-    """As of Llama 2 and Mistral: bytes of what is no letter, and a blank before every text."""
-    import tokenizers
+def blank_before_texts() -> TransformersTokenizer:
     from transformers import PreTrainedTokenizerFast
 
-    letters = [*string.ascii_letters, *string.digits, *'\u2581{}[]":,._-!']
-    words = ["\u2581ada", "\u2581name", "gra", "ce", '":']
-    # Words come of merges, letter by letter.
-    merges = [(word[:end], word[end]) for word in words for end in range(1, len(word))]
-    pieces = dict.fromkeys([*(f"<0x{byte:02X}>" for byte in range(256)), *letters, *(a + b for a, b in merges)])
-    vocabulary = {"<unk>": 0, "</s>": 1} | {piece: number for number, piece in enumerate(pieces, start=2)}
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
-    normalizers, decoders = tokenizers.normalizers, tokenizers.decoders
-    inner.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    inner.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    inner.add_special_tokens(["<unk>", "</s>"])
-    return TransformersTokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>"))
+    return TransformersTokenizer(PreTrainedTokenizerFast(tokenizer_object=sentence_pieces(), eos_token="</s>"))
 
 
 def test_a_tokenizer_that_begins_texts_with_a_blank_writes_forms_too(make_model: Make, make_engine: Make) -> None:
-    tokenizer = sentence_pieces()
+    tokenizer = blank_before_texts()
     assert tokenizer.inner.convert_ids_to_tokens(tokenizer.tokenize("ace")) == ["\u2581a", "ce"]
     engine = make_engine(make_model(vocab_size=tokenizer.vocab_size), tokenizer, max_sequence_length=128)
     for form, has_form in FORMS:
@@ -476,8 +461,8 @@ def test_a_tokenizer_that_begins_texts_with_a_blank_writes_forms_too(make_model:
 
 
 def test_what_a_form_forces_is_written_by_tokens_that_write_it_and_no_more() -> None:
-    tokenizer = sentence_pieces()
-    tokens = [None, None] + [tokenizer.inner.convert_ids_to_tokens(number) for number in range(2, tokenizer.vocab_size)]
+    tokenizer = blank_before_texts()
+    tokens = [None] * 3 + [tokenizer.inner.convert_ids_to_tokens(number) for number in range(3, tokenizer.vocab_size)]
     written = [
         token and (bytes([int(token[3:5], 16)]) if token.startswith("<0x") else token.replace("\u2581", " ").encode()) for token in tokens
     ]

@@ -250,12 +250,15 @@ def _refused(error: Exception) -> TemplateError:
 
 
 def _load(file: Path) -> Any:
-    """The tokenizer by transformers, which takes a second to import."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    """The tokenizer by transformers, which takes a second to import.
+
+    Its class of any ``tokenizer.json`` has the ids of that file, as prompts have; those of families make some of their own.
+    """
+    from transformers import PreTrainedTokenizerFast
 
     try:
         if (file.parent / "tokenizer_config.json").is_file() and file.name == "tokenizer.json":
-            return AutoTokenizer.from_pretrained(str(file.parent), local_files_only=True, trust_remote_code=False)
+            return PreTrainedTokenizerFast.from_pretrained(str(file.parent), local_files_only=True)
         return PreTrainedTokenizerFast(tokenizer_file=str(file))
     except Exception as error:
         raise TemplateError(
