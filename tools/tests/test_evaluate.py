@@ -4,6 +4,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -186,6 +187,25 @@ def test_tasks_of_the_harness_take_the_engine(run: RunConfig, tmp_path: Path, ca
     assert main(words) == 0
     tasks = json.loads(capsys.readouterr().out)["tasks"]
     assert tasks["counting"]["acc"] == 1.0 and tasks["saying"]["exact_match"] == 1.0
+
+
+def test_a_continuation_leaves_its_prompt_room(scorer: Scorer) -> None:
+    pytest.importorskip("lm_eval")
+    from mcore_tools.evaluation.harness import EngineLM
+
+    prompts: list[list[int]] = []
+
+    def generate(given: Sequence[list[int]], _: object) -> list[SimpleNamespace]:
+        prompts.extend(given)
+        return [SimpleNamespace(error=None, generated_text="b")]
+
+    engine = SimpleNamespace(generate=generate)
+    for length, settings, count in ((64, {}, 32), (1024, {}, 768), (64, {"max_gen_toks": 60}, 4)):
+        model = EngineLM(cast(Scorer, SimpleNamespace(engine=engine, first=1, max_length=length, tokenizer=scorer.tokenizer)))
+        assert model.generate_until([SimpleNamespace(args=("a" * 2000, settings))]) == ["b"]
+        assert len(prompts.pop()) == count
+        with pytest.raises(ValueError, match=f"max_gen_toks={length} leaves no room for a prompt within {length} tokens"):
+            model.generate_until([SimpleNamespace(args=("a", {"max_gen_toks": length}))])
 
 
 @pytest.mark.slow

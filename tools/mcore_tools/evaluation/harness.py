@@ -16,6 +16,7 @@ from mcore_tools.evaluation._perplexity import score_texts
 from mcore_tools.evaluation._scorer import REMEDY, Scorer
 
 _MAX_TOKENS = 256
+"""Of a continuation, where a task says nothing; half of the engine's length where that is less."""
 _KNOWN = frozenset({"until", "max_gen_toks", "temperature", "do_sample", "top_p", "top_k"})
 
 
@@ -42,10 +43,10 @@ class EngineLM(LM):
         return [-score_texts(self.scorer, [request.args[0]]).nats for request in requests]
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
-        """Continuations up to a stop word.
+        """Continuations up to a stop word; of a prompt that does not fit before one of full length the beginning is left out.
 
         Raises:
-            ValueError: a setting of generation that is not known, or a prompt that the engine refuses.
+            ValueError: a setting of generation that is not known, or that leaves a prompt no room; or a prompt that the engine refuses.
         """
         prompts, params = zip(*(self._generation(*request.args) for request in requests), strict=True)
         records = self.scorer.engine.generate(prompts, params)
@@ -56,7 +57,10 @@ class EngineLM(LM):
     def _generation(self, context: str, settings: dict[str, Any]) -> tuple[list[int], SamplingParams]:
         if unknown := sorted(set(settings) - _KNOWN):
             raise ValueError(f"generation_kwargs {unknown} are not known; {', '.join(sorted(_KNOWN))} are")
-        length = min(int(settings.get("max_gen_toks", _MAX_TOKENS)), self.scorer.max_length - 1)
+        longest, length = self.scorer.max_length, settings.get("max_gen_toks")
+        length = min(_MAX_TOKENS, longest // 2) if length is None else int(length)
+        if length >= longest:
+            raise ValueError(f"max_gen_toks={length} leaves no room for a prompt within {longest} tokens; raise --max-length, or lower it")
         until = settings.get("until") or ()
         params = SamplingParams(
             temperature=float(settings.get("temperature", 0.0)) if settings.get("do_sample") else 0.0,
@@ -66,7 +70,7 @@ class EngineLM(LM):
             stop_words=(until,) if isinstance(until, str) else tuple(until),
         )
         tokens = [self.scorer.first, *self.scorer.tokenizer.tokenize(context)]
-        return tokens[-(self.scorer.max_length - length) :], params
+        return tokens[-(longest - length) :], params
 
 
 class Tasks:
