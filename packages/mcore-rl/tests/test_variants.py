@@ -228,6 +228,18 @@ def test_truncated_answers_may_be_masked() -> None:
 REWARDS = [[1.0, 0.0, 0.5], [2.0, 2.0], [0.0, 1.0, 1.0, 4.0]]
 
 
+@pytest.mark.parametrize("scale", ["group_std", "batch_std", "batch_reward_std", "none"])
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out", "batch_mean"])
+def test_equal_rewards_have_no_advantage_to_the_last_bit(baseline: str, scale: str) -> None:
+    config = AdvantageConfig(baseline=baseline, scale=scale)
+    for reward in (0.1, 0.7, -1 / 3):
+        groups = config.advantages([[reward] * 3, [reward] * 7])
+        assert all(advantage == 0 for group in groups for advantage in group)
+    if baseline != "batch_mean":
+        equal, _ = config.advantages([[0.7] * 7, [0.0, 1.0]])
+        assert not any(equal)
+
+
 def test_advantages_equal_their_definitions() -> None:
     flat = [reward for group in REWARDS for reward in group]
     for baseline in ("group_mean", "leave_one_out", "batch_mean", "none"):
