@@ -115,6 +115,19 @@ def test_a_recomputation_asks_for_nothing_and_padding_neither() -> None:
     assert torch.equal(end(layer), end(few))
 
 
+def test_a_run_that_went_wrong_asks_for_nothing() -> None:
+    layer = filled_layer(MODEL, MoEConfig(**QUANTILES), ALONE)
+    step, tokens = Step.causal(1, 20), tokens_of(3, 20)
+    layer(tokens, step)
+    expected = end(layer)
+    assert layer.router.expert_bias is not None
+    layer.router.expert_bias.zero_()
+    # As `Rerun` does of a step whose loss is not finite: it runs again, and its update is made.
+    layer(tokens.index_fill(0, torch.tensor([4]), float("nan")), step)
+    layer(tokens, step)
+    assert torch.equal(end(layer), expected) and expected.any()
+
+
 def test_what_is_asked_for_is_added_up_in_one_place_wherever_the_model_was_made() -> None:
     # A graph adds to what was there before it was recorded.
     layer, moved = (filled_layer(MODEL, MoEConfig(**QUANTILES), ALONE) for _ in range(2))

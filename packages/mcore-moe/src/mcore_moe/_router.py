@@ -153,9 +153,11 @@ class TopKRouter(nn.Module):
             return
         scores_TE = selection_scores(logits_TE, config.moe_router_score_function, pre_softmax=config.moe_router_pre_softmax)
         valid_T = None if tokens.valid_T is None else all_gather(tokens.valid_T.to(torch.uint8), group).bool()
-        quantile_E = quantile_bias(all_gather(scores_TE, group), bias_E, config.moe_router_topk, valid_T)
-        bias_and_one = torch.cat([quantile_E, quantile_E.new_ones(1)])
-        self._bias_sums_on(bias_E.device).add_(bias_and_one if valid_T is None else torch.where(valid_T.any(), bias_and_one, 0))
+        scores_TE = all_gather(scores_TE, group)
+        quantile_E = quantile_bias(scores_TE, bias_E, config.moe_router_topk, valid_T)
+        # Infinite without a valid token. Scores that are no numbers are a fault, which another run of the step may make good.
+        is_sound = quantile_E.isfinite().all() & scores_TE.isfinite().all()
+        self._bias_sums_on(bias_E.device).add_(torch.where(is_sound, torch.cat([quantile_E, quantile_E.new_ones(1)]), 0))
 
     def _mean_quantile_bias(self, bias_E: Tensor) -> Tensor:
         """Of all micro-batches and ranks, around 0; the bias as it is where none asked."""
