@@ -147,6 +147,10 @@ class RayInference(InferenceInterface):
                 except OtherWeightsError:
                     await self.workers.call("load", references, version, worker=number)
 
-    def close(self) -> None:
-        """End the workers; may be called again."""
-        self.workers.close()
+    def close(self, drain_s: float = 0.0) -> None:
+        """End the workers; may be called again.
+
+        Args:
+            drain_s: as of `RayWorkers`.
+        """
+        self.workers.close(drain_s)
