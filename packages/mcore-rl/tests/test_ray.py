@@ -102,6 +102,8 @@ class Judge(NumberedProblems):
                 os.kill(os.getpid(), signal.SIGKILL)
         if response == "raise":
             raise ArithmeticError("no such number")
+        if response == "late":
+            raise TimeoutError("no verdict in time")
         if response == "sleep":
             await asyncio.sleep(30)
         return float(len(response))
@@ -154,7 +156,8 @@ def test_what_is_lost_for_good_loses_its_answer_alone_and_is_named(tmp_path: Pat
     try:
         with caplog.at_level(logging.WARNING):
             assert rollouts(environment, "a", "raise") == [1.0]
-            assert "no such number" in caplog.text
+            assert rollouts(environment, "late", "bb") == [2.0]
+            assert "no such number" in caplog.text and "no verdict in time" in caplog.text and "call_timeout_s" not in caplog.text
             begin = time.monotonic()
             assert rollouts(environment, "bb", "sleep") == [2.0] and time.monotonic() - begin < 20
             assert "did not answer get_reward within call_timeout_s=5" in caplog.text and "of 'length' (first on node" in caplog.text

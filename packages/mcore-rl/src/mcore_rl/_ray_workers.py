@@ -207,19 +207,20 @@ class RayWorkers:
             raise RayWorkerError(f"the workers of {self.name!r} are closed")
         number = self.least_busy() if worker is None else worker
         num_retries = self.options.max_task_retries if max_task_retries is None else max_task_retries
+        reference = self._sent(number, method, arguments, num_retries)
         self._num_open[number] += 1
         self._order.remove(number)
         self._order.append(number)
-        reference = self._sent(number, method, arguments, num_retries)
         has_answered = is_over = False
         try:
             birth, result = await asyncio.wait_for(reference, self.options.call_timeout_s)
             has_answered = is_over = True
-        except TimeoutError as error:
-            raise self._late(number, method) from error
+        # A TimeoutError that the method raised is one of both.
         except ray.exceptions.RayError as error:
             has_answered, is_over = isinstance(error, ray.exceptions.RayTaskError), True
             raise self._failure(number, method, error, num_retries) from error
+        except TimeoutError as error:
+            raise self._late(number, method) from error
         finally:
             self._num_open[number] -= 1
             if not is_over:
