@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """DeepEP behind the flex dispatcher: the only file that imports its ``Buffer``, and imported only by who chose it.
 
-Written against the documented interface of DeepEP 1.2.1 (its high-throughput kernels).
+Written against the documented interface of DeepEP 1.2.1 (its high-throughput kernels), and run with its kernels within a host.
 """
 
 # pyright: reportMissingImports=false
