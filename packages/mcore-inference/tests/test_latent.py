@@ -20,6 +20,7 @@ from mcore_inference import (
     SamplingParams,
 )
 from mcore_parallel import ParallelPlan, ProcessGroups
+from mcore_parallel.backends import quantize_base
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import LatentAttentionConfig, MambaConfig, Step, YarnScaling
 from mcore_parallel.tensor_parallel import LoraConfig, add_lora, merge_lora
@@ -166,3 +167,27 @@ def test_adapters_are_part_of_absorbed_weights() -> None:
     assert record.generated_tokens == merged.generated_tokens
     assert record.generated_log_probs == pytest.approx(merged.generated_log_probs, abs=1e-10)
     assert plain.generated_log_probs != pytest.approx(merged.generated_log_probs, abs=1e-3)
+
+
+@pytest.mark.parametrize("targets", [("kv_up",), ("q_down", "q_up", "kv_down", "kv_up", "out", "up", "down")])
+@pytest.mark.parametrize("base_dtype", ["fp8", "fp8_weight_only"])
+def test_weights_in_eight_bits_beside_adapters_are_absorbed_with_their_scales(base_dtype: Any, targets: tuple[str, ...]) -> None:
+    config = TransformerConfig(hidden_size=16, num_attention_heads=4, vocab_size=64, init_method_std=0.4, **KINDS["low rank"])
+    models = []
+    for core in (PagedAttention(), None):
+        model = GPTModel(config, ProcessGroups.single(), attention_core=core, dtype=torch.float64).eval()
+        add_lora(model, LoraConfig(rank=2, targets=targets, base_dtype=base_dtype), model.groups)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("lora.B"):
+                    parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
+        assert "layers.0.attention.kv_up" in quantize_base(model)
+        models.append(model)
+    served, plain = models
+    for prompt, record in zip(PROMPTS, make_engine(served).generate(PROMPTS, GREEDY), strict=True):
+        tokens = torch.tensor([*prompt, *record.generated_tokens])
+        with torch.no_grad():
+            log_probs = plain(tokens, Step.causal(1, len(tokens)))[0].logits().log_softmax(-1)[:-1]
+        assert record.generated_tokens == log_probs[len(prompt) - 1 :].argmax(-1).tolist()
+        found = torch.tensor([*(record.prompt_log_probs or []), *record.generated_log_probs], dtype=torch.float64)
+        torch.testing.assert_close(found, log_probs.gather(1, tokens[1:, None])[:, 0], rtol=1e-5, atol=1e-5)

@@ -16,7 +16,7 @@ from mcore_parallel.backends._quantized_base import StoredProducts
 from mcore_parallel.comm import gather_from_tensor_model_parallel_region
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.models import GPTModel, TransformerConfig
-from mcore_parallel.nn import RecomputeConfig, Step
+from mcore_parallel.nn import LatentAttentionConfig, LatentCache, LatentSelfAttention, RecomputeConfig, Step
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.tensor_parallel import (
     ColumnParallelLinear,
@@ -184,6 +184,22 @@ def test_only_adapters_change_and_recomputation_changes_no_bit(base_dtype: BaseD
     assert changed == [name for name in after if is_adapter(name)]
     again = train(SINGLE, base_dtype, recompute=RecomputeConfig(granularity="full"))
     assert again[0] == numbers
+
+
+@pytest.mark.parametrize("base_dtype", BOTH)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_cache_of_latents_absorbs_the_rounded_weight(base_dtype: BaseDtype, dtype: torch.dtype) -> None:
+    sizes = LatentAttentionConfig(kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
+    module, step = LatentSelfAttention(16, 2, sizes, SINGLE, dtype=dtype), Step.causal(1, 8)
+    add_lora(module, LoraConfig(rank=2, targets=("q", "kv_up"), base_dtype=base_dtype), SINGLE)
+    assert quantize_base(module) == ["q", "kv_up"]
+    x = torch.randn(8, 16, dtype=dtype)
+    with torch.no_grad():
+        for adapter in (module.q.lora, module.kv_up.lora):
+            nn.init.normal_(adapter.B)
+        plain = module(x, step)
+        module.core = LatentCache(sizes, num_layers=1, batch_size=1, max_length=8, dtype=dtype)
+        assert relative(module(x, step), plain) < (1e-12 if dtype == torch.float64 else 0.03)
 
 
 def test_what_cannot_be_is_refused_by_name() -> None:

@@ -99,6 +99,10 @@ class StoredProducts:
     def weight_changed(self) -> None:
         """Frozen weights do not."""
 
+    def widened(self, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rounded weight in ``dtype``; exact in bfloat16 and wider."""
+        return Scaled(weight_OI.detach(), self.inverse_O1).value(dtype)
+
     def _narrow(self, x: Tensor, weight_OI: Tensor, route: Route, *, sharded: bool) -> bool:
         return self.multiply and not any(size % MULTIPLE for size in weight_OI.shape) and fits(x, route, sharded=sharded)
 

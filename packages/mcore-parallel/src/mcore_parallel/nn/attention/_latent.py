@@ -80,6 +80,15 @@ class LatentCore(Protocol):
         ...
 
 
+@runtime_checkable
+class _StoredWeight(Protocol):
+    """Products of a layer whose weight is kept in another format, with scales."""
+
+    def widened(self, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
+        """What it stands for, in ``dtype``."""
+        ...
+
+
 # T tokens, D model, A heads of this tp rank; C rank of keys and values, N channels of a query or key head without rotary embedding,
 # R with it, V of a value head.
 class LatentSelfAttention(nn.Module):
@@ -232,16 +241,20 @@ class LatentSelfAttention(nn.Module):
 
     def _absorb(self, q_nope: Tensor, q_rope: Tensor) -> Tensor:
         """Queries [T, A, C + R] whose products with entries are those of the heads' queries with their keys."""
-        keys_ANC = self._up_weight()[:, : self.latent.qk_nope_head_dim]
+        keys_ANC = self._up_weight(q_nope.dtype)[:, : self.latent.qk_nope_head_dim]
         return torch.cat((torch.einsum("tan,anc->tac", q_nope, keys_ANC), q_rope), dim=-1)
 
     def _expand(self, sums_TAC: Tensor) -> Tensor:
         """Values [T, A, V] of sums of latents."""
-        return torch.einsum("tac,avc->tav", sums_TAC, self._up_weight()[:, self.latent.qk_nope_head_dim :])
+        values_AVC = self._up_weight(sums_TAC.dtype)[:, self.latent.qk_nope_head_dim :]
+        return torch.einsum("tac,avc->tav", sums_TAC, values_AVC)
 
-    def _up_weight(self) -> Tensor:
-        """[A, N + V, C], with what an adapter adds to it."""
+    def _up_weight(self, dtype: torch.dtype) -> Tensor:
+        """[A, N + V, C] in ``dtype`` where it is kept in another format, with what an adapter adds to it."""
         weight, adapter = self.get_parameter("kv_up.weight"), getattr(self.kv_up, "lora", None)
+        products = getattr(self.kv_up, "products", None)
+        if products is not None and isinstance(products, _StoredWeight):
+            weight = products.widened(weight.flatten(0, -2), dtype).view(weight.shape)
         if adapter is None:
             return weight
         if torch.is_grad_enabled() and adapter.A.requires_grad:
