@@ -24,7 +24,9 @@ from mcore_inference import (
 )
 from mcore_inference.engine._weights import ModelWeights
 from mcore_parallel import named_shards
+from mcore_parallel.backends import quantize_base
 from mcore_parallel.models import GPTModel
+from mcore_parallel.tensor_parallel import LoraConfig, add_lora
 from tests.support.generation import naive_greedy
 
 Make = Callable[..., Any]
@@ -169,6 +171,21 @@ def test_a_bad_chunk_is_refused_before_anything_is_written(make_model: Make, mak
     assert same(engine.model, before) and engine.weight_version == 0 and engine.num_preemptions == 0
     records = end(engine)
     assert [records[number].generated_tokens for number in numbers] == [naive_greedy(engine.model, prompt, 20) for prompt in PROMPTS]
+
+
+def test_weights_with_scales_beside_adapters_take_no_others(make_model: Make, make_engine: Make) -> None:
+    models = [make_model(seed=seed) for seed in (0, 1)]
+    for model in models:
+        add_lora(model, LoraConfig(rank=2, base_dtype="fp8"), model.groups)
+        quantize_base(model)
+    engine = make_engine(models[0])
+    before = [tensor.float() for _, tensor in weights(models[0])]
+    # Stored values of another model, and none at all.
+    for chunks in (weights(models[1]), []):
+        with pytest.raises(WeightLoadError, match=r"layers.0.attention.qkv.weight is in torch.float8_e4m3fn beside .*base_dtype=None"):
+            engine.load_weights(chunks)
+    assert all(torch.equal(one, other.float()) for one, (_, other) in zip(before, weights(models[0]), strict=True))
+    assert engine.generate([PROMPTS[0]], GREEDY)[0].generated_tokens == naive_greedy(models[0], PROMPTS[0], 10)
 
 
 def test_arguments_are_checked_first(make_model: Make, make_engine: Make) -> None:

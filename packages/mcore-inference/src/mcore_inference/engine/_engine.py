@@ -424,7 +424,8 @@ class DynamicInferenceEngine:
 
         Raises:
             WeightLoadError: chunks are a mapping, or one is no pair; an unknown, repeated or missing name, another shape or kind
-                of dtype. Where a bucket was copied before, the engine refuses to step (``IncompleteWeightsError``) until a load succeeds;
+                of dtype; the model keeps weights in eight bits beside adapters (``LoraConfig.base_dtype``). Where a bucket was copied
+                before, the engine refuses to step (``IncompleteWeightsError``) until a load succeeds;
                 else it goes on with the old weights.
             ValueError: an unknown policy, or a version that is none.
             RuntimeError: ``drain`` while the engine is suspended, or one that shares its experts cannot step; another engine has the

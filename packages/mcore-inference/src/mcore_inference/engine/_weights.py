@@ -205,6 +205,11 @@ class ModelWeights:
         targets = {}
         for name, (tensor, spec) in tensors.items():
             fp8 = rounded.get(tensor)
+            if fp8 is None and tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
+                raise WeightLoadError(
+                    f"{name} is in {tensor.dtype} beside an adapter, with scales that new weights would not change; serve a model whose "
+                    "frozen weights are in its own dtype (LoraConfig.base_dtype=None)"
+                )
             coverage, dtype = Coverage(spec.local_shape(groups)), tensor.dtype if fp8 is None else fp8.dtype
             targets[name] = _Target(tensor.detach(), spec.shape, spec.offset(groups), coverage, dtype, fp8)
         return targets
