@@ -20,7 +20,9 @@ from mcore_inference import WeightSlice
 from mcore_inference.engine._weights import ModelWeights
 from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ParallelPlan, ProcessGroups, named_buffer_shards, named_shards
+from mcore_parallel.backends import quantize_base
 from mcore_parallel.models import GPTModel, TransformerConfig
+from mcore_parallel.tensor_parallel import LoraConfig, add_lora
 from mcore_rl import GRPOConfig, RankTimeoutError, RefitPlanError, RefitTimeoutError, WeightTransfer, gather_weights, refit
 from mcore_rl import _transfer as transfer_module
 from mcore_rl._collect import Drawn, exchange
@@ -402,6 +404,30 @@ def refuse() -> str:
 def test_another_model_is_refused_on_every_rank_by_name(world) -> None:
     one, other = world(refuse)
     assert one == other and "no source has layers.0.mlp" in one
+
+
+def check_stored() -> tuple[list[str], list[str]]:
+    """Weights that come, and what is refused, where the last stage alone keeps a weight in eight bits."""
+    model = build(ParallelPlan(pp=2), 1)
+    add_lora(model, LoraConfig(rank=2, targets=("layers.1.mlp.up",), base_dtype="fp8_weight_only"), model.groups)
+    quantize_base(model)
+    came, refused = [], []
+    try:
+        came += [name for name, _ in gather_weights(model, model.groups)]
+    except ValueError as error:
+        refused.append(str(error))
+    try:
+        refit(model, model.groups, Whole())
+    except (ValueError, RefitTimeoutError) as error:
+        refused.append(str(error))
+    return came, refused
+
+
+@pytest.mark.world(2)
+def test_stored_values_without_their_scales_are_not_sent(world) -> None:
+    for came, refused in world(check_stored):
+        assert came == [] and len(refused) == 2
+        assert all("layers.1.mlp.up.weight is in torch.float8_e4m3fn, and its scales would not go with it" in words for words in refused)
 
 
 def test_numbers_that_are_not_positive_are_refused() -> None:

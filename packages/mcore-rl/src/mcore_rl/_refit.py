@@ -30,15 +30,20 @@ def gather_weights(model: nn.Module, groups: ProcessGroups) -> Iterator[tuple[st
     """Every global parameter and persistent buffer of ``model`` in full, one at a time, on every rank; all ranks must consume it together.
 
     Parameters may be DTensors, divided among data-parallel ranks: between two steps of a model that is sharded so.
+
+    Raises:
+        ValueError: a weight is kept in eight bits with scales; on every rank, before the first one comes.
     """
     # Of a table at both ends of the pipeline, the first stage's copy is enough.
     own = [(s.name, s.parameter, s.spec) for s in named_shards(model) if groups.pp.is_first or "embd" not in s.spec.partial]
     own += [(buffer.name, buffer.tensor, buffer.spec) for buffer in named_buffer_shards(model)]
     device = own[0][1].device
-    for stage in range(groups.pp.size):
+    listing = [(name, list(spec.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor, spec in own]
+    listings = [broadcast_json(listing if stage == groups.pp.rank else [], groups.pp, stage, device) for stage in range(groups.pp.size)]
+    check_formats((name, getattr(torch, dtype)) for names in listings for name, _, dtype in names)
+    for stage, names in enumerate(listings):
         mine = stage == groups.pp.rank
-        listing = [(name, list(spec.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor, spec in own] if mine else []
-        for number, (name, shape, dtype) in enumerate(broadcast_json(listing, groups.pp, stage, device)):
+        for number, (name, shape, dtype) in enumerate(names):
             if mine:
                 _, tensor, spec = own[number]
                 full = undivided(tensor)
@@ -50,6 +55,23 @@ def gather_weights(model: nn.Module, groups: ProcessGroups) -> Iterator[tuple[st
                 full = full.contiguous()
                 dist.broadcast(full, group=groups.pp.pg, group_src=stage)
             yield name, full
+
+
+def check_formats(weights: Iterable[tuple[str, torch.dtype]]) -> None:
+    """See that weights say their values by themselves.
+
+    Args:
+        weights: names and dtypes.
+
+    Raises:
+        ValueError: one is in a floating-point format of one byte, whose scales are no parameters.
+    """
+    for name, dtype in weights:
+        if dtype.is_floating_point and dtype.itemsize == 1:
+            raise ValueError(
+                f"{name} is in {dtype}, and its scales would not go with it; take weights from a model that keeps them in its own dtype "
+                "(LoraConfig.base_dtype=None, weight_dtype=None)"
+            )
 
 
 def undivided(parameter: Tensor) -> Tensor:

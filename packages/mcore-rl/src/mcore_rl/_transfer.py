@@ -28,7 +28,7 @@ from mcore_rl._exchange import all_gather_json, device_of
 from mcore_rl._ipc import NeighbourError, Neighbours, listening
 from mcore_rl._message import WeightMessage
 from mcore_rl._placement import Placement, RankTimeoutError, half_names, hang_up
-from mcore_rl._refit import WeightSink, is_divided, undivided
+from mcore_rl._refit import WeightSink, check_formats, is_divided, undivided
 from mcore_rl._refit_plan import RefitPlan
 from mcore_rl._refit_schedule import Bucket, Schedule
 from mcore_rl._rendezvous import meet, withdraw
@@ -137,7 +137,7 @@ class WeightTransfer:
             placement: where trainer and engines have ranks of their own; None when each rank has both.
 
         Raises:
-            ValueError: a rank without a model or an engine, and no placement.
+            ValueError: a rank without a model or an engine, and no placement; a weight of the model is kept in eight bits with scales.
             RefitPlanError: the model and the engine have not the same weights; on every rank.
             RefitTimeoutError: a rank did not come within ``timeout_s``.
         """
@@ -157,6 +157,7 @@ class WeightTransfer:
         try:
             _check_connected(world)
             parts = [] if model is None or groups is None else _parts(model, groups)
+            check_formats((part.name, part.tensor.dtype) for part in parts)
             device, taken = _device(parts, engine, world), _taken(engine)
         except Exception as error:
             _withdraw(world, placement, error, self.timeout_s)
