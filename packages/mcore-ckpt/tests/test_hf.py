@@ -182,6 +182,10 @@ def test_wrong_weights_are_named_and_leave_no_folder(llama, tmp_path):
     assert "final_norm.weight given twice" in refusal([*good.items(), ("final_norm.weight", torch.ones(16))])
     part = {**good, "final_norm.weight": ShardedTensor(torch.ones(8), (16,), (8,))}
     assert "only a part" in refusal(part)
+    # Stored values of a weight in eight bits, which convert to anything.
+    rounded = {**good, "layers.0.mlp.down.weight": good["layers.0.mlp.down.weight"].to(torch.float8_e4m3fn)}
+    for dtype in (None, torch.bfloat16):
+        assert "layers.0.mlp.down.weight is in torch.float8_e4m3fn, a format whose scales" in refusal(rounded, dtype=dtype)
     assert "the families are bamba, " in refusal(good, ValueError, family="gpt5")
     assert "family llama does not express: mup_width (did you mean" in refusal(good, ValueError, config={**config, "mup_width": 3})
     assert "config lacks num_layers" in refusal(good, ValueError, config={k: v for k, v in config.items() if k != "num_layers"})

@@ -233,6 +233,9 @@ def test_what_cannot_be_written_or_merged_is_refused_by_name(tmp_path) -> None:
         dict(merge_adapter({"final_norm.weight": torch.ones(2)}, tensors, 1.0))
     with pytest.raises(CheckpointingException, match="does not fit"):
         dict(merge_adapter({"layers.0.mlp.up.weight": torch.ones(2, 3, 4)}, tensors, 1.0))
+    pair = {"up.lora.A": torch.ones(1, 2), "up.lora.B": torch.ones(3, 1)}
+    with pytest.raises(CheckpointingException, match=r"up.weight is in torch.float8_e4m3fn and can take no sum; merge into the weights as"):
+        dict(merge_adapter({"up.weight": torch.ones(3, 2).to(torch.float8_e4m3fn)}, pair, 1.0))
 
 
 def test_adapters_of_experts_are_merged_expert_by_expert_and_not_written() -> None:

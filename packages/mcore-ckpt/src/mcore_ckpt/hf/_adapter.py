@@ -79,7 +79,7 @@ def merge_adapter(
         scaling: alpha / rank.
 
     Raises:
-        CheckpointingException: an adapter of which a half or the weight is missing, or that does not fit.
+        CheckpointingException: an adapter of which a half or the weight is missing, or that does not fit; a weight of one byte an element.
 
     Example:
         >>> adapter = {"up.lora.A": torch.ones(1, 2), "up.lora.B": torch.ones(3, 1)}
@@ -97,6 +97,8 @@ def merge_adapter(
         experts = A.dim() - 2
         if A.shape != (*B.shape[:experts], B.shape[-1], tensor.shape[-1]) or B.shape[:-1] != tensor.shape[:-1]:
             raise CheckpointingException(f"the adapter {list(B.shape)} x {list(A.shape)} does not fit {name} {list(tensor.shape)}")
+        if tensor.dtype.itemsize == 1:
+            raise CheckpointingException(f"{name} is in {tensor.dtype} and can take no sum; merge into the weights as they were loaded")
         dtype = torch.promote_types(tensor.dtype, torch.float32)
         delta = (B.flatten(experts, -2).to(dtype) @ A.to(dtype)).reshape(tensor.shape)
         yield name, (tensor.to(dtype) + scaling * delta).to(tensor.dtype)

@@ -56,7 +56,7 @@ def export_hf(
         tokenizer: a folder whose tokenizer's files (`tokenizer_files`) come along, beside the weights.
 
     Raises:
-        CheckpointingException: missing, unexpected or misshapen tensors, by name.
+        CheckpointingException: missing, unexpected or misshapen tensors, by name; one in a floating-point format of one byte.
         ValueError: an unknown family, a config it cannot express, or a folder with content.
     """
     files = {} if tokenizer is None else tokenizer_files(tokenizer)
@@ -108,6 +108,10 @@ def _write(
                     else f"has shape {list(tensor.shape)}, family {described.name} with this config has {list(site.shape)}"
                 )
                 raise CheckpointingException(f"{name} {problem}")
+            if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
+                raise CheckpointingException(
+                    f"{name} is in {tensor.dtype}, a format whose scales are no part of it; export the weights as they were before rounding"
+                )
             seen.add(name)
             for (their_name, _), part in zip(site.parts(stored), split(tensor, stored, site), strict=True):
                 shards.add(their_name, part.to(device="cpu", dtype=site.dtype(dtype), copy=True).contiguous())
