@@ -3,6 +3,7 @@
 """A tokenizer as of Llama 2 and Mistral."""
 
 import string
+from collections.abc import Sequence
 
 import tokenizers
 
@@ -23,3 +24,19 @@ def sentence_pieces() -> tokenizers.Tokenizer:
     )
     inner.add_special_tokens(["<unk>", "<s>", "</s>"])
     return inner
+
+
+class SentencePieces:
+    """Its texts, for an engine: the first blank is stripped."""
+
+    eod = None
+
+    def __init__(self) -> None:
+        self._tokenizer = sentence_pieces()
+        self.vocab_size = self._tokenizer.get_vocab_size()
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids))

@@ -23,6 +23,7 @@ from mcore_inference.server import InferenceServer, serve
 from mcore_inference.server._format import chat_log_probs
 from mcore_inference.server._schema import ChatBody, CompletionBody
 from mcore_inference.text import TokenBytes
+from tests.support.sentence_pieces import SentencePieces
 from tests.support.small_server import LETTERS, TOKENIZER, make_small_engine
 
 Make = Callable[..., Any]
@@ -190,6 +191,25 @@ def test_tokens_are_where_their_text_is_streamed_or_not(client: openai.OpenAI, m
     if "echo" not in more:
         chunks = [chunk.choices[0].logprobs for chunk in client.completions.create(**body, stream=True)]
         assert [place for part in chunks if part for place in part.text_offset] == whole.logprobs.text_offset
+
+
+def test_the_text_of_an_answer_goes_on_from_its_prompt(make_model: Make, make_engine: Make) -> None:
+    """By a tokenizer that strips the blank of a first token."""
+    tokenizer = SentencePieces()
+    (ada,) = tokenizer.tokenize("ada")
+    engine = make_engine(make_model(vocab_size=tokenizer.vocab_size, layers=1), tokenizer)
+    body: dict[str, Any] = {"model": "mcore", "prompt": "name", "max_tokens": 3, "temperature": 0, "logprobs": 1}
+    body["logit_bias"] = {str(ada): 100.0}
+    with serve(engine) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+        for more, begin in (({"n": 2}, ""), ({"echo": True}, "name")):
+            for choice in client.completions.create(**body, **more).choices:
+                assert choice.text == begin + " ada ada ada" and choice.logprobs is not None
+                assert choice.logprobs.text_offset is not None
+                assert choice.logprobs.text_offset[-3:] == [len(begin) + place for place in (0, 4, 8)]
+        parts = [chunk.choices[0] for chunk in client.completions.create(**body, stream=True)]
+        assert "".join(part.text for part in parts) == " ada ada ada"
+        assert [place for part in parts if part.logprobs for place in part.logprobs.text_offset or ()] == [0, 4, 8]
+        assert client.completions.create(**body, stop=" ada").choices[0].text == ""
 
 
 @pytest.mark.journey

@@ -34,6 +34,7 @@ from mcore_inference.engine._stream import deliver
 from mcore_inference.engine._stream_text import StreamText
 from mcore_inference.requests import TextMaker
 from mcore_parallel.data import ByteTokenizer
+from tests.support.sentence_pieces import SentencePieces
 
 Make = Callable[..., Any]
 
@@ -81,7 +82,7 @@ def test_pieces_of_random_bytes_join_to_the_text_of_all_whole_characters_first(s
     rng, tokenizer = random.Random(seed), ByteTokenizer()
     tokens = list("a\u00e9\U0001f600".encode() * 5 + rng.randbytes(100)) if seed else list("\U0001f600".encode()[:2])
     errors: list[Exception] = []
-    text, shown, at = StreamText(tokenizer, {tokenizer.eod}, errors.append), "", 0
+    text, shown, at = StreamText(tokenizer, (), {tokenizer.eod}, errors.append), "", 0
     while at < len(tokens) - 1:
         count = rng.randint(1, 3)
         shown += text.push(tokens[at : at + count])
@@ -94,12 +95,12 @@ def test_pieces_of_random_bytes_join_to_the_text_of_all_whole_characters_first(s
 
 def test_what_a_tokenizer_raises_is_told_once_and_text_before_it_stays() -> None:
     errors: list[Exception] = []
-    text = StreamText(Touchy(ord("c")), (), errors.append)
+    text = StreamText(Touchy(ord("c")), (), (), errors.append)
     assert [text.push(part) for part in (b"a", b"bc", b"d")] == ["a", "b", ""]
     assert text.end(b"e") == "" and text.emitted == "ab"
     assert [type(error) for error in errors] == [KeyError] and errors == [text.failure]
     # At the end nobody is left to be told.
-    text = StreamText(Touchy(ord("c")), (), errors.append)
+    text = StreamText(Touchy(ord("c")), (), (), errors.append)
     assert (text.push(b"ab"), text.end(b"c"), text.emitted) == ("ab", "", "ab")
     assert isinstance(text.failure, KeyError) and len(errors) == 1
 
@@ -116,8 +117,8 @@ def test_steps_decode_for_stop_words_alone(make_model: Make, make_engine: Make) 
             streams = [await runner.submit([1, 2], params, stream=stream) for stream in (True, False)]
             parts = [[part async for part in stream] for stream in streams]
             assert {name for name, _ in tokenizer.calls} == {"MainThread"}
-            # Each token by itself once, and with the one before; all of them for the request without a stream.
-            assert {length: count for (_, length), count in tokenizer.calls.items()} == {1: 1, 2: 5, 6: 1}
+            # The prompts, and the first token behind one; each by itself once, and with the one before; the other request's all at once.
+            assert {length: count for (_, length), count in tokenizer.calls.items()} == {1: 1, 2: 2 + 5, 3: 1, 8: 1}
             tokenizer.calls.clear()
             stream = await runner.submit([1, 2], stops)
             parts.append([part async for part in stream])
@@ -152,6 +153,54 @@ def test_a_record_that_is_asked_for_has_the_text_of_its_tokens(bad: int, make_mo
     else:
         assert texts == ["a"] * 5 and record.generated_text == "a"
         assert record.finish_reason is FinishReason.ERROR and isinstance(record.error, KeyError)
+
+
+def test_texts_go_on_from_their_prompts_whoever_makes_them(make_model: Make, make_engine: Make) -> None:
+    """A blank that a tokenizer strips at the beginning of a text is there behind a prompt."""
+    tokenizer = SentencePieces()
+    ada = tokenizer.tokenize("ada")
+    assert len(ada) == 1 and tokenizer.detokenize(ada) == "ada"
+
+    def params(**more: Any) -> SamplingParams:
+        return SamplingParams(temperature=0, ignore_eos=True, **{"num_tokens_to_generate": 16, "allowed_token_ids": ada} | more)
+
+    # There is no room for all to the end.
+    engine = make_engine(make_model(vocab_size=tokenizer.vocab_size, layers=1), tokenizer, num_blocks=5)
+    records = engine.generate(["name", "name", [1]], [params(), params(n=2), params()])
+    assert any(record.num_preemptions for record in records)
+    for record in records[:-1]:
+        assert record.generated_text == record.merge().generated_text == " ada" * 16
+        assert "name" + record.generated_text == tokenizer.detokenize(record.prompt_tokens + record.generated_tokens)
+    # Where a prompt has no text, the output's is the beginning.
+    assert records[-1].generated_text == "ada" + " ada" * 15
+    for keeps in (False, True):
+        (stopped,) = engine.generate(["name"], params(stop_words=[" ada"], detokenize_stop_sequence=keeps))
+        assert stopped.num_generated == 1 and stopped.generated_text == " ada" * keeps
+    number = engine.add_request("name", params(num_tokens_to_generate=3))
+    engine.step()
+    assert engine.get_request(number).generated_text == " ada"
+    ended: list[DynamicInferenceRequestRecord] = []
+    while not ended:
+        ended = engine.step()
+    assert ended[0].generated_text == " ada" * 3
+
+    async def main() -> None:
+        with EngineRunner(engine) as runner:
+            streams = [await runner.submit("name", params(stop_words=words)) for words in ([], ["name"])]
+            for stream in streams:
+                parts = [part async for part in stream]
+                record = parts[-1].record
+                assert record is not None and "".join(part.text for part in parts) == record.generated_text == " ada" * 16
+
+    asyncio.run(main())
+
+
+def test_a_prompt_that_the_tokenizer_refuses_leaves_the_text_of_its_output(make_model: Make, make_engine: Make) -> None:
+    engine = make_engine(make_model(vocab_size=272, layers=1), Touchy(bad=1))
+    settings = SamplingParams(temperature=0, num_tokens_to_generate=2, allowed_token_ids=[ord("z")])
+    for words in ([], ["a"]):
+        (record,) = engine.generate([[1, 2]], dataclasses.replace(settings, stop_words=words))
+        assert record.finish_reason is FinishReason.LENGTH and record.generated_text == "zz"
 
 
 def test_a_tokenizer_that_fails_in_a_stream_ends_its_request_alone(make_model: Make, make_engine: Make) -> None:

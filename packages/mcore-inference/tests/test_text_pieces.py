@@ -56,8 +56,8 @@ class ByteFallback:
 FALLBACK = ByteFallback()
 
 
-def joined(tokens: Sequence[int], tokenizer: Tokenizer = FALLBACK) -> str:
-    pieces = TextPieces(tokenizer)
+def joined(tokens: Sequence[int], tokenizer: Tokenizer = FALLBACK, prompt: Sequence[int] = ()) -> str:
+    pieces = TextPieces(tokenizer, prompt)
     return "".join(map(pieces.push, tokens)) + pieces.rest()
 
 
@@ -183,6 +183,59 @@ def test_pieces_of_any_tokens_join_to_the_text_of_all(name: str, data: st.DataOb
     assert text == decoded or ("fallback" in name and "\ufffd" in decoded)
 
 
+@pytest.mark.parametrize("name", NAMED)
+@given(data=st.data())
+def test_pieces_behind_a_prompt_join_to_what_all_tokens_add_to_it(name: str, data: st.DataObject) -> None:
+    tokenizer = NAMED[name]
+    token = st.integers(0, tokenizer.vocab_size - 1)
+    # As many as are looked at, at least.
+    prompt, tokens = data.draw(st.lists(token, max_size=6)), data.draw(st.lists(token, max_size=12))
+    text = joined(tokens, TokenTexts(tokenizer), prompt)
+    assert text == whole_text(tokenizer, tokens, prompt)
+    begin, decoded = tokenizer.detokenize(prompt), tokenizer.detokenize([*prompt, *tokens])
+    if "\ufffd" not in decoded and "\ufffd" not in begin:
+        assert begin + text == decoded
+    longer = data.draw(st.lists(token, max_size=20)) + prompt
+    assert joined(tokens, tokenizer, longer) == whole_text(tokenizer, tokens, longer)
+
+
+def test_a_blank_is_stripped_where_no_text_stands_before_it() -> None:
+    assert FALLBACK.detokenize([WORLD]) == joined([WORLD]) == joined([WORLD], prompt=[TOOL, TOOL]) == "world"
+    for prompt in (
+        [HELLO],
+        [HELLO, TOOL],
+        [TOOL, HELLO] * 20,
+        [*FALLBACK.tokenize("\ufffd"), LETTERS["h"]],
+        FALLBACK.tokenize("\u0e2a" * 20),
+    ):
+        for tokens in ([WORLD], [TOOL, WORLD], [WORLD, TOOL, HELLO]):
+            text = joined(tokens, prompt=prompt)
+            assert text == whole_text(FALLBACK, tokens, prompt) == " " + FALLBACK.detokenize(tokens)
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), FALLBACK], ids=["bytes", "fallback"])
+def test_a_character_that_a_prompt_begins_is_its_outputs_whole(tokenizer: ByteFallback | ByteTokenizer) -> None:
+    text = "h\u00e9 \u20ac\U0001f600\u0e2a\u0e27\u00e9\u00e9lo"
+    tokens = tokenizer.tokenize(text)
+    for cut in range(1, len(tokens)):
+        prompt, output = tokens[:cut], tokens[cut:]
+        new = joined(output, tokenizer, prompt)
+        assert new == whole_text(tokenizer, output, prompt)
+        assert joined(prompt, tokenizer).rstrip("\ufffd") + new == text
+        # What stays broken is not there twice.
+        letter = tokenizer.tokenize("l")
+        assert joined(letter, tokenizer, prompt) == whole_text(tokenizer, letter, prompt) == "l"
+        # A prompt of broken bytes alone.
+        assert joined(letter, tokenizer, tokens[1:2] * 20) == whole_text(tokenizer, letter, tokens[1:2] * 20) == "l"
+
+
+def test_a_character_behind_ones_that_stay_broken_is_not_lost() -> None:
+    for text in ("h\ufffd\u20ac", "\ufffd\u20ac\u20acl"):
+        tokens = FALLBACK.tokenize(text)
+        shown = joined(tokens)
+        assert shown == whole_text(FALLBACK, tokens) and shown.replace("\ufffd", "") == text.replace("\ufffd", "")
+
+
 def test_a_byte_that_a_decoder_strips_leaves_the_character_behind_it_whole() -> None:
     tokenizer = NAMED["byte fallback without the first space"]
     spaced = [0, *range(8, 12)]
@@ -206,6 +259,8 @@ def test_texts_and_bytes_of_single_tokens_have_the_blank_that_they_begin_with_be
     token_bytes = TokenBytes(FALLBACK)
     assert [token_bytes.text(token) for token in tokens] == [" hello", " world", " ", "", "h", *"\ufffd\ufffd\ufffd"]
     assert [token_bytes.of(token) for token in tokens] == [b" hello", b" world", b" ", b"", b"h", None, None, None]
-    # The text does not begin with it.
+    # The text does not begin with it, but behind a prompt.
     offsets = TextOffsets(FALLBACK)
     assert [offsets.push(token, token_bytes.text(token)) for token in tokens] == [0, 5, 11, 12, 12, 13, 13, 13]
+    offsets = TextOffsets(FALLBACK, 5, [HELLO])
+    assert [offsets.push(token, token_bytes.text(token)) for token in tokens] == [5, 11, 17, 18, 18, 19, 19, 19]

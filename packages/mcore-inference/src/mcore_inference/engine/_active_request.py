@@ -26,7 +26,7 @@ from mcore_inference.requests import (
 from mcore_inference.sampling import SamplingParams
 from mcore_inference.speculation import NgramDrafter
 from mcore_inference.structured import GrammarMatcher
-from mcore_inference.text import TextStream, Tokenizer
+from mcore_inference.text import TextStream, Tokenizer, prompt_end
 
 
 @dataclass(kw_only=True, eq=False)
@@ -226,7 +226,7 @@ class ActiveRequest:
         record = self.record
         if self.tokenizer is not None and (tokens := record.generated_tokens[self._num_early :]):
             if self._early_text is None:
-                self._early_text = StreamText(self.tokenizer, self.silent_ids, lambda _: None)
+                self._early_text = StreamText(self.tokenizer, record.prompt_tokens, self.silent_ids, lambda _: None)
             self._num_early += len(tokens)
             record.generated_text += self._early_text.push(tokens)
 
@@ -235,7 +235,7 @@ class ActiveRequest:
         if self.tokenizer is None or not self.record.num_generated:
             return None
         if self._early_text is None:
-            return functools.partial(text_of, self.tokenizer, self.silent_ids)
+            return functools.partial(text_of, self.tokenizer, prompt_end(self.record.prompt_tokens), self.silent_ids)
         # What was shown stays.
         return functools.partial(_end_of, self._early_text, self._num_early)
 

@@ -348,7 +348,7 @@ class DynamicInferenceEngine:
         if entry is None:
             return None
         entry.is_watched = True
-        return None if entry.tokenizer is None else StreamText(entry.tokenizer, entry.silent_ids, fail)
+        return None if entry.tokenizer is None else StreamText(entry.tokenizer, entry.record.prompt_tokens, entry.silent_ids, fail)
 
     @internal_api
     def take_grown(self) -> list[DynamicInferenceRequestRecord]:

@@ -71,6 +71,9 @@ class Intake:
         form, words, texts = params.structured_output, params.stop_words, self._texts
         # Last: other ranks compile the forms of what is accepted, and keep as many.
         grammar = None if form is None else self._grammars.matcher(form, number)
+        text = None
+        if texts is not None and words:
+            text = TextStream(texts, words, keeps_stop_word=params.detokenize_stop_sequence, prompt=tokens)
         entry = ActiveRequest(
             chain=PrefixChain(self._context.block_size) if self._shares_prefixes else None,
             record=DynamicInferenceRequestRecord.from_request(request),
@@ -79,7 +82,7 @@ class Intake:
             seed=request_seed(self._seed, number) if params.seed is None else params.seed,
             stop_ids=stop_ids,
             bad_words=bad_words,
-            text=None if texts is None or not words else TextStream(texts, words, keeps_stop_word=params.detokenize_stop_sequence),
+            text=text,
             tokenizer=None if words else texts,
             started=time.monotonic(),
             grammar=grammar,

@@ -16,12 +16,13 @@ class StreamText:
 
     Args:
         tokenizer: decodes; in this thread, beside others.
+        prompt: tokens behind which the text stands; the last few are read.
         silent_ids: tokens without text, which end a request.
         fail: called once, with what the tokenizer raised before the end; the request ends later, by an error.
     """
 
-    def __init__(self, tokenizer: Tokenizer, silent_ids: Collection[int], fail: Callable[[Exception], None]) -> None:
-        self._pieces, self._silent_ids, self._fail = TextPieces(tokenizer), silent_ids, fail
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], silent_ids: Collection[int], fail: Callable[[Exception], None]) -> None:
+        self._pieces, self._silent_ids, self._fail = TextPieces(tokenizer, prompt), silent_ids, fail
         self._emitted: list[str] = []
         self.failure: Exception | None = None
         """What the tokenizer raised; no text comes behind it."""
@@ -59,10 +60,11 @@ class StreamText:
         return text
 
 
-def text_of(tokenizer: Tokenizer, silent_ids: Collection[int], tokens: list[int]) -> tuple[str, Exception | None]:
-    """Text of a whole output, of which a silent token is the last; and what the tokenizer raised, behind the text before that."""
+def text_of(tokenizer: Tokenizer, prompt: Sequence[int], silent_ids: Collection[int], tokens: list[int]) -> tuple[str, Exception | None]:
+    """Text of a whole output behind the end of its prompt, of which a silent token is the last; and what the tokenizer raised, behind the
+    text before that."""
     spoken = tokens[:-1] if tokens and tokens[-1] in silent_ids else tokens
     try:
-        return whole_text(tokenizer, spoken) if spoken else "", None
+        return whole_text(tokenizer, spoken, prompt) if spoken else "", None
     except Exception as failure:
-        return text_until_failure(tokenizer, spoken), failure
+        return text_until_failure(tokenizer, spoken, prompt), failure

@@ -205,7 +205,8 @@ class Routes:
         call = _GenerationCall(
             prompts=prompts, params=params, body=body, id=f"cmpl-{uuid.uuid4().hex}", kind="text_completion", chunk_kind="text_completion",
             choice=self._completion_choice, delta=self._completion_delta, prompt_texts=texts,
-            offsets=[TextOffsets(self._tokenizer) for _ in params] if body.stream and body.logprobs is not None else [],
+            offsets=[TextOffsets(self._tokenizer, prompt=prompts[index // body.num_choices]) for index in range(len(params))]
+            if body.stream and body.logprobs is not None else [],
         )  # fmt: skip
         return await self._answer(request, call)
 
@@ -313,7 +314,7 @@ class Routes:
         prompt_text = call.prompt_texts[index // call.body.num_choices]
         values = None
         if call.body.logprobs is not None:
-            offsets = TextOffsets(self._tokenizer, len(prompt_text))
+            offsets = TextOffsets(self._tokenizer, len(prompt_text), record.prompt_tokens)
             tokens, scores, best = record.generated_tokens, record.generated_log_probs, record.generated_top_n_logprobs
             values = completion_log_probs(self._token_bytes, tokens, scores, best or [None] * len(tokens), offsets)
             if call.body.echo:

@@ -29,10 +29,11 @@ class TextOffsets:
     Args:
         tokenizer: decodes.
         begin: characters before the first token.
+        prompt: tokens behind which the text stands.
     """
 
-    def __init__(self, tokenizer: Tokenizer, begin: int = 0) -> None:
-        self._pieces, self._end = TextPieces(tokenizer), begin
+    def __init__(self, tokenizer: Tokenizer, begin: int = 0, prompt: Sequence[int] = ()) -> None:
+        self._pieces, self._end = TextPieces(tokenizer, prompt), begin
 
     def push(self, token: int, text: str) -> int:
         """The characters before the next token, whose own text this is; one that completes a character begins where that does."""

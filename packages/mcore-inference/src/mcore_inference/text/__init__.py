@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Tokenizers, and the text of a growing list of tokens."""
 
-from mcore_inference.text._pieces import TextPieces, text_until_failure, whole_text
+from mcore_inference.text._pieces import TextPieces, prompt_end, text_until_failure, whole_text
 from mcore_inference.text._stream import TextStream
 from mcore_inference.text._token_bytes import TokenBytes
 from mcore_inference.text._token_texts import TokenTexts
@@ -32,6 +32,7 @@ __all__ = [
     "TransformersTokenizer",
     "VocabularyTokenizer",
     "chat_tokens",
+    "prompt_end",
     "text_until_failure",
     "whole_text",
 ]

@@ -21,6 +21,7 @@ class TextStream:
         tokenizer: decodes.
         stop_words: end the text before the first match.
         keeps_stop_word: end it behind the match instead.
+        prompt: tokens before these, which the text goes on from; the last few are read.
 
     Example:
         >>> class Letters:
@@ -34,10 +35,12 @@ class TextStream:
         'aENb'
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_words: Sequence[str] = (), *, keeps_stop_word: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop_words: Sequence[str] = (), *, keeps_stop_word: bool = False, prompt: Sequence[int] = ()
+    ) -> None:
         self.text = ""
         self.stopped = False
-        self._pieces = TextPieces(tokenizer)
+        self._pieces = TextPieces(tokenizer, prompt)
         self._stop_words, self._keeps_stop_word = tuple(stop_words), keeps_stop_word
         self._pending = ""
         """Decoded, but maybe the beginning of a stop word."""
