@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("zmq")
 
-from mcore_inference import EngineRunner, SamplingParams
+from mcore_inference import EngineRunner, FinishReason, SamplingParams
 from mcore_inference._figures import FIGURES, HISTOGRAMS, counters, together
 from mcore_inference.coordinator._past import PastCounters
 from mcore_inference.engine._latencies import Latencies
+from mcore_parallel.data import ByteTokenizer
 
 
 def test_everything_that_an_engine_says_of_itself_is_a_figure(make_engine: Callable[..., Any]) -> None:
@@ -177,6 +178,28 @@ def test_totals_never_fall_whatever_engines_do(events: list[tuple[str, int, int]
             here[worker] = new
         total = past.sums.get("generated_tokens", 0.0) + sum(stats["generated_tokens"] for stats in here.values())
         assert total == drawn
+
+
+class NoText(ByteTokenizer):
+    """Cannot decode."""
+
+    def detokenize(self, ids: Any, skip_special: bool = True) -> str:
+        raise KeyError("no text")
+
+
+def test_no_counter_falls_when_texts_fail_behind_the_end(make_model: Callable[..., Any], make_engine: Callable[..., Any]) -> None:
+    engine, past = make_engine(make_model(vocab_size=272, layers=1), NoText()), PastCounters()
+    records = engine.generate([[1, 2]] * 3, SamplingParams(temperature=0, num_tokens_to_generate=1, ignore_eos=True))
+    before = {**engine.stats(), **engine.latency_stats()}
+    assert [record.finish_reason for record in records[:2]] == [FinishReason.ERROR] * 2
+    after = {**engine.stats(), **engine.latency_stats()}
+    grown = {name: value - before[name] for name, value in counters(after).items() if value != before[name]}
+    assert grown == {"failed_texts": 2}
+    # A text that nobody reads leaves the count of its end as it is.
+    assert after["finished_length"] == after["e2e_request_latency_seconds_count"] == 3 and after["finished_error"] == 0
+    # A coordinator does not take it for an engine that began anew.
+    past.check_growth(before, after)
+    assert past.sums == {}
 
 
 def test_only_the_last_engines_are_remembered_and_all_are_counted() -> None:

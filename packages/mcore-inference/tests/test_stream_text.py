@@ -293,7 +293,8 @@ def test_a_tokenizer_that_fails_at_a_text_ends_its_request_by_an_error(is_shown:
     assert record.status is Status.FAILED and record.finish_reason is FinishReason.ERROR and isinstance(record.error, KeyError)
     assert record.generated_text == "aa" and record.generated_tokens == list(b"aab")
     assert [event.type.name for event in record.requests[0].events] == ["ADD", "ERROR_NONTRANSIENT", "FAIL"]
-    assert +engine.finished_counts == {"error": 1}
+    # It stays counted as it ended, since counters do not fall.
+    assert engine.finished_counts == {"length": 1} and engine.stats()["failed_texts"] == 1
     # Others have their texts, and the failure of one that was given up is that.
     engine.model.output = Turns(iter(b"cb"))
     (good,) = engine.generate([[1, 2]], SamplingParams(temperature=0, num_tokens_to_generate=1))
@@ -301,7 +302,9 @@ def test_a_tokenizer_that_fails_at_a_text_ends_its_request_by_an_error(is_shown:
     engine.step()
     aborted = engine.abort(number)
     assert aborted is not None and aborted.finish_reason is FinishReason.ABORT and aborted.error is None
-    assert (good.generated_text, aborted.generated_text) == ("c", "") and engine.stats()["finished_error"] == 1
+    assert (good.generated_text, aborted.generated_text) == ("c", "") and aborted.status is Status.FAILED
+    stats = engine.stats()
+    assert (stats["finished_error"], stats["failed_texts"], stats["finished_length"], stats["finished_abort"]) == (0, 1, 2, 1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -319,7 +322,7 @@ def test_what_a_tokenizer_raises_at_the_last_token_reaches_its_own_reader(stream
     bad, good = asyncio.run(main())
     assert bad.finish_reason is FinishReason.ERROR and isinstance(bad.error, KeyError) and bad.generated_text == ""
     assert good.finish_reason is FinishReason.LENGTH and good.generated_text == '"'
-    assert +engine.finished_counts == {"error": 1, "length": 1}
+    assert engine.finished_counts == {"length": 2} and engine.stats()["failed_texts"] == 1
 
 
 def test_readers_in_several_threads_make_a_text_once() -> None:

@@ -86,6 +86,7 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
         "accepted_tokens": _counter("Proposed tokens that were drawn as well."),
         **{figure: of for name, histogram in HISTOGRAMS.items() for figure, of in histogram.figures(name).items()},
         **{f"finished_{reason.value}": _counter(f"Requests that ended by {reason.value}.") for reason in FinishReason},
+        "failed_texts": _counter("Requests that ended by stop or length, and whose text the tokenizer failed at when it was made."),
         "seconds_to_first_token": Figure(
             help="Age of the engine's process when it drew its first token, of several the largest; 0 before.", together="largest"
         ),

@@ -33,6 +33,7 @@ class EngineFigures:
             "waiting_requests": len(admission.waiting),
             "longest_waiting_seconds": admission.longest_waiting_s,
             **{f"finished_{reason.value}": requests.end_counts.by_reason[reason.value] for reason in FinishReason},
+            "failed_texts": requests.end_counts.failed_texts,
             **self._context.get_kvcache_utilization_stats(),
             **({} if balance is None else balance.stats()),
         }

@@ -2,7 +2,6 @@
 # Copyright (c) 2026 the mcore authors
 """The requests of an engine from their arrival to their end."""
 
-import functools
 import itertools
 import time
 from collections import Counter
@@ -128,7 +127,7 @@ class LiveRequests:
             self.latencies.count_end(record)
         if (make := entry.text_maker()) is not None:
             # Nothing of the engine but its counts is kept by a record that nobody reads.
-            record.defer_text(make, functools.partial(self.end_counts.move_to_error, reason))
+            record.defer_text(make, self.end_counts.add_failed_text)
         self._ended.append(record)
 
     def take_ended(self) -> list[DynamicInferenceRequestRecord]:

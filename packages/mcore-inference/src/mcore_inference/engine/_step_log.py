@@ -11,9 +11,9 @@ _LOG = logging.getLogger("mcore_inference.steps")
 COUNTERS = frozenset({
     "steps", "graph_steps", "computed_tokens", "generated_tokens", "preemptions", "prefix_cache_queries", "prefix_cache_hits",
     "evicted_blocks", "evicted_snapshots", "drafted_tokens", "accepted_tokens", "expert_rebalances", "moved_experts",
-    "finished_stop", "finished_length", "finished_abort", "finished_error",
+    "finished_stop", "finished_length", "finished_abort", "finished_error", "failed_texts",
 })  # fmt: skip
-"""Of the statistics, those that count; a line has what they grew by, which is below 0 where only a text has failed since."""
+"""Of the statistics, those that count; a line has what they grew by."""
 
 
 class StepLog:
