@@ -30,7 +30,7 @@ from mcore_inference import (
     SamplingParams,
     Status,
 )
-from mcore_inference.engine._stream import deliver
+from mcore_inference.engine._stream import EndTurns, deliver
 from mcore_inference.engine._stream_text import StreamText
 from mcore_inference.requests import TextMaker
 from mcore_parallel.data import ByteTokenizer
@@ -384,6 +384,83 @@ def test_texts_of_many_answers_that_end_together_leave_others_their_turns() -> N
     assert asyncio.run(main()) == [(number, "abc") for number in range(8)]
     # Somebody else had a turn behind each of them.
     assert set(range(8)) <= {*turns}
+
+
+def test_ends_of_many_steps_have_one_turn_of_a_pass_together() -> None:
+    """Each text takes longer than a turn may; one that fails in its reader keeps no other from its own."""
+    passes: list[int] = []
+
+    def make(tokens: list[int]) -> tuple[str, Exception | None]:
+        time.sleep(2e-3)
+        passes.append(num_passes)
+        return bytes(tokens).decode(), None
+
+    async def main() -> list[int]:
+        nonlocal num_passes
+        loop, turns, ended = asyncio.get_running_loop(), EndTurns(), list[int]()
+        loop.set_exception_handler(lambda loop, context: failed.append(context["exception"]))
+        for number in range(6):
+            stream = RequestStream(lambda number: None, loop, whole=True)
+            stream.forward(functools.partial(take, ended, number))
+            deliver([(stream, completed(make, number=number))], turns=turns)
+        deadline = loop.time() + 30
+        while len(ended) < 6 and loop.time() < deadline:
+            num_passes += 1
+            await asyncio.sleep(0)
+        assert turns._waiting
+        await asyncio.sleep(0)
+        assert not turns._waiting
+        return ended
+
+    def take(ended: list[int], number: int, item: Increment | Exception) -> None:
+        ended.append(number)
+        if number == 2:
+            raise KeyError("of a reader")
+
+    num_passes, failed = 0, list[Any]()
+    assert asyncio.run(main()) == [0, 1, 2, 3, 4, 5]
+    assert len(passes) == len(set(passes)) == 6 and [type(error) for error in failed] == [KeyError]
+
+
+def test_a_loop_that_was_closed_keeps_no_ends_waiting() -> None:
+    turns = EndTurns()
+
+    def make(tokens: list[int]) -> tuple[str, Exception | None]:
+        time.sleep(2e-3)
+        return "", None
+
+    async def leave() -> None:
+        loop = asyncio.get_running_loop()
+        deliver([(RequestStream(lambda number: None, loop, whole=True), completed(make)) for _ in range(50)], turns=turns)
+        await asyncio.sleep(0)
+
+    asyncio.run(leave())
+    assert turns._waiting
+    deliver([], turns=turns)
+    assert not turns._waiting
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_no_text_is_made_for_a_reader_that_aborted(whole: bool, make_model: Make, make_engine: Make) -> None:
+    tokenizer = Touchy()
+    engine = make_engine(make_model(vocab_size=272, layers=1), tokenizer)
+    params = SamplingParams(temperature=0, num_tokens_to_generate=50, logit_bias={ord("z"): 1000.0})
+
+    async def main() -> None:
+        with EngineRunner(engine) as runner:
+            await runner.pause()
+            streams = [await runner.submit([1, 2], params, stream=not whole) for _ in range(3)]
+            await runner.call(lambda: [engine.step() for _ in range(3)])
+            for stream in streams:
+                stream.abort()
+            last = [[increment async for increment in stream][-1] for stream in streams]
+            assert [(increment.text, len(increment.tokens)) for increment in last] == [("", 3)] * 3
+            assert not tokenizer.calls
+            # It is there for whoever asks.
+            records = [increment.record for increment in last if increment.record is not None]
+            assert [(record.finish_reason, record.generated_text) for record in records] == [(FinishReason.ABORT, "zzz")] * 3
+
+    asyncio.run(main())
 
 
 def test_increments_that_are_made_come_in_order_however_long_their_readers_take() -> None:

@@ -19,7 +19,7 @@ from mcore_inference.engine._engine import DynamicInferenceEngine
 from mcore_inference.engine._lockstep import LockstepLeader, rank_name, ranks_of
 from mcore_inference.engine._lockstep_config import LockstepConfig
 from mcore_inference.engine._shared_loads import SharedLoad, SharedLoads
-from mcore_inference.engine._stream import Growth, News, RequestStream, Result, call_in, deliver, settle, settle_all
+from mcore_inference.engine._stream import EndTurns, Growth, News, RequestStream, Result, call_in, deliver, settle, settle_all
 from mcore_inference.engine._weights import WeightChunk, WeightPolicy, check_policy
 from mcore_inference.requests import DynamicInferenceRequestRecord, EngineDeadError, QueueFullError, RankFailedError
 from mcore_inference.sampling import SamplingParams
@@ -124,6 +124,7 @@ class EngineRunner:
         """Run once something holds between two steps."""
         self._num_holds = 0
         self._streams: dict[int, RequestStream] = {}
+        self._turns = EndTurns()
         self._closing = False
         self._paused = False
         self._awaits_weights = False
@@ -375,7 +376,7 @@ class EngineRunner:
         def command() -> None:
             record = self._calls.abort(request_id, error)
             if record is not None:
-                deliver(self._ended([record]))
+                deliver(self._ended([record]), turns=self._turns)
 
         self._send(_Command(command, lambda: None))
 
@@ -481,7 +482,7 @@ class EngineRunner:
         self._failed_in_a_row = 0 if failure is None else self._failed_in_a_row + 1
         self._progress = time.monotonic()
         # A request that waits, or whose stream is whole, costs nothing here.
-        deliver(self._ended(finished), self._grown(self.engine.take_grown()))
+        deliver(self._ended(finished), self._grown(self.engine.take_grown()), self._turns)
         if failure is not None and (self._failed_in_a_row >= self._max_failed_steps or isinstance(failure, RankFailedError)):
             raise failure
 

@@ -15,10 +15,23 @@ from mcore_inference.engine._queue import asyncio_Queue, asyncio_QueueShutDown
 from mcore_inference.engine._stream_text import StreamText
 from mcore_inference.requests import DynamicInferenceRequestRecord
 
-__all__ = ["EndingQueue", "Growth", "Increment", "News", "RequestStream", "Result", "call_in", "deliver", "settle", "settle_all"]
+__all__ = [
+    "EndTurns",
+    "EndingQueue",
+    "Growth",
+    "Increment",
+    "News",
+    "RequestStream",
+    "Result",
+    "call_in",
+    "deliver",
+    "settle",
+    "settle_all",
+]
 
 _TURN_S = 1e-3
-"""Of an event loop, in which texts of ended requests are made: its other streams wait as long, and a step that needs the interpreter."""
+"""Of each pass of an event loop, in which texts of ended requests are made: its other streams wait as long, and steps that need the
+interpreter."""
 
 
 @experimental_api
@@ -99,6 +112,8 @@ class RequestStream:
         self._queue = EndingQueue()
         self._take: Callable[[Increment | Exception], None] = self._queue.add
         self.request_id = -1
+        self.is_aborted = False
+        """By its reader, before the end came; nobody asks for text of it any more."""
         # Owned by the engine's thread until the end, and by the loop's behind it:
         self.num_tokens = 0
         self.num_characters = 0
@@ -118,9 +133,11 @@ class RequestStream:
         return await self._queue.record()
 
     def abort(self) -> None:
-        """End the request at the next step; nothing happens when it has ended."""
+        """End the request at the next step; nothing happens when it has ended. The last increment has no text then; that of the record is
+        made where it is read."""
         # Many requests end in one step, and the engine's thread would be woken for each.
         if not self._queue.has_end:
+            self.is_aborted = True
             self._abort(self.request_id)
 
     def deliver(self, item: Increment | Exception) -> None:
@@ -150,16 +167,63 @@ record's lists only grow, so that the thread of the event loop makes an incremen
 
 
 @internal_api
-def deliver(news: Iterable[News], growths: Iterable[Growth] = ()) -> None:
+class EndTurns:
+    """Ends of streams that wait for a turn of their event loop, in which their texts are made: one in each pass of a loop, however many
+    deliveries bring them."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[asyncio.AbstractEventLoop, deque[tuple[RequestStream, DynamicInferenceRequestRecord]]] = {}
+        """Of each loop that has a turn in its next pass; changed in its thread."""
+
+    def add(self, loop: asyncio.AbstractEventLoop, ends: Iterable[tuple[RequestStream, DynamicInferenceRequestRecord]]) -> None:
+        """In the thread of the loop."""
+        if (waiting := self._waiting.get(loop)) is not None:
+            waiting.extend(ends)
+        elif new := deque(ends):
+            self._waiting[loop] = new
+            self._take_turn(loop)
+
+    def _take_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        """As many as fit a turn: nothing comes behind the end of a stream."""
+        if not (ends := self._waiting[loop]):
+            del self._waiting[loop]
+            return
+        until = time.monotonic() + _TURN_S
+        try:
+            while ends:
+                stream, record = ends.popleft()
+                stream.put(_last_of(stream, record))
+                if time.monotonic() >= until:
+                    break
+        finally:
+            # Also where none is left: what comes in this pass of the loop waits for the next.
+            loop.call_soon(self._take_turn, loop)
+
+    def forget_closed(self) -> None:
+        """Loops that were closed have no turns any more."""
+        for loop in [loop for loop in list(self._waiting) if loop.is_closed()]:
+            self._waiting.pop(loop, None)
+
+
+@internal_api
+def deliver(news: Iterable[News], growths: Iterable[Growth] = (), turns: EndTurns | None = None) -> None:
     """Put into streams what is new, with one call into each event loop; growths first. Ends come in turns of the loop: their texts are made
-    there."""
+    there.
+
+    Args:
+        news: made increments, errors and records of streams.
+        growths: of streams that go on.
+        turns: of all deliveries of one engine; None for news without records.
+    """
+    turns = turns or EndTurns()
+    turns.forget_closed()
     by_loop = defaultdict[asyncio.AbstractEventLoop, tuple[list[Growth], list[News]]](lambda: ([], []))
     for growth in growths:
         by_loop[growth[0].loop][0].append(growth)
     for item in news:
         by_loop[item[0].loop][1].append(item)
     for loop, parts in by_loop.items():
-        call_in(loop, _put_all, *parts)
+        call_in(loop, _put_all, loop, turns, *parts)
 
 
 Result = tuple["asyncio.Future[Any]", Any, Exception | None]
@@ -189,33 +253,24 @@ def _joined(parts: Sequence[Increment]) -> Increment:
     )
 
 
-def _put_all(growths: Iterable[Growth], news: Iterable[News]) -> None:
+def _put_all(loop: asyncio.AbstractEventLoop, turns: EndTurns, growths: Iterable[Growth], news: Iterable[News]) -> None:
     for stream, record, first, end, text in growths:
         stream.put(_grown_by(record, first, end, text))
-    ends: deque[tuple[RequestStream, DynamicInferenceRequestRecord]] = deque()
+    ends: list[tuple[RequestStream, DynamicInferenceRequestRecord]] = []
     for stream, item in news:
         if isinstance(item, DynamicInferenceRequestRecord):
             ends.append((stream, item))
         else:
             stream.put(item)
-    _put_ends(ends)
-
-
-def _put_ends(ends: deque[tuple[RequestStream, DynamicInferenceRequestRecord]]) -> None:
-    """As many as fit a turn of the event loop, and the rest in later ones: nothing comes behind the end of a stream."""
-    until = time.monotonic() + _TURN_S
-    while ends:
-        stream, record = ends.popleft()
-        stream.put(_last_of(stream, record))
-        if ends and time.monotonic() >= until:
-            stream.loop.call_soon(_put_ends, ends)
-            return
+    turns.add(loop, ends)
 
 
 def _last_of(stream: RequestStream, record: DynamicInferenceRequestRecord) -> Increment:
-    """What a stream has not of its record, whose text is made here."""
+    """What a stream has not of its record, whose text is made here; of one whose reader gave it up, by who reads the record."""
     tokens, values, best = record.since(stream.num_tokens)
-    if stream.text is None:
+    if stream.is_aborted:
+        text = ""
+    elif stream.text is None:
         text = record.generated_text[stream.num_characters :]
     else:
         text = stream.text.end(tokens)
