@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Keys and values in fp8: how far the log-probabilities move, and that everything else stays as it is."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -163,6 +164,23 @@ def test_ranks_and_stages_keep_latents_in_fp8(world: Callable[..., Any]) -> None
 def model_of(backend: Any = None, **fields: Any) -> GPTModel:
     config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, **fields)
     return GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("rank", "dtype", "message"),
+    [
+        (36, torch.float32, r"layers\.0 has latents of kv_lora_rank=32 in 40 channels and the cache of 36 in 40"),
+        (32, torch.bfloat16, "the cache holds rotary keys in dtype=torch.bfloat16 and the model is in torch.float32"),
+    ],
+    ids=["split", "rotary dtype"],
+)
+def test_a_cache_of_other_latents_is_refused_by_name(rank: int, dtype: torch.dtype, message: str) -> None:
+    """Of as many channels in all, or with rotary keys of another dtype beside them."""
+    other = dataclasses.replace(LATENT, kv_lora_rank=rank, qk_rope_head_dim=40 - rank)
+    config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, latent_attention=other)
+    sizes = InferenceConfig(num_blocks=8, block_size_tokens=8, max_sequence_length=32, max_requests=2, kv_cache_dtype="fp8")
+    with pytest.raises(ValueError, match=message):
+        DynamicInferenceEngine(model_of(latent_attention=LATENT), DynamicInferenceContext(config, sizes, dtype=dtype))
 
 
 def test_what_has_no_keys_and_values_is_refused_by_name() -> None:

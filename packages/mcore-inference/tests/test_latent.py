@@ -134,7 +134,7 @@ def test_what_a_cache_of_latents_cannot_do_is_refused() -> None:
         DynamicInferenceEngine(model, DynamicInferenceContext(plain, sizes))
     with pytest.raises(ValueError, match="expands_latents=True is for latent attention, and latent_attention is None; leave it out"):
         DynamicInferenceContext(plain, sizes, expands_latents=True)
-    with pytest.raises(ValueError, match=r"layers\.0 has latents of 12 channels and the cache 14"):
+    with pytest.raises(ValueError, match=r"layers\.0 has latents of kv_lora_rank=8 in 12 channels and the cache of 10 in 14"):
         wider = LatentAttentionConfig(kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
         other = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4, vocab_size=64, latent_attention=wider)
         DynamicInferenceEngine(model, DynamicInferenceContext(other, sizes))

@@ -476,8 +476,8 @@ def check_cache(model: GPTModel, cache: PagedKVCache, max_sequence_length: int) 
     """Whether a cache, once made, holds a model's keys and values at every position.
 
     Raises:
-        ValueError: another number of layers, heads or channels, or another backend of attention; sequences longer than the learned
-            positions.
+        ValueError: another number of layers, heads or channels, another split of latents, another dtype of rotary keys beside them, or
+            another backend of attention; sequences longer than the learned positions.
     """
     if isinstance(model.backend, TorchBackend) and model.backend.batch_invariant:
         check_batch_invariant(model.dtype, PageFormat.of(cache))
@@ -486,7 +486,14 @@ def check_cache(model: GPTModel, cache: PagedKVCache, max_sequence_length: int) 
             f"the context is made for attention_backend={cache.attention_backend!r}, and the model has "
             f"PagedAttention(backend={backend!r}); use DynamicInferenceContext.for_model(model)"
         )
-    check_attention(model, PageFormat.of(cache), next(parameter.dtype for parameter in model.parameters() if parameter.dtype.itemsize > 1))
+    # Of another engine some may be in fp8.
+    dtype = next(parameter.dtype for parameter in model.parameters() if parameter.dtype.itemsize > 1)
+    check_attention(model, PageFormat.of(cache), dtype)
+    if cache.rotary is not None and cache.rotary.dtype != dtype:
+        raise ValueError(
+            f"the cache holds rotary keys in dtype={cache.rotary.dtype} and the model is in {dtype}; use "
+            "DynamicInferenceContext.for_model(model)"
+        )
     num_layers, num_kv_heads, head_dim = cache.pages.shape[0], cache.pages.shape[-2], cache.width
     # Where layers keep states, check_states has seen which ones have pages.
     if cache.layers is None and num_layers < len(model.layers):
@@ -502,11 +509,13 @@ def check_cache(model: GPTModel, cache: PagedKVCache, max_sequence_length: int) 
                 f"layers.{number} is a {type(mixer).__name__} and the cache holds {kind}; use DynamicInferenceContext.for_model(model), "
                 "and one kind of attention for all layers"
             )
-        if isinstance(mixer, LatentSelfAttention) and keeps_latents and mixer.latent.cache_width != head_dim:
-            raise ValueError(
-                f"layers.{number} has latents of {mixer.latent.cache_width} channels and the cache {head_dim}; use "
-                "DynamicInferenceContext.for_model(model)"
-            )
+        if isinstance(mixer, LatentSelfAttention) and keeps_latents:
+            rank, width = mixer.latent.kv_lora_rank, mixer.latent.cache_width
+            if (rank, width) != (cache.latent_rank, head_dim):
+                raise ValueError(
+                    f"layers.{number} has latents of kv_lora_rank={rank} in {width} channels and the cache of {cache.latent_rank} in "
+                    f"{head_dim}; use DynamicInferenceContext.for_model(model)"
+                )
         heads = None
         if isinstance(mixer, SelfAttention):
             heads = mixer.local_kv_heads, mixer.head_dim
