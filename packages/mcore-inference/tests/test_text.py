@@ -4,6 +4,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -231,3 +232,26 @@ def test_bytes_that_a_vocabulary_writes_as_numbers_are_known() -> None:
     for pieces in ({name: number for number, name in enumerate(names)}, [[name, -1.0] for name in names]):
         token_bytes = TokenBytes(Fallback(pieces))
         assert [token_bytes.of(token) for token in range(4)] == [b"\xc3", b"a", b"\xef\xbf\xbd", None]
+
+
+class Begins(ByteTokenizer):
+    """Loses the blank that a text begins with, and the first call."""
+
+    num_calls = 0
+
+    def tokenize(self, text: str) -> list[int]:
+        self.num_calls += 1
+        if self.num_calls == 1:
+            raise OSError("not now")
+        return super().tokenize(text)
+
+    def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        return super().detokenize(ids, skip_special).removeprefix(" ")
+
+
+def test_a_call_that_fails_costs_later_tokens_no_blank() -> None:
+    tokenizer = Begins()
+    token_bytes = TokenBytes(tokenizer)
+    assert [token_bytes.text(ord(" ")) for _ in range(3)] == ["", " ", " "]
+    # What it told is known.
+    assert tokenizer.num_calls == 2

@@ -2,7 +2,6 @@
 # Copyright (c) 2026 the mcore authors
 """The texts and bytes of single tokens, which need not be whole characters."""
 
-import contextlib
 import functools
 import json
 import re
@@ -28,10 +27,12 @@ class TokenBytes:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._letter: tuple[list[int], str] | None = None
+        """What ``_before`` found; None where the tokenizer has not told yet."""
 
     def text(self, token: int) -> str:
         """Of a token, "" for a special one; U+FFFD stands for what is no whole character."""
-        before, begin = self._before
+        before, begin = self._before()
         if before:
             text = self._tokenizer.detokenize([*before, token])
             if text.startswith(begin):
@@ -54,14 +55,17 @@ class TokenBytes:
         # A character of the vocabulary like any other.
         return text.encode() if _BROKEN in piece else None
 
-    @functools.cached_property
     def _before(self) -> tuple[list[int], str]:
         """Tokens of a letter and their text, to stand before another; none where the tokenizer does not know it."""
-        with contextlib.suppress(Exception):
-            tokens = list(self._tokenizer.tokenize("a"))
-            if (text := self._tokenizer.detokenize(tokens)) == "a":
-                return tokens, text
-        return [], ""
+        if self._letter is None:
+            try:
+                tokens = list(self._tokenizer.tokenize("a"))
+                text = self._tokenizer.detokenize(tokens)
+            except Exception:
+                # Of a letter that it does not know, or of this call alone: the next token asks again.
+                return [], ""
+            self._letter = (tokens, text) if text == "a" else ([], "")
+        return self._letter
 
     @functools.cached_property
     def _vocabulary(self) -> list[bytes | None]:
