@@ -325,6 +325,35 @@ def test_what_a_tokenizer_raises_at_the_last_token_reaches_its_own_reader(stream
     assert engine.finished_counts == {"length": 2} and engine.stats()["failed_texts"] == 1
 
 
+def fails_at_the_last(tokens: list[int]) -> tuple[str, Exception | None]:
+    return "ab", KeyError("c")
+
+
+def test_a_record_as_a_dict_has_its_segments_as_the_text_leaves_them() -> None:
+    record = completed(fails_at_the_last)
+    data = dataclasses.asdict(record)
+    assert data["generated_text"] == "ab" and data["requests"][0]["status"] is record.status is Status.FAILED
+
+
+def test_what_a_reader_was_shown_stays_when_a_stream_has_another_text() -> None:
+    failed: list[int] = []
+    record = completed(lambda tokens: ("abc", None), lambda: failed.append(1))
+    assert (record.status, record.generated_text) == (Status.COMPLETED, "abc")
+    record.settle_text("ab", KeyError("c"))
+    assert (record.status, record.generated_text, failed) == (Status.COMPLETED, "abc", [])
+    # One that nobody read has that of its stream.
+    record = completed(lambda tokens: ("abc", None), lambda: failed.append(1))
+    record.settle_text("ab", KeyError("c"))
+    assert (record.status, record.generated_text, failed) == (Status.FAILED, "ab", [1])
+
+
+def test_a_text_that_is_assigned_to_an_unread_record_is_not_made() -> None:
+    record = completed(fails_at_the_last)
+    record.generated_text = "mine"
+    assert (record.status, record.generated_text) == (Status.COMPLETED, "mine")
+    assert pickle.loads(pickle.dumps(record)) == dataclasses.replace(record) == copy.deepcopy(record) == record
+
+
 def test_readers_in_several_threads_make_a_text_once() -> None:
     calls: list[list[int]] = []
     failed: list[int] = []

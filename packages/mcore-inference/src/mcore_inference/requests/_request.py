@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Requests as the engine keeps them and hands them back."""
 
+import contextlib
 import enum
 import threading
 import time
@@ -251,12 +252,13 @@ class DynamicInferenceRequestRecord:
     The properties speak of the whole request, as ``merge`` does.
     """
 
-    requests: list[DynamicInferenceRequest] = field(default_factory=list)
-    """Of one that has ended, ask the record and not its last segment how: a tokenizer that fails ends it when the text is made."""
+    # First: whoever reads all fields in their order has the segments as the text leaves them.
     generated_text: str = ""
     """Text of the generated tokens, cut before a stop word. With stop words it grows with the tokens, by whole characters. Else it is made
     behind the end, by whoever reads it first, or reads how the request ended (``status``, ``finish_reason``, ``error``, ``merge``,
     ``serialize``); before the end by ``DynamicInferenceEngine.get_request``. Streams make theirs."""
+    requests: list[DynamicInferenceRequest] = field(default_factory=list)
+    """Of one that has ended, ask the record and not its last segment how: a tokenizer that fails ends it when the text is made."""
     latency: float | None = None
     """Seconds from arrival to the end."""
     time_to_first_token: float | None = None
@@ -284,33 +286,42 @@ class DynamicInferenceRequestRecord:
         # A reader that had the record before waits: in other threads it has a text or one that is late, at any time.
         with late.lock:
             self._late_text = late
-            del self.generated_text
+            del vars(self)["generated_text"]
 
     @internal_api
     def settle_text(self, text: str, failure: Exception | None) -> None:
-        """Give a request that has ended the text that a stream of it has, in place of the one that is left to readers.
+        """Give a request that has ended the text that a stream of it has, in place of the one that is left to readers. Where a reader has
+        one, text and status stay as they were shown.
 
         Args:
             text: up to where the tokenizer failed.
             failure: what it raised; ends a request that had been completed.
         """
-        if (late := self._late_text) is None:
-            self._end_text(text, failure)
-        else:
+        if (late := self._late_text) is not None:
             with late.lock:
-                self._end_text(text, failure)
+                if self._late_text is not None:
+                    self._end_text(text, failure)
 
     def _make_text(self) -> str:
         """The text, which is made where it is left to readers."""
-        if (late := self._late_text) is not None:
-            with late.lock:
-                # Another reader may have made it meanwhile.
-                if self._late_text is not None:
-                    self._end_text(*late.make(self.generated_tokens))
-        return self.generated_text
+        while True:
+            if (late := self._late_text) is not None:
+                with late.lock:
+                    # Another reader may have made it meanwhile.
+                    if self._late_text is not None:
+                        self._end_text(*late.make(self.generated_tokens))
+            # None where it was left to readers just now.
+            if (text := vars(self).get("generated_text")) is not None:
+                return text
+
+    def _set_text(self, text: str) -> None:
+        """In place of the one that may be left to readers, which is not made any more."""
+        late = vars(self).get("_late_text")
+        with contextlib.nullcontext() if late is None else late.lock:
+            vars(self)["generated_text"], self._late_text = text, None
 
     def _end_text(self, text: str, failure: Exception | None) -> None:
-        self.generated_text = text
+        vars(self)["generated_text"] = text
         last, late = self.requests[-1], self._late_text
         if failure is not None and last.succeeded():
             last.fail(failure)
@@ -482,11 +493,14 @@ class DynamicInferenceRequestRecord:
 
 
 class _TextOfReader:
-    """Stands for the text of a record that has none yet; an attribute of the record goes before it."""
+    """The text of a record, which may have none yet."""
 
     def __get__(self, record: DynamicInferenceRequestRecord | None, owner: type) -> str:
         # The class is asked for the default of the field.
         return "" if record is None else record._make_text()
+
+    def __set__(self, record: DynamicInferenceRequestRecord, text: str) -> None:
+        record._set_text(text)
 
 
 DynamicInferenceRequestRecord.generated_text = _TextOfReader()  # pyright: ignore[reportAttributeAccessIssue]
