@@ -531,6 +531,68 @@ def test_engines_take_no_weights_that_are_on_their_way(world) -> None:
     assert world(refit_sliced) == [[False]] * 2
 
 
+class Late:
+    """Parameters that arrive no sooner than somebody waits for them; conforms to ``Pending``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = [parameter.detach() for parameter in model.parameters()]
+        self.values = [parameter.clone() for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.zero_()
+
+    def wait(self) -> None:
+        for parameter, value in zip(self.parameters, self.values, strict=True):
+            parameter.copy_(value)
+
+
+def reference_of_gathers(groups: ProcessGroups, waits: bool) -> dict[str, torch.Tensor]:
+    """Weights of a reference straight after steps of its policy, and of that; where it waits, all gathers of a step have ended before."""
+    row = torch.arange(17).add(groups.world.rank).remainder(32)[None]
+    batches = [Batch(tokens=row[:, :-1], labels=row[:, 1:], loss_mask=torch.ones(1, 16))]
+    model = GPTModel(SIZES, groups)
+    sync = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True), model, groups)
+    optimizer = MegatronOptimizer(OptimizerConfig(lr=2e-2, use_distributed_optimizer=True), sync, groups)
+
+    def train() -> None:
+        train_step(model, batches, CrossEntropyObjective(), sync, optimizer, lr=2e-2, groups=groups)
+        assert any(work is not None for work in sync._gather._works)
+        sync.finish_param_sync()
+        if not waits:
+            sync._gather._works[0] = Late(model)
+
+    def own() -> torch.Tensor:
+        sync.finish_param_sync()
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    def kept(reference: FrozenWeights) -> torch.Tensor:
+        return torch.cat([value.flatten() for value in reference._values])
+
+    train()
+    frozen = FrozenWeights(model)
+    made = kept(frozen)
+    train()
+    with frozen.swapped():
+        # Whatever is still on its way arrives here.
+        swapped = own()
+    policy = own()
+    train()
+    frozen.refresh()
+    return {"made": made, "swapped": swapped, "policy": policy, "refreshed": kept(frozen), "last": own()}
+
+
+def unequal_references() -> list[str]:
+    """What of a reference depends on gathers that are on their way."""
+    groups = ProcessGroups.build(ParallelPlan(dp=2))
+    behind, meanwhile = (reference_of_gathers(groups, waits) for waits in (True, False))
+    assert torch.equal(behind["made"], behind["swapped"]) and not torch.equal(behind["swapped"], behind["policy"])
+    return [name for name, value in behind.items() if not torch.equal(value, meanwhile[name])]
+
+
+@pytest.mark.world(2, shared=True)
+def test_references_wait_for_gathers_that_are_on_their_way(world) -> None:
+    assert world(unequal_references) == [[]] * 2
+
+
 class Alternating(CharacterShare):
     """The groups of every second problem all earn the same."""
 

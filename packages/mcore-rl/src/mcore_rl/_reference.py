@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_parallel import ProcessGroups, named_buffer_shards
+from mcore_parallel.data_parallel import finish_param_gathers
 from mcore_parallel.training import Batch, score, score_and_route
 from mcore_rl._stability import experimental_api
 from mcore_rl._trajectories import routed_afresh
@@ -94,9 +95,11 @@ class FrozenWeights:
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
-    """Parameters and persistent buffers; of a sharded model this rank's boxes of them."""
+    """Parameters and persistent buffers, complete; of a sharded model this rank's boxes of them."""
     if isinstance(model, _Sharded):
         return [box.tensor.detach() for boxes in model.parameter_shards().values() for box in boxes]
+    # A gather that ends later would write over what is filled in, and what is read before it is of the last step.
+    finish_param_gathers(model)
     return [*model.parameters(), *(buffer.tensor for buffer in named_buffer_shards(model))]
 
 

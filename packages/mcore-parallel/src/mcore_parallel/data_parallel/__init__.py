@@ -4,6 +4,7 @@
 
 from mcore_parallel.data_parallel._config import DistributedDataParallelConfig
 from mcore_parallel.data_parallel._ddp import DistributedDataParallel
+from mcore_parallel.data_parallel._gather import finish_param_gathers
 from mcore_parallel.data_parallel._layout import BucketRange, SlicedLayout, lay_out_buckets, lay_out_slices
 from mcore_parallel.groups import Piece, boxes
 
@@ -14,6 +15,7 @@ __all__ = [
     "Piece",
     "SlicedLayout",
     "boxes",
+    "finish_param_gathers",
     "lay_out_buckets",
     "lay_out_slices",
 ]

@@ -61,7 +61,7 @@ class ParamGather:
             places = sorted({place for p in parameters if (place := self._place_of.get(id(p))) is not None})
             if places:
                 self._hooks.append(module.register_forward_pre_hook(self._waiter(places)))
-        self._hooks.append(self._module.register_forward_hook(lambda *_: self.finish(), always_call=True))
+        self._hooks.append(self._module.register_forward_hook(_FinishBehind(self), always_call=True))
 
     def remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -82,6 +82,34 @@ class ParamGather:
         if work is not None:
             self._works[place] = None
             work.wait()
+
+
+class _FinishBehind:
+    """Hook of a model behind its forward, by which its gathers are found."""
+
+    def __init__(self, gather: ParamGather) -> None:
+        self.gather = gather
+
+    def __call__(self, *_: Any) -> None:
+        self.gather.finish()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_FinishBehind":
+        """Copies of a model share it, as they share functions."""
+        return self
+
+
+def finish_param_gathers(model: nn.Module) -> None:
+    """Wait until the parameters of a model are complete: for whoever reads or replaces them outside a forward, and has the model alone.
+
+    ``DistributedDataParallel.finish_param_sync`` of each that takes part in the model with ``overlap_param_gather``; no collective begins.
+
+    Args:
+        model: any; it may hold the modules that are replicated.
+    """
+    for part in model.modules():
+        for hook in part._forward_hooks.values():
+            if isinstance(hook, _FinishBehind):
+                hook.gather.finish()
 
 
 def _owners(module: nn.Module, *, root: bool = False) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
