@@ -281,6 +281,38 @@ def test_another_shape_and_moved_parameters_are_recorded_anew() -> None:
     assert torch.equal(gradients(block, inputs, 1.0, [0])[1], gradients(plain, inputs, 1.0, [0])[1])
 
 
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("shift", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight + self.shift
+
+
+def test_parameters_and_buffers_that_a_module_holds_instead_are_recorded_anew() -> None:
+    block, x = Shifted(), torch.ones(3)
+    graphs = ModuleGraphs(block, CudaGraphConfig(warmup_steps=0, capture_forward_only=True), capture=TapeCapture())
+
+    def both(wanted: float) -> None:
+        with torch.no_grad():
+            assert block(x).tolist() == [wanted] * 3
+        block.zero_grad()
+        result = block(x)
+        result.sum().backward()
+        assert result.tolist() == [wanted] * 3 and block.weight.grad is not None and block.weight.grad.tolist() == [1.0] * 3
+
+    both(1.0)
+    block.load_state_dict({"weight": torch.full((3,), 2.0), "shift": torch.full((3,), 5.0)}, assign=True)
+    both(7.0)
+    block.shift = torch.full((3,), 6.0)
+    both(8.0)
+    recorded = graphs._forwards.copy()
+    both(8.0)
+    assert graphs._forwards == recorded and graphs.report().graphs == 2
+
+
 def test_calls_that_cannot_be_replayed_run_as_ever_and_tell_why() -> None:
     block = Block()
     graphs = block.enable_cuda_graphs(CudaGraphConfig(warmup_steps=0), capture=TapeCapture())

@@ -121,20 +121,33 @@ class _Bound:
     """What a recording refers to by its address."""
 
     tensors: tuple[tuple[Tensor, int], ...]
+    """Main gradients and their addresses."""
     attributes: tuple[tuple[nn.Module, str, Any], ...]
+    members: tuple[tuple[dict[str, Any], str, Tensor, int], ...]
+    """Parameters and buffers of each part: where it keeps them, name, tensor and address."""
 
     @classmethod
     def of(cls, module: nn.Module, *, with_gradients: bool = True) -> "_Bound":
         """Parameters, buffers and, of a recording with a backward, main gradients."""
         attributes = tuple(_main_gradients(module)) if with_gradients else ()
         totals = [grad.total for _, _, value in attributes for grad in _members(value)]
-        return cls(tuple((tensor, tensor.data_ptr()) for tensor in (*module.parameters(), *module.buffers(), *totals)), attributes)
+        members = tuple(
+            (place, name, tensor, tensor.data_ptr())
+            for part in module.modules()
+            for place in (part._parameters, part._buffers)
+            for name, tensor in place.items()
+            if tensor is not None
+        )
+        return cls(tuple((tensor, tensor.data_ptr()) for tensor in totals), attributes, members)
 
     @property
     def holds(self) -> bool:
-        """Whether everything is where it was."""
-        still = all(vars(part).get(name) is value for part, name, value in self.attributes)
-        return still and all(tensor.data_ptr() == address for tensor, address in self.tensors)
+        """Whether everything is where it was, and the module still has it."""
+        return (
+            all(vars(part).get(name) is value for part, name, value in self.attributes)
+            and all(tensor.data_ptr() == address for tensor, address in self.tensors)
+            and all(place.get(name) is tensor and tensor.data_ptr() == address for place, name, tensor, address in self.members)
+        )
 
 
 def bound_of(module: nn.Module) -> "_Bound":
