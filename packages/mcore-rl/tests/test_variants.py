@@ -4,6 +4,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import statistics
 from typing import Any
@@ -238,6 +239,17 @@ def test_equal_rewards_have_no_advantage_to_the_last_bit(baseline: str, scale: s
     if baseline != "batch_mean":
         equal, _ = config.advantages([[0.7] * 7, [0.0, 1.0]])
         assert not any(equal)
+
+
+def test_unequal_rewards_are_centred_by_their_plain_mean() -> None:
+    config = AdvantageConfig(scale="none")
+    groups = [list(rewards) for size in (3, 6, 7) for rewards in itertools.product((0.0, 1.0), repeat=size)]
+    for group, ours in zip(groups, config.advantages(groups), strict=True):
+        values = torch.tensor(group, dtype=torch.float64)
+        assert ours == ((values - values.mean()).tolist() if len(set(group)) > 1 else [0.0] * len(group))
+    # Whoever comes first earns what he would earn in another place.
+    (first, second), (third, fourth) = (config.advantages([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])[place][:2] for place in (0, 1))
+    assert (first, second) == (fourth, third)
 
 
 def test_advantages_equal_their_definitions() -> None:

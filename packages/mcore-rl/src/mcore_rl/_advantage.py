@@ -91,8 +91,7 @@ class AdvantageConfig:
 
 def _mean(values: torch.Tensor) -> torch.Tensor:
     """Their own value where all are equal, which a sum of them misses by a bit: rules that look at signs alone would follow that."""
-    first = values[0]
-    return first + (values - first).mean()
+    return torch.where((values == values[0]).all(), values[0], values.mean())
 
 
 @experimental_api
