@@ -30,6 +30,7 @@ from mcore_tools.launch import launch
 from mcore_tools.recipes import RLConfig, RunConfig, override, read_config, recipe, write_config
 from mcore_tools.rl import CRITIC, REFERENCE, _imitation, best_attempt, build_environment, post_train_rank, reinforce_rank
 from mcore_tools.rl._attempts import attempt_seed, begin_attempt
+from mcore_tools.rl._critic import RunCritic
 from mcore_tools.rl._evaluation import evaluation_means, evaluation_sums
 from mcore_tools.rl._imitation import imitate
 from mcore_tools.rl._policy import assemble_policy
@@ -512,6 +513,18 @@ def test_without_a_gpu_graphs_of_policy_and_critic_say_so_and_the_run_is_as_ever
     ]
     assert all("there is no CUDA device" in remark for remark in remarks)
     assert all(row["packing_efficiency"] > 0 and row["logprob_mismatch"] < 1e-3 for row in rows(tmp_path / "run"))
+
+
+def test_graphs_of_the_critic_are_those_of_the_policy_for_what_both_have() -> None:
+    heads = ("model.mtp_num_layers=1", "rl.gae.lam=0.95", "data.tokenizer=byte", "model.vocab_size=264", "train.seq_len=48")
+    for patterns, shared in (("layers.*,mtp.*", ["layers.0"]), ("mtp.*", None)):
+        config = override(recipe("countdown_tiny"), [*FAST, *heads, f"cuda_graphs=[{patterns}]"])
+        parts = assemble_policy(config, ByteTokenizer(), torch.device("cpu"))
+        critic = RunCritic(config, parts, torch.device("cpu"))
+        assert parts.graphs is not None and "mtp.0" in parts.graphs.blocks
+        assert (None if critic.graphs is None else list(critic.graphs.blocks)) == shared
+        critic.close()
+        parts.close()
 
 
 @pytest.mark.journey

@@ -5,7 +5,7 @@
 import dataclasses
 import fnmatch
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,23 +157,28 @@ def assemble(config: RunConfig, device: torch.device | str, groups: ProcessGroup
     fast = DistributedDataParallelConfig(use_distributed_optimizer=slices, overlap_param_gather=slices and not config.cuda_graphs)
     sync = DistributedDataParallel(config.ddp or fast, model, groups)
     optimizer = MegatronOptimizer(rule, sync, groups)
-    return Parts(model=model, sync=sync, optimizer=optimizer, graphs=graph_stage(config, model), **shared)
+    return Parts(model=model, sync=sync, optimizer=optimizer, graphs=graph_stage(config, model, config.cuda_graphs), **shared)
 
 
-def graph_stage(config: RunConfig, model: nn.Module) -> GraphedModel | None:
-    """Let the modules of a stage that ``cuda_graphs`` names be replayed from graphs, after data parallelism took its parameters over; None
-    where it names none.
+def graph_stage(config: RunConfig, model: nn.Module, patterns: Sequence[str]) -> GraphedModel | None:
+    """Let modules of a stage be replayed from graphs as ``config.cuda_graph`` says, after data parallelism took its parameters over; None
+    without patterns.
+
+    Args:
+        config: the run.
+        model: this rank's stage.
+        patterns: names of modules, as of ``cuda_graphs``.
 
     Raises:
         CaptureError, ValueError: as of ``assemble``.
     """
-    if not config.cuda_graphs:
+    if not patterns:
         return None
     when = config.cuda_graph
     if when.freeze_gc is None:
         # What the environment says of the garbage collector, where the run says nothing.
         when = dataclasses.replace(when, freeze_gc=freeze_gc_choice(os.environ))
-    return graph_modules(model, config.cuda_graphs, when)
+    return graph_modules(model, patterns, when)
 
 
 def shard_stage(

@@ -48,7 +48,9 @@ class RunCritic:
         if config.data_parallel == "ddp":
             wanted = config.ddp or DistributedDataParallelConfig(use_distributed_optimizer=rule.use_distributed_optimizer)
             sync = self._replicated = DistributedDataParallel(wanted, model, parts.groups)
-            self.graphs = graph_stage(config, model)
+            # Those of the policy, which has heads that the critic has not.
+            held, names = () if parts.graphs is None else parts.graphs.blocks, dict(model.named_modules())
+            self.graphs = graph_stage(config, model, [name for name in held if name in names])
         else:
             assert isinstance(model, GPTModel | ModelChunks), "RunConfig refuses encoders with rl"
             model = sync = shard_stage(config, model, parts.groups)
