@@ -142,10 +142,20 @@ def test_later_updates_replay_the_routing_of_the_first_pass(packed: bool, routed
     assert done.policy[0].metrics["ratio"] == pytest.approx(1.0, abs=1e-9)
 
 
-def test_a_policy_without_routers_has_nothing_to_replay() -> None:
+def refuse_dense(plan: ParallelPlan) -> None:
+    groups = ProcessGroups.build(plan)
     collected = Collection.of(CONFIG, [[rollout(4 * group + number, False) for number in range(4)] for group in range(2)])
     with pytest.raises(ValueError, match="replay_old_routing=True, and no layer of the model routes tokens; set it to False"):
-        _update.update(CONFIG, collected, learner(policy(ProcessGroups.single(), None)), 0.1)
+        _update.update(CONFIG, collected, learner(policy(groups, None)), 0.1)
+
+
+def test_a_policy_without_routers_has_nothing_to_replay() -> None:
+    refuse_dense(ParallelPlan())
+
+
+@pytest.mark.world(2, shared=True)
+def test_stages_without_routers_have_nothing_to_replay_together(world) -> None:
+    world(refuse_dense, plan=ParallelPlan(pp=2))
 
 
 def test_what_does_not_go_together_is_refused() -> None:

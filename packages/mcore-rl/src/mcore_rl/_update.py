@@ -262,7 +262,8 @@ def _with_own_routing(config: GRPOConfig, written: TrajectoryBatches, learner: L
     written = dataclasses.replace(written, batches=routed_afresh(written.batches))
     old, routed = logprobs_and_routing(learner.model, written.batches, learner.groups, temperature=config.temperature)
     experts = [own for own in routed if own is not None]
-    if not experts and learner.groups.pp.size == 1:
+    routes = torch.tensor([float(bool(experts))], device=written.batches[0].tokens.device)
+    if not all_reduce(routes, learner.groups.pp, op="max").item():
         raise ValueError("replay_old_routing=True, and no layer of the model routes tokens; set it to False")
     # A stage of a pipeline may hold dense layers alone.
     written = written.with_extra("routed_experts", experts) if experts else written
