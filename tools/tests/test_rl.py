@@ -22,6 +22,7 @@ from mcore_ckpt.hf import import_hf
 from mcore_ckpt.manifest import read_manifest
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.data_parallel import DistributedDataParallel
+from mcore_parallel.graphs import CudaGraphConfig
 from mcore_parallel.pipeline import zero_bubble
 from mcore_parallel.training import STOPPED_EXIT_CODE, train_step
 from mcore_rl import InferenceInterface, InferenceRequest, InferenceResponse, LostError, StreamPosition, _update
@@ -39,6 +40,7 @@ from mcore_tools.serving import open_engine
 from mcore_tools.training import export_run
 from tests.support.countdown import PACE, QUIET, SIZES, countdown_words, num_taken, rows
 from tests.support.published import write_published
+from tests.support.tape_capture import TapeCapture
 
 PROMPT = "rl.countdown.prompt={numbers}={target}:<answer>"
 MIXTURE = "moe.num_moe_experts=4 moe.moe_router_topk=2"
@@ -513,6 +515,24 @@ def test_without_a_gpu_graphs_of_policy_and_critic_say_so_and_the_run_is_as_ever
     ]
     assert all("there is no CUDA device" in remark for remark in remarks)
     assert all(row["packing_efficiency"] > 0 and row["logprob_mismatch"] < 1e-3 for row in rows(tmp_path / "run"))
+
+
+def test_graphs_of_imitation_are_given_up_behind_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captures: list[TapeCapture] = []
+
+    def capture(self: CudaGraphConfig) -> TapeCapture:
+        captures.append(TapeCapture())
+        return captures[-1]
+
+    monkeypatch.setattr(CudaGraphConfig, "capture", capture)
+    packed = ("rl.packing.bin_size=48", "rl.packing.max_sequences_per_bin=8", "rl.packing.device_bounds=true")
+    graphs = ("cuda_graphs=[layers.*]", "cuda_graph.warmup_steps=0", "model.attention_backend=reference")
+    assert run(tmp_path / "run", *packed, *graphs, "rl.num_epochs=2") == 0
+    assert "cuda graphs: 1 captured, " in capsys.readouterr().out
+    # A forward and a backward of imitation's rows, and of bins.
+    assert [one.recorded for one in captures] == [4]
 
 
 def test_graphs_of_the_critic_are_those_of_the_policy_for_what_both_have() -> None:

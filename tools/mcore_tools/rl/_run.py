@@ -219,6 +219,9 @@ class _Run:
         if fresh and not self.state.step and self.rl.imitation_steps and self.environment is not None:
             begin = time.perf_counter()
             loss = imitate(config, parts, self.environment, self.tokenizer, self.device)
+            if parts.graphs is not None:
+                # They keep activations of rows, and what follows may come in bins.
+                parts.graphs.drop_pairs()
             self.first |= {"imitation_loss": loss, "imitation_s": time.perf_counter() - begin}
             self._tell(f"loss {loss:.4f} after {self.rl.imitation_steps} steps of imitation in {self.first['imitation_s']:.0f} s")
         if self.reference is not None and fresh:

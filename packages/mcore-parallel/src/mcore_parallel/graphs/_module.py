@@ -206,6 +206,13 @@ class ModuleGraphs:
         self._pairs.clear()
         self._forwards.clear()
 
+    def drop_pairs(self) -> None:
+        """Give up what is captured of calls with a gradient, and its memory; call when no backward is due.
+
+        Later calls are captured anew, without another warm-up. Forwards without a gradient stay: their memory is shared, and small.
+        """
+        self._pairs.clear()
+
     def report(self) -> GraphReport:
         """What became of the calls so far."""
         held = [*(pair for pairs in self._pairs.values() for pair in pairs), *self._forwards.values()]

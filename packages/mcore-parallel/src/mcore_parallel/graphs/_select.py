@@ -67,6 +67,11 @@ class GraphedModel:
         """Of all blocks together."""
         return sum((block.report() for block in self.blocks.values()), GraphReport())
 
+    def drop_pairs(self) -> None:
+        """As of ``ModuleGraphs``, in all blocks: between two kinds of training, whose calls may have other shapes."""
+        for block in self.blocks.values():
+            block.drop_pairs()
+
     def remove(self) -> None:
         """Let all blocks run as ever again, and drop the graphs."""
         for block in self.blocks.values():
