@@ -276,8 +276,27 @@ def test_what_cannot_be_clipped_is_refused() -> None:
     assert normed.logits is None
 
 
-def test_a_rank_without_data_clips_nothing() -> None:
-    attention = SelfAttention(AttentionConfig(hidden_size=8, num_heads=4, num_kv_heads=2, head_dim=2), ONE)
+def check_rank_without_data() -> None:
+    """It clips what the others saw."""
+    groups = ProcessGroups.build(ParallelPlan(dp=2))
+    attention = SelfAttention(AttentionConfig(hidden_size=8, num_heads=4, num_kv_heads=2, head_dim=2), groups)
     track_max_logits(attention)
-    report = clip_qk(attention, ONE, threshold=1.0)
-    assert report.clipped == 0 and report.max_logits[""].eq(float("-inf")).all()
+    if groups.dp.rank == 0:
+        attention(torch.ones(3, 8), Step.causal(1, 3))
+    maxima = clip_qk(attention, groups, threshold=FAR).max_logits[""]
+    assert maxima.shape == (4,) and maxima.isfinite().all()
+
+
+@pytest.mark.world(2, shared=True)
+def test_a_rank_without_data_takes_part(world: Any) -> None:
+    world(check_rank_without_data)
+
+
+def test_steps_in_evaluation_mode_leave_nothing_to_clip_by() -> None:
+    attention = SelfAttention(AttentionConfig(hidden_size=8, num_heads=4, num_kv_heads=2, head_dim=2), ONE).eval()
+    track_max_logits(attention)
+    attention(torch.ones(3, 8), Step.causal(1, 3))
+    with pytest.raises(ValueError, match=r"no logits were noted on any rank since the last call.* call model\.train\(\) before the steps"):
+        clip_qk(attention, ONE, threshold=1e-9)
+    attention.train()(torch.ones(3, 8), Step.causal(1, 3))
+    assert clip_qk(attention, ONE, threshold=1e-9).max_logits[""].isfinite().all()

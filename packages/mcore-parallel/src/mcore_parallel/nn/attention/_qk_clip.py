@@ -202,8 +202,8 @@ def clip_qk(
         sync: the ``DistributedDataParallel`` of the optimizer, so that all ranks hold what the owners of masters hold.
 
     Raises:
-        ValueError: logits that are not tracked, a threshold that is not positive, alpha outside [0, 1], heads normalised behind the
-            projection.
+        ValueError: logits that are not tracked, or none on any rank since the last call, as in evaluation mode; a threshold that is not
+            positive, alpha outside [0, 1], heads normalised behind the projection.
     """
     if not threshold > 0 or not 0 <= alpha <= 1:
         raise ValueError(f"threshold={threshold} must be positive and alpha={alpha} in [0, 1]")
@@ -219,6 +219,11 @@ def clip_qk(
         clipped += int(above.sum())
         gamma = torch.where(above, threshold / maxima, torch.ones_like(maxima))
         factors |= {f"{name}.{local}" if name else local: factor for local, factor in attention.qk_clip_factors(gamma, alpha).items()}
+    if greatest and all(bool(torch.isneginf(maxima).all()) for maxima in greatest.values()):
+        raise ValueError(
+            "no logits were noted on any rank since the last call; attention notes them in training mode: call model.train() before the "
+            "steps, and clip_qk after each of them"
+        )
     if clipped:
         _shrink(model, groups, factors, optimizer)
         if sync is not None:
