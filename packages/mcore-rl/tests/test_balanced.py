@@ -3,12 +3,14 @@
 """Which of several engines answers: one for a group, as long as that is no burden to it."""
 
 import asyncio
+import math
 from collections import Counter
 
 import pytest
 
 from mcore_rl import GenericGenerationArgs, InferenceInterface, InferenceRequest, InferenceResponse, NumberedProblems, Problem
 from mcore_rl.inference import BalancedInference
+from mcore_rl.inference._affinity import PromptAffinity
 
 ARGS = GenericGenerationArgs(max_tokens=1)
 
@@ -77,3 +79,11 @@ def test_a_prompt_is_forgotten_once_its_answers_are_there_or_lost() -> None:
 
     asyncio.run(ask())
     assert not balanced._affinity._homes and balanced._num_open == [0, 0]
+
+
+def test_a_prompt_moves_off_an_engine_that_is_to_get_none_and_stays_where_it_went() -> None:
+    affinity = PromptAffinity()
+    with affinity.engine([1], [0, 3]) as first, affinity.engine([1], [math.inf, 100]) as moved, affinity.engine([1], [90, 101]) as stays:
+        assert (first, moved, stays) == (0, 1, 1)
+    with affinity.engine([1], [math.inf, 5]) as number:
+        assert number == 1

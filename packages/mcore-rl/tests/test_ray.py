@@ -487,6 +487,86 @@ def test_a_policy_learns_from_engines_on_two_nodes_and_one_that_dies_comes_back_
         inference.close()
 
 
+class Scripted(InferenceInterface):
+    """Says in which process it is. Of 0 it dies, and of 1 it holds its event loop up, once in all processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    async def agenerate(self, request: InferenceRequest) -> list[list[InferenceResponse]]:
+        [[*prompt]] = request.prompts
+        if prompt == [0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if prompt == [1] and not (self.folder / "held").exists():
+            (self.folder / "held").touch()
+            while not (self.folder / "go").exists():
+                time.sleep(0.02)
+        return [[InferenceResponse(response=str(os.getpid()), token_ids=[*prompt, 1], prompt_length=1, logprobs=[-1.0])]]
+
+
+class Weightless:
+    def load_weights(self, weights: Any, /) -> None:
+        list(weights)
+
+
+def scripted(folder: Path) -> tuple[InferenceInterface, Weightless]:
+    return Scripted(folder), Weightless()
+
+
+async def answered(inference: RayInference, *prompts: int) -> list[str]:
+    """By which process each prompt is answered, one after the other."""
+    requests = [InferenceRequest(prompts=[[prompt]], generation_args=GenericGenerationArgs(max_tokens=1)) for prompt in prompts]
+    return [answer.response for request in requests for [answer] in await inference.agenerate(request)]
+
+
+def test_engines_that_are_dead_or_held_up_get_no_prompts_and_none_that_is_left_is_named(tmp_path: Path) -> None:
+    options = RayOptions(num_workers=2, num_cpus=0.1, max_restarts=0, max_task_retries=0, call_timeout_s=60.0, start_timeout_s=120.0)
+    inference = RayInference(functools.partial(scripted, tmp_path), tokenizer=TOKENIZER, options=options)
+
+    async def ask() -> None:
+        first, other = [str(await inference.workers.call("pid", worker=number)) for number in range(2)]
+        assert await answered(inference, 2) == [first]
+        waiting, given_up = [asyncio.create_task(answered(inference, 1)) for _ in range(2)]
+        await until((tmp_path / "held").exists)
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        # The prompt's first engine, which still has it, is held up; the other one takes it.
+        assert set(await answered(inference, 1, 2, 3, 1)) == {other}
+        (tmp_path / "go").touch()
+        assert await waiting == [first]
+        await until(lambda: inference.workers.is_responsive(0))
+        assert await answered(inference, 2) == [first]
+        with pytest.raises(RayWorkerError, match=r"worker 0 of 'engines' .* was lost in answer"):
+            await answered(inference, 0)
+        assert set(await answered(inference, *range(2, 8))) == {other}
+        with pytest.raises(RayWorkerError, match=r"worker 1 of 'engines' .* was lost in answer"):
+            await answered(inference, 0)
+        await until(lambda: not any(map(inference.workers.is_responsive, range(2))) and inference.workers._dead == {0, 1})
+        with pytest.raises(RayWorkerError, match="no worker of 'engines' is left: each died more than max_restarts=0 times"):
+            await answered(inference, 2)
+
+    try:
+        asyncio.run(ask())
+    finally:
+        inference.close()
+
+
+def test_an_engine_that_is_lost_in_a_refit_gets_no_prompts(tmp_path: Path) -> None:
+    options = RayOptions(num_workers=2, num_cpus=0.1, max_restarts=0, call_timeout_s=60.0, start_timeout_s=120.0)
+    inference = RayInference(functools.partial(scripted, tmp_path), tokenizer=TOKENIZER, options=options)
+    try:
+        other = asyncio.run(inference.workers.call("pid", worker=1))
+        kill(inference, 0)
+        with pytest.raises(RayWorkerError, match="version 1 of the weights was not taken by 1 of the workers: worker 0"):
+            inference.load_weights([])
+        assert asyncio.run(answered(inference, 2, 3)) == [str(other)] * 2
+    finally:
+        inference.close()
+
+
 def test_weights_that_a_worker_refuses_are_named() -> None:
     inference = RayInference(make_engine, tokenizer=TOKENIZER, options=ONE)
     try:

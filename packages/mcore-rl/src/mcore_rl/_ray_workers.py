@@ -4,6 +4,7 @@
 
 import asyncio
 import inspect
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -156,9 +157,14 @@ class RayWorkers:
         return sum(self._num_open)
 
     @property
-    def loads(self) -> Sequence[int]:
-        """Calls that are under way at each worker."""
-        return tuple(self._num_open)
+    def loads(self) -> Sequence[float]:
+        """Calls that are under way at each worker; infinite for one that is to get none, as of ``least_busy``.
+
+        Raises:
+            RayWorkerError: all have died more often than they are restarted.
+        """
+        left = self._left()
+        return tuple(num_open if number in left else math.inf for number, num_open in enumerate(self._num_open))
 
     def least_busy(self) -> int:
         """The worker with the fewest open calls, and of these the one that was called least recently, of those that answer; of those that
@@ -167,11 +173,15 @@ class RayWorkers:
         Raises:
             RayWorkerError: all have died more often than they are restarted.
         """
+        return min(self._left(), key=self._num_open.__getitem__)
+
+    def _left(self) -> list[int]:
+        """Of whom ``least_busy`` chooses, the one that was called last as the last."""
         responsive = [number for number in self._order if self.is_responsive(number)]
         left = responsive or [number for number in self._order if number not in self._dead]
         if not left:
             raise RayWorkerError(f"no worker of {self.name!r} is left: each died more than max_restarts={self.options.max_restarts} times")
-        return min(left, key=self._num_open.__getitem__)
+        return left
 
     def is_responsive(self, number: int) -> bool:
         """Whether a worker has answered since it was last lost, or a call to it was given up."""
@@ -225,10 +235,15 @@ class RayWorkers:
             self._num_open[number] -= 1
             if not is_over:
                 ray.cancel(reference)
-            if not has_answered and number not in self._probes and not self._is_closed:
-                self._probes[number] = self._handles[number].about.remote()
+            if not has_answered:
+                self._probe(number)
         self._births[number].add(birth)
         return result
+
+    def _probe(self, number: int) -> None:
+        """Ask a worker that did not answer whether it does again."""
+        if number not in self._probes and not self._is_closed:
+            self._probes[number] = self._handles[number].about.remote()
 
     def _sent(self, number: int, method: str, arguments: Sequence[Any], num_retries: int) -> Any:
         return self._handles[number].call.options(max_task_retries=num_retries).remote(method, arguments)
@@ -243,12 +258,15 @@ class RayWorkers:
         for number, reference in enumerate(references):
             if reference not in done:
                 ray.cancel(reference)
+                self._probe(number)
                 failed[number] = self._late(number, method)
                 continue
             try:
                 birth, _ = ray.get(reference)
                 self._births[number].add(birth)
             except ray.exceptions.RayError as error:
+                if not isinstance(error, ray.exceptions.RayTaskError):
+                    self._probe(number)
                 failed[number] = self._failure(number, method, error, num_retries)
         return failed
 

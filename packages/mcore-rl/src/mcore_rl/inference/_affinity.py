@@ -27,12 +27,12 @@ class PromptAffinity:
         self._homes: dict[tuple[int, ...], _Home] = {}
 
     @contextlib.contextmanager
-    def engine(self, prompt: Sequence[int], loads: Sequence[int]) -> Iterator[int]:
+    def engine(self, prompt: Sequence[int], loads: Sequence[float]) -> Iterator[int]:
         """Its number, while it answers.
 
         Args:
             prompt: token ids.
-            loads: answers that each engine has to draw.
+            loads: answers that each engine has to draw; infinite for one that is to get none, of which not all may be.
         """
         key, least = tuple(prompt), min(range(len(loads)), key=loads.__getitem__)
         home = self._homes.setdefault(key, _Home(least))

@@ -63,8 +63,8 @@ class RayInference(InferenceInterface):
     """Engines in workers of a Ray cluster as one interface, and as the `WeightSink` behind it.
 
     Each prompt goes to the worker with the fewest open ones, and further requests for it to the same one, as of `BalancedInference`. One
-    that Ray started again is given the newest weights before it answers:
-    they stay in the object store until others come.
+    that was lost, or does not answer, gets none until it has answered again, as long as others do. One that Ray started again is given the
+    newest weights before it answers: they stay in the object store until others come.
 
     Args:
         make: makes an interface and its engine in a worker.
@@ -102,7 +102,7 @@ class RayInference(InferenceInterface):
         """As of the engines; where one fails, the others' answers are cancelled.
 
         Raises:
-            RayWorkerError: a worker was lost for good, or did not answer in time; named.
+            RayWorkerError: a worker was lost for good, or did not answer in time; named. Or none is left.
         """
         prompts = [dataclasses.replace(request, prompts=[prompt]) for prompt in request.prompts]
         tasks = [asyncio.ensure_future(self._answer(prompt)) for prompt in prompts]
