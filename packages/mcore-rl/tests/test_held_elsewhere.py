@@ -270,10 +270,13 @@ def test_what_a_conversation_keeps_takes_no_memory_from_others(tmp_path: Path) -
 
 
 @pytest.mark.journey
-@pytest.mark.parametrize("answer", ["raise", "begin"])
-def test_a_conversation_that_fails_or_leaves_a_task_costs_others_of_its_process_a_replay(answer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("answer", "judged_by_model"), [("raise", False), ("begin", False), ("raise", True)])
+def test_a_conversation_that_fails_or_leaves_a_task_costs_others_of_its_process_a_replay(
+    answer: str, judged_by_model: bool, tmp_path: Path
+) -> None:
     calls = tmp_path / "calls"
-    judge = ProcessJudge(functools.partial(Noting, calls), dataclasses.replace(LENIENT, num_workers=1))
+    make = functools.partial(noting_judged_by_model if judged_by_model else Noting, calls)
+    judge = ProcessJudge(make, dataclasses.replace(LENIENT, num_workers=1))
 
     async def talk() -> Any:
         first = Conversation(problem=PROBLEM, opening=await judge._opening(PROBLEM))
@@ -386,6 +389,10 @@ class Lengths:
         return float(sum(len(message["content"].split()) for message in json.loads(response)))
 
 
+def noting_judged_by_model(calls: Path) -> ModelJudge:
+    return ModelJudge(Noting(calls), Lengths())
+
+
 @pytest.mark.parametrize("how", ["here", "http"])
 def test_a_model_judges_what_an_environment_replies(how: str) -> None:
     with contextlib.nullcontext(HostileTool()) if how == "here" else elsewhere("http", HostileTool, LENIENT) as replies:
@@ -394,6 +401,24 @@ def test_a_model_judges_what_an_environment_replies(how: str) -> None:
         assert [rollout.reward for rollout in played(environment, ["good", "end"])] == [6.0]
         with pytest.raises(TypeError, match="'hostile_tool' holds conversations and judges no single answer"):
             asyncio.run(environment.get_reward("good", PROBLEM))
+
+
+def test_what_a_model_has_judged_is_kept_nowhere(processes: ProcessJudge) -> None:
+    tool = HostileTool()
+    num_places = len(processes._places)
+    for environment in (
+        ModelJudge(tool, Lengths()),
+        ModelJudge(WeightedMultiTask([tool], [1]), Lengths()),
+        ModelJudge(ModelJudge(tool, Lengths()), Lengths()),
+        ModelJudge(processes, Lengths()),
+    ):
+        assert sorted(rollout.reward for rollout in played(environment, ["good", "end"], ["end"])) == [3.0, 6.0]
+        assert len(tool._episodes) == 0 and len(processes._places) == num_places
+    environment = ModelJudge(tool, Lengths())
+    asyncio.run(environment._opening(PROBLEM))
+    assert len(tool._episodes) == 1
+    environment._forget_episodes()
+    assert len(tool._episodes) == 0
 
 
 def test_the_replies_of_an_environment_that_a_model_judges_have_its_own_limit(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ Needs the extra ``ray``; `nox -s ray` installs it.
 import asyncio
 import dataclasses
 import functools
+import json
 import logging
 import os
 import signal
@@ -38,6 +39,7 @@ from mcore_rl import (
     JudgeLimits,
     Learner,
     MegatronLocal,
+    ModelJudge,
     NumberedAgent,
     NumberedConversations,
     NumberedProblems,
@@ -207,6 +209,13 @@ class Tool(Episode):
         return float(self.num_turns)
 
 
+class NumMessages:
+    """A judge to whom more messages are better."""
+
+    async def score(self, response: str, problem: Problem) -> float:
+        return float(len(json.loads(response)))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("tools")
@@ -289,6 +298,9 @@ def test_conversations_in_workers_are_those_of_one_here_and_each_stays_in_its_wo
     asyncio.run(talk())
     homes = {name: {pid for number, _, pid in calls() if number == name} for name in "1234"}
     assert len(calls()) == 8 and all(len(pids) == 1 for pids in homes.values()) and len(set.union(*homes.values())) == 2
+    num_places = len(tools._places)
+    assert [rollout.reward for rollout in spoken(ModelJudge(tools, NumMessages()), ["a", "end"])] == [4.0]
+    assert len(tools._places) == num_places
     with pytest.raises(TypeError, match="'tools' holds conversations and judges no single answer"):
         asyncio.run(tools.get_reward("a", tools.problem(0)))
 

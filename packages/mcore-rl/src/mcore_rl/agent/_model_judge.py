@@ -101,7 +101,11 @@ class ModelJudge(HeldElsewhere, PosedHere):
         return await within_own_limit(self._own, self._own._reply(conversation, answer, on_turn))
 
     async def _outcome(self, conversation: Conversation, on_turn: Callable[[], None] = ignore_turn) -> float:
+        self._forget(conversation)
         return await self.scorer.score(json.dumps(conversation.messages, ensure_ascii=False), conversation.problem)
+
+    def _forget(self, conversation: Conversation) -> None:
+        self._own._forget(conversation)
 
 
 @experimental_api

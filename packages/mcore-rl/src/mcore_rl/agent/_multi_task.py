@@ -130,6 +130,10 @@ class WeightedMultiTask(NumberedProblems):
         call = environment._outcome(dataclasses.replace(conversation, problem=own), on_turn)
         return await within_own_limit(environment, call)
 
+    def _forget(self, conversation: Conversation) -> None:
+        environment, own = self._own(conversation.problem)
+        environment._forget(dataclasses.replace(conversation, problem=own))
+
     def _forget_episodes(self) -> None:
         for environment in self.environments:
             environment._forget_episodes()

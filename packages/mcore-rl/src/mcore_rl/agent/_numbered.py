@@ -145,6 +145,9 @@ class NumberedAgent(JudgedAgent):
         """How good a conversation was; arguments and errors as of ``_reply``."""
         raise TypeError(f"environment {self.env_id!r} judges single answers and holds no conversation")
 
+    def _forget(self, conversation: Conversation) -> None:
+        """Keep nothing of a conversation that has ended, and whose reward is not asked for here."""
+
     def _forget_episodes(self) -> None:
         """Keep no conversation between its turns; those that go on are replayed."""
 
@@ -246,6 +249,9 @@ class NumberedConversations(NumberedAgent, MultiTurnAgent):
         if (episode := self._episodes.take(conversation)) is None:
             episode = await replayed(self, conversation, on_turn)
         return episode, True
+
+    def _forget(self, conversation: Conversation) -> None:
+        self._episodes.take(conversation)
 
     def _forget_episodes(self) -> None:
         self._episodes.clear()

@@ -57,3 +57,6 @@ class PosedHere(NumberedProblems):
 
     def attempt_turns(self, problem: Problem, generator: random.Random) -> Sequence[str] | None:
         return self._own.attempt_turns(problem, generator)
+
+    def _forget_episodes(self) -> None:
+        self._own._forget_episodes()

@@ -147,6 +147,10 @@ class ProcessJudge(HeldElsewhere, PosedHere):
         question = {"conversation": conversation_fields(conversation)}
         return await self._rewarded(question, conversation.problem, conversation)
 
+    def _forget(self, conversation: Conversation) -> None:
+        with self._lock:
+            self._places.take(conversation)
+
     async def _rewarded(self, question: Mapping[str, Any], problem: Problem, conversation: Conversation | None = None) -> float:
         return (await self._asked_there("reward", question, problem, conversation))[0]
 

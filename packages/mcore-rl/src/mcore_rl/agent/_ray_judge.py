@@ -69,6 +69,9 @@ class RayJudge(HeldElsewhere, PosedHere):
     async def _outcome(self, conversation: Conversation, on_turn: Callable[[], None] = ignore_turn) -> float:
         return await self.workers.call("reward", conversation, worker=self._place_of(conversation))
 
+    def _forget(self, conversation: Conversation) -> None:
+        self._places.take(conversation)
+
     def _place_of(self, conversation: Conversation) -> int:
         """The worker that has a conversation; another one where that is lost, or does not answer."""
         place = self._places.take(conversation)
