@@ -14,6 +14,7 @@ from mcore_rl import (
     InferenceInterface,
     InferenceRequest,
     InferenceResponse,
+    ModelJudge,
     NumberedProblems,
     Problem,
     WeightedMultiTask,
@@ -142,6 +143,57 @@ def test_evaluations_say_of_whom_each_answer_is() -> None:
     assert {name: len(response.of(name).results) for name in mixed.env_ids} == {"env0": 4, "env1": 4, "other": 4}
     assert {result.problem_id for result in response.of("env1").results} == {f"multi_task/env1/{(1 << 32) + k}" for k in range(2)}
     assert not response.of("nobody").results and len(response.of("env1").pass_at(2)) == 2
+
+
+class Waited(Named):
+    """Problems that are there once the next one, or the one before, is, as of a server."""
+
+    def __init__(self, env_id: str, last_first: bool) -> None:
+        super().__init__(env_id)
+        self.step = 1 if last_first else -1
+        self.there = {number: asyncio.Event() for number in range(3)}
+
+    @property
+    def _poses_at_once(self) -> bool:
+        return False
+
+    async def _posed(self, number: int) -> Problem:
+        if (before := self.there.get(number + self.step)) is not None:
+            await before.wait()
+        self.there[number].set()
+        return self.problem(number)
+
+
+class Half:
+    async def score(self, response: str, problem: Problem) -> float:
+        return 0.5
+
+
+class Draws(Echo):
+    """Notes the name of the draw of each prompt."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, str | None] = {}
+
+    async def agenerate(self, request: InferenceRequest) -> list[list[InferenceResponse]]:
+        self.names[bytes(request.prompts[0]).decode()] = request.draw
+        return await super().agenerate(request)
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+def test_what_is_drawn_in_a_judged_mixture_does_not_hang_on_which_problem_is_there_first(last_first: bool) -> None:
+    async def groups(environments: Sequence[NumberedProblems], interface: Draws) -> None:
+        judge = ModelJudge(WeightedMultiTask(environments, [1] * len(environments)), Half())
+        calls = [judge.group_rollout(interface, size=1, args=GenericGenerationArgs()) for _ in range(6)]
+        assert [len(group) for group in await asyncio.gather(*calls)] == [1] * 6
+
+    mixed, here = Draws(), Draws()
+    asyncio.run(groups([Waited("far", last_first), Named("near")], mixed))
+    asyncio.run(groups([Named("far"), Named("near")], here))
+    whole = [f"{name} {number}" for number in range(3) for name in ("far", "near")]
+    assert mixed.names == {prompt: f"multi_task {place} 0" for place, prompt in enumerate(whole, 1)}
+    # In a certain order they need no names.
+    assert here.names == dict.fromkeys(whole)
 
 
 @pytest.mark.parametrize("names", [(), ("a", "a"), ("a/b",)])

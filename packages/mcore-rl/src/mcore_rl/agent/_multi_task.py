@@ -65,6 +65,10 @@ class WeightedMultiTask(NumberedProblems):
         self._tools, self._turn_limits = _joined_tools(environments), _joined_limits(environments)
 
     @property
+    def _poses_at_once(self) -> bool:
+        return all(environment._poses_at_once for environment in self.environments)
+
+    @property
     def env_ids(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for environment in self.environments for name in environment.env_ids))
 
