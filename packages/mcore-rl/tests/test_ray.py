@@ -7,6 +7,7 @@ Needs the extra ``ray``; `nox -s ray` installs it.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import json
@@ -14,8 +15,10 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +66,7 @@ cluster_utils = pytest.importorskip("ray.cluster_utils")
 # Ray's own processes and sockets.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(400)]
 TOKENIZER = ByteTokenizer()
+PROBLEM = Problem(problem_id="0", prompt="say 0")
 VOCAB = -(-TOKENIZER.vocab_size // 8) * 8
 SIZES = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2, ffn_hidden_size=48, vocab_size=VOCAB)
 # A node has room for one of them.
@@ -426,6 +430,64 @@ def test_calls_wait_for_a_worker_that_is_started_again_and_none_that_is_left_is_
         asyncio.run(talk())
     finally:
         judge.close()
+
+
+def in_threads(num_threads: int, work: Callable[[], Any]) -> list[Any]:
+    """What each thread's call gives."""
+    with ThreadPoolExecutor(num_threads) as threads:
+        return [call.result(100) for call in [threads.submit(work) for _ in range(num_threads)]]
+
+
+def test_two_threads_may_ask_at_once_whether_a_worker_answers_again(tools: RayJudge, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers, wait, both = tools.workers, ray.wait, threading.Barrier(2)
+
+    async def given_up() -> None:
+        call = asyncio.create_task(workers.call("start", PROBLEM, worker=0))
+        await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.wait([call])
+
+    def wait_for_both(*arguments: Any, **options: Any) -> Any:
+        ready = wait(*arguments, **options)
+        # One after the other, they are never both here.
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.5)
+        return ready
+
+    asyncio.run(given_up())
+    assert wait([workers._probes[0]], timeout=100)[0]
+    monkeypatch.setattr(ray, "wait", wait_for_both)
+    assert in_threads(2, lambda: workers.is_responsive(0)) == [True, True]
+
+
+def test_calls_of_event_loops_in_several_threads_are_counted(tools: RayJudge, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = tools.workers
+
+    def answered_at_once(*_: Any) -> asyncio.Future[tuple[str, float]]:
+        future = asyncio.get_running_loop().create_future()
+        future.set_result((birth, 1.0))
+        return future
+
+    async def call_often() -> float:
+        return sum([await workers.call("get_reward", "a", PROBLEM) for _ in range(3000)])
+
+    [birth, *_] = workers._births[0]
+    before, interval = workers.num_restarts, sys.getswitchinterval()
+    monkeypatch.setattr(workers, "_births", [set(), set()])
+    monkeypatch.setattr(workers, "_sent", answered_at_once)
+    sys.setswitchinterval(1e-6)
+    try:
+        assert in_threads(3, lambda: asyncio.run(call_often())) == [3000.0] * 3
+    finally:
+        sys.setswitchinterval(interval)
+    monkeypatch.undo()
+    assert workers.loads == (0, 0) and workers.num_restarts == before
+
+
+def test_a_call_that_cannot_be_sent_is_not_open_and_says_nothing_of_its_worker(tools: RayJudge) -> None:
+    with pytest.raises(TypeError, match="pickle|serialize"):
+        asyncio.run(tools.workers.call("get_reward", threading.Lock(), PROBLEM))
+    assert tools.workers.loads == (0, 0) and all(map(tools.workers.is_responsive, range(2)))
 
 
 def hostile() -> ProcessJudge:

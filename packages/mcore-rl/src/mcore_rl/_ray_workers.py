@@ -5,6 +5,7 @@
 import asyncio
 import inspect
 import math
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,6 +80,8 @@ class _Worker:
 class RayWorkers:
     """Objects of one kind in actors, spread over the nodes; a call goes to the one with the fewest open calls.
 
+    Event loops in several threads may call at a time.
+
     The program connects to the cluster itself (``ray.init(address=...)``); nothing is started here but the actors. A worker that was
     lost, or to which a call was given up, gets none that another one can take until it has answered again. One that has died more often
     than it is restarted gets none.
@@ -111,9 +114,12 @@ class RayWorkers:
             scheduling_strategy="SPREAD",
         )
         self._handles = [actor.remote(make) for _ in range(own.num_workers)]
+        self._lock = threading.RLock()
+        """Of what is known of the workers."""
         self._num_open = [0] * own.num_workers
-        self._order = list(range(own.num_workers))
-        """The one that was called last is the last."""
+        self._num_calls = 0
+        self._last_calls = [0] * own.num_workers
+        """Of each worker, which of all calls was its last."""
         self._births: list[set[str]] = [set() for _ in self._handles]
         self._probes: dict[int, Any] = {}
         """Of workers that did not answer, what they are asked since."""
@@ -163,8 +169,9 @@ class RayWorkers:
         Raises:
             RayWorkerError: all have died more often than they are restarted.
         """
-        left = self._left()
-        return tuple(num_open if number in left else math.inf for number, num_open in enumerate(self._num_open))
+        with self._lock:
+            left = self._left()
+            return tuple(num_open if number in left else math.inf for number, num_open in enumerate(self._num_open))
 
     def least_busy(self) -> int:
         """The worker with the fewest open calls, and of these the one that was called least recently, of those that answer; of those that
@@ -173,12 +180,13 @@ class RayWorkers:
         Raises:
             RayWorkerError: all have died more often than they are restarted.
         """
-        return min(self._left(), key=self._num_open.__getitem__)
+        with self._lock:
+            return min(self._left(), key=lambda number: (self._num_open[number], self._last_calls[number]))
 
     def _left(self) -> list[int]:
-        """Of whom ``least_busy`` chooses, the one that was called last as the last."""
-        responsive = [number for number in self._order if self.is_responsive(number)]
-        left = responsive or [number for number in self._order if number not in self._dead]
+        """Of whom ``least_busy`` chooses."""
+        numbers = range(len(self._handles))
+        left = [number for number in numbers if self.is_responsive(number)] or [number for number in numbers if number not in self._dead]
         if not left:
             raise RayWorkerError(f"no worker of {self.name!r} is left: each died more than max_restarts={self.options.max_restarts} times")
         return left
@@ -186,17 +194,18 @@ class RayWorkers:
     def is_responsive(self, number: int) -> bool:
         """Whether a worker has answered since it was last lost, or a call to it was given up."""
         ray = _ray()
-        probe = self._probes.get(number)
-        if probe is not None and ray.wait([probe], timeout=0)[0]:
-            del self._probes[number]
-            try:
-                birth, _ = ray.get(probe)
-                self._births[number].add(birth)
-            except ray.exceptions.ActorDiedError:
-                self._dead.add(number)
-            except ray.exceptions.RayError:
-                self._probes[number] = self._handles[number].about.remote()
-        return number not in self._probes and number not in self._dead
+        with self._lock:
+            probe = self._probes.get(number)
+            if probe is not None and ray.wait([probe], timeout=0)[0]:
+                del self._probes[number]
+                try:
+                    birth, _ = ray.get(probe)
+                    self._births[number].add(birth)
+                except ray.exceptions.ActorDiedError:
+                    self._dead.add(number)
+                except ray.exceptions.RayError:
+                    self._probes[number] = self._handles[number].about.remote()
+            return number not in self._probes and number not in self._dead
 
     async def call(self, method: str, *arguments: Any, worker: int | None = None, max_task_retries: int | None = None) -> Any:
         """What a method of an object gives.
@@ -215,14 +224,18 @@ class RayWorkers:
         ray = _ray()
         if self._is_closed:
             raise RayWorkerError(f"the workers of {self.name!r} are closed")
-        number = self.least_busy() if worker is None else worker
         num_retries = self.options.max_task_retries if max_task_retries is None else max_task_retries
-        reference = self._sent(number, method, arguments, num_retries)
-        self._num_open[number] += 1
-        self._order.remove(number)
-        self._order.append(number)
-        has_answered = is_over = False
+        with self._lock:
+            number = self.least_busy() if worker is None else worker
+            self._num_open[number] += 1
+            self._num_calls += 1
+            self._last_calls[number] = self._num_calls
+        # What cannot be sent says nothing of the worker.
+        has_answered = is_over = True
+        reference = None
         try:
+            reference = self._sent(number, method, arguments, num_retries)
+            has_answered = is_over = False
             birth, result = await asyncio.wait_for(reference, self.options.call_timeout_s)
             has_answered = is_over = True
         # A TimeoutError that the method raised is one of both.
@@ -232,7 +245,8 @@ class RayWorkers:
         except TimeoutError as error:
             raise self._late(number, method) from error
         finally:
-            self._num_open[number] -= 1
+            with self._lock:
+                self._num_open[number] -= 1
             if not is_over:
                 ray.cancel(reference)
             if not has_answered:
@@ -242,8 +256,9 @@ class RayWorkers:
 
     def _probe(self, number: int) -> None:
         """Ask a worker that did not answer whether it does again."""
-        if number not in self._probes and not self._is_closed:
-            self._probes[number] = self._handles[number].about.remote()
+        with self._lock:
+            if number not in self._probes and not self._is_closed:
+                self._probes[number] = self._handles[number].about.remote()
 
     def _sent(self, number: int, method: str, arguments: Sequence[Any], num_retries: int) -> Any:
         return self._handles[number].call.options(max_task_retries=num_retries).remote(method, arguments)
