@@ -639,6 +639,8 @@ def test_an_engine_that_is_lost_in_a_refit_gets_no_prompts(tmp_path: Path) -> No
         assert asyncio.run(answered(inference, 2, 3)) == [str(other)] * 2
     finally:
         inference.close()
+    with pytest.raises(RayWorkerError, match=r"^the workers of 'engines' are closed$"):
+        inference.load_weights([])
 
 
 def test_weights_that_a_worker_refuses_are_named() -> None:

@@ -222,8 +222,7 @@ class RayWorkers:
             Exception: what the method raised.
         """
         ray = _ray()
-        if self._is_closed:
-            raise RayWorkerError(f"the workers of {self.name!r} are closed")
+        self._check_open()
         num_retries = self.options.max_task_retries if max_task_retries is None else max_task_retries
         with self._lock:
             number = self.least_busy() if worker is None else worker
@@ -254,6 +253,10 @@ class RayWorkers:
         self._births[number].add(birth)
         return result
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RayWorkerError(f"the workers of {self.name!r} are closed")
+
     def _probe(self, number: int) -> None:
         """Ask a worker that did not answer whether it does again."""
         with self._lock:
@@ -264,8 +267,13 @@ class RayWorkers:
         return self._handles[number].call.options(max_task_retries=num_retries).remote(method, arguments)
 
     def call_all(self, method: str, *arguments: Any) -> dict[int, Exception]:
-        """Call a method of all objects, and block until all are done; what was raised, by the number of the worker."""
+        """Call a method of all objects, and block until all are done; what was raised, by the number of the worker.
+
+        Raises:
+            RayWorkerError: the workers have been closed.
+        """
         ray = _ray()
+        self._check_open()
         num_retries = self.options.max_task_retries
         references = [self._sent(number, method, arguments, num_retries) for number in range(len(self._handles))]
         done, _ = ray.wait(references, num_returns=len(references), timeout=self.options.call_timeout_s)
