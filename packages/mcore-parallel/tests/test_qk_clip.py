@@ -276,20 +276,21 @@ def test_what_cannot_be_clipped_is_refused() -> None:
     assert normed.logits is None
 
 
-def check_rank_without_data() -> None:
+def check_rank_without_data(dtype: torch.dtype) -> None:
     """It clips what the others saw."""
     groups = ProcessGroups.build(ParallelPlan(dp=2))
-    attention = SelfAttention(AttentionConfig(hidden_size=8, num_heads=4, num_kv_heads=2, head_dim=2), groups)
+    attention = SelfAttention(AttentionConfig(hidden_size=8, num_heads=4, num_kv_heads=2, head_dim=2), groups, dtype=dtype)
     track_max_logits(attention)
     if groups.dp.rank == 0:
-        attention(torch.ones(3, 8), Step.causal(1, 3))
+        attention(torch.ones(3, 8, dtype=dtype), Step.causal(1, 3))
     maxima = clip_qk(attention, groups, threshold=FAR).max_logits[""]
     assert maxima.shape == (4,) and maxima.isfinite().all()
 
 
 @pytest.mark.world(2, shared=True)
-def test_a_rank_without_data_takes_part(world: Any) -> None:
-    world(check_rank_without_data)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_rank_without_data_takes_part(world: Any, dtype: torch.dtype) -> None:
+    world(check_rank_without_data, dtype=dtype)
 
 
 def test_steps_in_evaluation_mode_leave_nothing_to_clip_by() -> None:

@@ -242,8 +242,9 @@ def _of_all_ranks(logits: LogitTracker, attention: QKClipped, groups: ProcessGro
     if mine is None:
         # A rank without data takes part.
         assert isinstance(attention, nn.Module)
-        device = next(attention.parameters()).device
-        mine = torch.full((attention.spec.num_heads,), float("-inf"), device=device)
+        parameter = next(attention.parameters())
+        wide = torch.promote_types(torch.float32, parameter.dtype)
+        mine = torch.full((attention.spec.num_heads,), float("-inf"), dtype=wide, device=parameter.device)
     return all_gather(all_reduce(mine, groups.dp_cp, op="max"), groups.tp)
 
 
