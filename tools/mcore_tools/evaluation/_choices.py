@@ -52,20 +52,20 @@ def read_choices(path: Path) -> list[Choice]:
         OSError: the file cannot be read.
     """
     questions = []
-    # JSON may hold other characters that end lines, such as U+2028.
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-            question, choices, answer = value["question"], value["choices"], value["answer"]
-            if not isinstance(question, str) or type(answer) is not int or not all(isinstance(choice, str) for choice in choices):
-                raise TypeError("question must be a string, choices strings, answer an integer")
-            questions.append(Choice(question=question, choices=tuple(choices), answer=answer))
-        except KeyError as error:
-            raise ValueError(f"{path}:{number} has no {error}; give question, choices and answer") from None
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}:{number}: {error}; correct the line") from None
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+                question, choices, answer = value["question"], value["choices"], value["answer"]
+                if not isinstance(question, str) or type(answer) is not int or not all(isinstance(choice, str) for choice in choices):
+                    raise TypeError("question must be a string, choices strings, answer an integer")
+                questions.append(Choice(question=question, choices=tuple(choices), answer=answer))
+            except KeyError as error:
+                raise ValueError(f"{path}:{number} has no {error}; give question, choices and answer") from None
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{path}:{number}: {error}; correct the line") from None
     if not questions:
         raise ValueError(f"{path} holds no question; give each a line with question, choices and answer")
     return questions
