@@ -57,5 +57,7 @@ class Conversation:
     @property
     def messages(self) -> list[Mapping[str, Any]]:
         """All that was said, in its order; the policy's answers have the role ``assistant``."""
-        said = [({"role": "assistant", "content": turn.answer}, *turn.replies) for turn in self.turns]
-        return [*self.opening, *(message for turn in said for message in turn)]
+        messages = list(self.opening)
+        for turn in self.turns:
+            messages += [{"role": "assistant", "content": turn.answer}, *turn.replies]
+        return messages
