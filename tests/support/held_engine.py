@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["Output", "engine_threads"]
+from mcore_inference import SamplingParams
+
+__all__ = ["LONG", "TEN", "Output", "engine_threads"]
+
+TEN = SamplingParams(num_tokens_to_generate=10, seed=1, return_log_probs=True, top_n_logprobs=1)
+LONG = SamplingParams(num_tokens_to_generate=400, ignore_eos=True)
 
 
 class Output(torch.nn.Module):

@@ -54,25 +54,25 @@ def flat(tensors: list[Tensor]) -> Tensor:
     return torch.cat([tensor.flatten().double() for tensor in tensors])
 
 
-def check(found: Learnt, eager: tuple[Learnt, bool]) -> None:
+def check(graphed: Learnt, eager: tuple[Learnt, bool]) -> None:
     """The bits of an eager run where that has them each time; else as near as roundings of bfloat16 leave it."""
     wanted, repeats = eager
     if repeats:
-        assert found.losses == wanted.losses
-        assert torch.equal(flat(found.logprobs), flat(wanted.logprobs)) and torch.equal(flat(found.weights), flat(wanted.weights))
+        assert graphed.losses == wanted.losses
+        assert torch.equal(flat(graphed.logprobs), flat(wanted.logprobs)) and torch.equal(flat(graphed.weights), flat(wanted.weights))
         return
-    assert found.losses == pytest.approx(wanted.losses, rel=0.05, abs=0.02)
-    assert (flat(found.logprobs) - flat(wanted.logprobs)).abs().max() < 0.05
+    assert graphed.losses == pytest.approx(wanted.losses, rel=0.05, abs=0.02)
+    assert (flat(graphed.logprobs) - flat(wanted.logprobs)).abs().max() < 0.05
     # An update moves a weight by 1e-3 at most, and each of them is updated 16 times.
-    assert ((flat(found.weights) - flat(wanted.weights)).abs() > 4e-3).double().mean() < 0.01
+    assert ((flat(graphed.weights) - flat(wanted.weights)).abs() > 4e-3).double().mean() < 0.01
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_updates_and_scores_from_graphs_are_those_without(eager: tuple[Learnt, bool], forward_only: bool) -> None:
-    found = on_gpu(memory=TURNS, graphs=graphs(forward_only))
-    check(found, eager)
+    graphed = on_gpu(memory=TURNS, graphs=graphs(forward_only))
+    check(graphed, eager)
     kinds = 2 if forward_only else 1
-    for report, calls in zip(found.reports, found.calls, strict=True):
+    for report, calls in zip(graphed.reports, graphed.calls, strict=True):
         # Of each layer one for all bins, kept over the iterations.
         assert report.graphs == kinds * MODEL.num_layers and report.memory_bytes > 0
         assert report.eager["warm-up"] == kinds * WARMUP_STEPS * MODEL.num_layers
@@ -91,10 +91,10 @@ def test_gradients_that_come_back_elsewhere_are_added_to_where_they_are(eager: t
         decoys.extend(torch.full((len(buffer),), float("nan"), dtype=buffer.dtype, device="cuda") for buffer in buffers for _ in range(2))
         places.append([decoy.data_ptr() for decoy in decoys])
 
-    found = on_gpu(memory=MemorySwitch(offload_optimizer=True, release_gradients=True), graphs=graphs(True), meanwhile=meanwhile)
-    check(found, eager)
+    graphed = on_gpu(memory=MemorySwitch(offload_optimizer=True, release_gradients=True), graphs=graphs(True), meanwhile=meanwhile)
+    check(graphed, eager)
     assert all(decoy.isnan().all() for decoy in decoys) and len(places) == ITERATIONS
-    assert [report.graphs for report in found.reports] == [2 * MODEL.num_layers] * 2
+    assert [report.graphs for report in graphed.reports] == [2 * MODEL.num_layers] * 2
 
 
 def test_a_run_of_mcore_rl_replays_policy_critic_and_reference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

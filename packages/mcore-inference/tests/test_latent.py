@@ -13,6 +13,7 @@ from torch import Tensor
 from mcore_inference import (
     DynamicInferenceContext,
     DynamicInferenceEngine,
+    DynamicInferenceRequestRecord,
     ExecutionConfig,
     InferenceConfig,
     NgramSpeculation,
@@ -72,14 +73,18 @@ def naive(kind: str, prompt: tuple[int, ...]) -> tuple[list[int], Tensor]:
     return tokens[len(prompt) :], logits.log_softmax(-1)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
 
+def log_probs_of(record: DynamicInferenceRequestRecord) -> torch.Tensor:
+    """Of every token but the first one, as the engine reports them."""
+    return torch.tensor([*(record.prompt_log_probs or []), *record.generated_log_probs], dtype=torch.float64)
+
+
 def check(engine: DynamicInferenceEngine, kind: str) -> list[list[int]]:
     """Greedy tokens and all log-probabilities are those of whole sequences."""
     records = engine.generate(PROMPTS, GREEDY)
     for prompt, record in zip(PROMPTS, records, strict=True):
         tokens, log_probs = naive(kind, tuple(prompt))
         assert record.generated_tokens == tokens
-        found = torch.tensor([*(record.prompt_log_probs or []), *record.generated_log_probs], dtype=torch.float64)
-        torch.testing.assert_close(found, log_probs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(log_probs_of(record), log_probs, rtol=1e-5, atol=1e-5)
     assert engine.stats()["active_requests"] == engine.stats()["used_blocks"] == 0
     return [record.generated_tokens for record in records]
 
@@ -189,5 +194,4 @@ def test_weights_in_eight_bits_beside_adapters_are_absorbed_with_their_scales(ba
         with torch.no_grad():
             log_probs = plain(tokens, Step.causal(1, len(tokens)))[0].logits().log_softmax(-1)[:-1]
         assert record.generated_tokens == log_probs[len(prompt) - 1 :].argmax(-1).tolist()
-        found = torch.tensor([*(record.prompt_log_probs or []), *record.generated_log_probs], dtype=torch.float64)
-        torch.testing.assert_close(found, log_probs.gather(1, tokens[1:, None])[:, 0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(log_probs_of(record), log_probs.gather(1, tokens[1:, None])[:, 0], rtol=1e-5, atol=1e-5)

@@ -28,11 +28,9 @@ from mcore_inference import (
 from mcore_inference.engine import _runner
 from mcore_parallel import named_shards
 from mcore_parallel.data import ByteTokenizer
-from tests.support.held_engine import Output, engine_threads
+from tests.support.held_engine import LONG, TEN, Output, engine_threads
 
 Make = Callable[..., Any]
-TEN = SamplingParams(num_tokens_to_generate=10, seed=1, return_log_probs=True, top_n_logprobs=1)
-LONG = SamplingParams(num_tokens_to_generate=400, ignore_eos=True)
 
 
 def test_a_refused_request_raises_in_the_caller_and_the_runner_goes_on(engine: DynamicInferenceEngine) -> None:

@@ -21,11 +21,9 @@ from mcore_inference import (
     Status,
 )
 from mcore_parallel.data import ByteTokenizer
-from tests.support.held_engine import Output, engine_threads
+from tests.support.held_engine import LONG, TEN, Output, engine_threads
 
 Make = Callable[..., Any]
-TEN = SamplingParams(num_tokens_to_generate=10, seed=1, return_log_probs=True, top_n_logprobs=1)
-LONG = SamplingParams(num_tokens_to_generate=400, ignore_eos=True)
 
 
 def test_increments_join_to_the_record_and_to_a_run_without_thread(engine: DynamicInferenceEngine) -> None:

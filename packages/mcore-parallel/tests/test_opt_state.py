@@ -582,5 +582,5 @@ def test_masters_are_loaded_whose_bits_add_up_to_those_that_they_replace(moved: 
         bits.copy_(bits.flip(0))
     loaded = shard.tensor.clone()
     optimizer.load_step_count(1)
-    found = optimizer.state_shards()[name]
-    assert not isinstance(found, list) and torch.equal(found.tensor, loaded)
+    shard = optimizer.state_shards()[name]
+    assert not isinstance(shard, list) and torch.equal(shard.tensor, loaded)

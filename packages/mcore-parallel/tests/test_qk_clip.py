@@ -161,9 +161,9 @@ def test_an_evaluation_has_no_part_in_the_greatest_logits(config: TransformerCon
             row = others[None]
             batch = Batch(tokens=row[:, :-1], labels=row[:, 1:], loss_mask=torch.ones(1, 16))
             evaluate(model, [batch], CrossEntropyObjective())
-        found = clip_qk(model, ONE, threshold=FAR).max_logits
-        expected = expected or found
-        assert all(torch.equal(found[name], greatest) for name, greatest in expected.items())
+        maxima = clip_qk(model, ONE, threshold=FAR).max_logits
+        expected = expected or maxima
+        assert all(torch.equal(maxima[name], greatest) for name, greatest in expected.items())
 
 
 def clipped(config: TransformerConfig, groups: ProcessGroups, threshold: float) -> tuple[dict[str, Tensor], int, dict[str, TensorShard]]:

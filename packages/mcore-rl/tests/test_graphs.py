@@ -30,9 +30,9 @@ def eager() -> Learnt:
     return iterate(ITERATIONS)
 
 
-def same(found: Learnt, wanted: Learnt) -> None:
-    assert found.losses == wanted.losses
-    for ours, eager in ((found.logprobs, wanted.logprobs), (found.weights, wanted.weights)):
+def same(graphed: Learnt, wanted: Learnt) -> None:
+    assert graphed.losses == wanted.losses
+    for ours, eager in ((graphed.logprobs, wanted.logprobs), (graphed.weights, wanted.weights)):
         assert all(torch.equal(one, other) for one, other in zip(ours, eager, strict=True))
 
 
@@ -40,10 +40,10 @@ def same(found: Learnt, wanted: Learnt) -> None:
 def test_replayed_updates_and_scores_have_the_bits_of_eager_ones(eager: Learnt, forward_only: bool) -> None:
     capture = TapeCapture()
     switch = MemorySwitch(offload_optimizer=True, suspend_engine=True)
-    found = iterate(ITERATIONS, memory=switch, graphs=taped(capture, forward_only=forward_only))
-    same(found, eager)
+    graphed = iterate(ITERATIONS, memory=switch, graphs=taped(capture, forward_only=forward_only))
+    same(graphed, eager)
     kinds = 2 if forward_only else 1
-    for report, calls in zip(found.reports, found.calls, strict=True):
+    for report, calls in zip(graphed.reports, graphed.calls, strict=True):
         # One graph of each layer for bins of all packings; the reference's weights come where the policy's were recorded.
         assert report.graphs == kinds * SIZES.num_layers and report.replays + report.eager.total() == calls
         assert report.eager.pop("warm-up") == kinds * WARMUP_STEPS * SIZES.num_layers
@@ -54,9 +54,9 @@ def test_replayed_updates_and_scores_have_the_bits_of_eager_ones(eager: Learnt, 
 
 def test_rows_are_of_one_kind_too() -> None:
     capture = TapeCapture()
-    found = iterate(2, packing=None, graphs=taped(capture, forward_only=False))
-    same(found, iterate(2, packing=None))
-    for report in found.reports:
+    graphed = iterate(2, packing=None, graphs=taped(capture, forward_only=False))
+    same(graphed, iterate(2, packing=None))
+    for report in graphed.reports:
         # Rows that all end with the last place say nothing of padding; here none do.
         assert report.graphs == SIZES.num_layers and report.eager.pop("warm-up") == WARMUP_STEPS * SIZES.num_layers
         assert set(report.eager) == {"no gradient is wanted"} and report.replays > 0
@@ -72,10 +72,12 @@ def test_layers_whose_gradients_come_back_elsewhere_are_captured_anew(eager: Lea
         assert all(buffer.data.untyped_storage().nbytes() == 0 for buffer in buffers)
         decoys.extend(torch.full((buffer.data.numel(),), float("nan"), dtype=buffer.data.dtype) for buffer in buffers for _ in range(3))
 
-    found = iterate(ITERATIONS, memory=MemorySwitch(release_gradients=True), graphs=taped(capture, forward_only=True), meanwhile=meanwhile)
-    same(found, eager)
+    graphed = iterate(
+        ITERATIONS, memory=MemorySwitch(release_gradients=True), graphs=taped(capture, forward_only=True), meanwhile=meanwhile
+    )
+    same(graphed, eager)
     assert all(decoy.isnan().all() for decoy in decoys), "what was recorded adds to gradients that are there"
-    assert [report.graphs for report in found.reports] == [2 * SIZES.num_layers] * 2
+    assert [report.graphs for report in graphed.reports] == [2 * SIZES.num_layers] * 2
     assert capture.recorded > 2 * 3 * SIZES.num_layers
 
 

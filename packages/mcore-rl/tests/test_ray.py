@@ -258,16 +258,16 @@ async def begun(judge: RayJudge, *numbers: int) -> list[Conversation]:
 
 async def three_in_each(judge: RayJudge, first: int) -> list[list[Conversation]]:
     """Of each of two workers, three conversations that are there, or more, about problems from this number on."""
-    found: list[list[Conversation]] = [[], []]
+    by_place: list[list[Conversation]] = [[], []]
     for number in range(first, first + 100):
         [conversation] = await begun(judge, number)
         place = judge._places.take(conversation)
         assert place is not None
         judge._places.put(conversation, place)
-        found[place].append(conversation)
-        if min(map(len, found)) > 2:
+        by_place[place].append(conversation)
+        if min(map(len, by_place)) > 2:
             break
-    return found
+    return by_place
 
 
 async def said(judge: RayJudge, conversation: Conversation, *answers: str) -> Conversation:
