@@ -16,7 +16,7 @@ from typing import Any
 from mcore_ckpt import CheckpointManager
 from mcore_ckpt.manifest import read_manifest
 from mcore_rl import MegatronLocal
-from mcore_rl import _loop as loop_module
+from mcore_rl._loop import _loop as loop_module
 from mcore_rl.envs import Countdown
 from mcore_tools import reinforce
 from mcore_tools.rl import _run as run_module

@@ -46,7 +46,7 @@ from mcore_rl import (
     plan_refit,
     refit,
 )
-from mcore_rl._collect import draw, exchange
+from mcore_rl._rollouts._collect import draw, exchange
 from mcore_rl.envs import CharacterShare
 from tests.campaigns._rl_conversations import conversations
 from tests.campaigns._rl_resume import PHASES, mismatches, resume

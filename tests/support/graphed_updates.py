@@ -28,9 +28,9 @@ from mcore_rl import (
     TokenRollout,
     ValueObjective,
 )
-from mcore_rl._collect import Collection
+from mcore_rl._loop._update import update
 from mcore_rl._reference import token_logprobs
-from mcore_rl._update import update
+from mcore_rl._rollouts._collect import Collection
 
 # The plain formula of attention: the others add their gradients up in any order on a GPU.
 SIZES = TransformerConfig(

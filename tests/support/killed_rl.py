@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
-from mcore_rl import DisjointLoop, MegatronLocal, _disjoint, _dpo, _handover, _loop, _rollout_stream, _update
+from mcore_rl import DisjointLoop, MegatronLocal
+from mcore_rl._loop import _disjoint, _dpo, _handover, _loop, _update
+from mcore_rl._rollouts import _stream as _rollout_stream
 from mcore_tools import reinforce
 from mcore_tools.rl import _critic, _run
 from mcore_tools.training import RunCheckpoints

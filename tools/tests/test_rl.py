@@ -25,7 +25,8 @@ from mcore_parallel.data_parallel import DistributedDataParallel
 from mcore_parallel.graphs import CudaGraphConfig
 from mcore_parallel.pipeline import zero_bubble
 from mcore_parallel.training import STOPPED_EXIT_CODE, train_step
-from mcore_rl import InferenceInterface, InferenceRequest, InferenceResponse, LostError, StreamPosition, _update
+from mcore_rl import InferenceInterface, InferenceRequest, InferenceResponse, LostError, StreamPosition
+from mcore_rl._loop import _update
 from mcore_tools import reinforce
 from mcore_tools.launch import launch
 from mcore_tools.recipes import RLConfig, RunConfig, override, read_config, recipe, write_config

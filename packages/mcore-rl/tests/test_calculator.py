@@ -35,7 +35,7 @@ from mcore_rl import (
     recite,
 )
 from mcore_rl._reference import token_logprobs
-from mcore_rl._rollout_stream import LiveWeights
+from mcore_rl._rollouts._stream import LiveWeights
 from mcore_rl.envs import Arithmetic, ArithmeticConfig, Calculator
 
 SUMS = ArithmeticConfig(num_numbers=(2, 2), max_number=9, operators="+")

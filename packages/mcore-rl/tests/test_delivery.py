@@ -12,12 +12,12 @@ import torch
 
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_rl import ContrastiveRollout, GRPOConfig, PackingConfig, Placement, TokenRollout
-from mcore_rl import _placement as placement_module
-from mcore_rl._collect import Collection, Drawn, delivered, exchange, flat, joined, share_of
-from mcore_rl._header import RolloutHeader
-from mcore_rl._loop import rollout_means
-from mcore_rl._placement import exchange_parcels
-from mcore_rl._update import mini_batches
+from mcore_rl._loop._loop import rollout_means
+from mcore_rl._loop._update import mini_batches
+from mcore_rl._packing._header import RolloutHeader
+from mcore_rl._ranks import _placement as placement_module
+from mcore_rl._ranks._placement import exchange_parcels
+from mcore_rl._rollouts._collect import Collection, Drawn, delivered, exchange, flat, joined, share_of
 
 CPU = torch.device("cpu")
 CONFIG = GRPOConfig(num_groups=8, group_size=4, seq_len=40, num_mini_batches=2, micro_batch_size=2)

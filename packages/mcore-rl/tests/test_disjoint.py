@@ -41,8 +41,8 @@ from mcore_rl import (
     grpo_iteration,
     refit,
 )
-from mcore_rl import _placement as placement_module
-from mcore_rl._handover import Handover
+from mcore_rl._loop._handover import Handover
+from mcore_rl._ranks import _placement as placement_module
 from mcore_rl.envs import CharacterShare
 from mcore_rl.inference import OpenAIInference
 from tests.support.world import leave_together, run

@@ -32,11 +32,11 @@ from mcore_rl import (
     MemorySwitch,
     PackingConfig,
     PreferencePairs,
-    _dpo,
     dpo_iteration,
     grpo_iteration,
     preference_margins,
 )
+from mcore_rl._loop import _dpo
 
 TOKENIZER = ByteTokenizer()
 SIZES = TransformerConfig(

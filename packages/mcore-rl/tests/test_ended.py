@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from mcore_parallel.guard import ProcessMark
 from mcore_rl import RankTimeoutError, RefitTimeoutError
-from mcore_rl import _rendezvous as rendezvous_module
-from mcore_rl import _transfer as transfer_module
-from mcore_rl._ended import absence, announce, ended
-from mcore_rl._rendezvous import rendezvous
-from mcore_rl._transfer import _finish
+from mcore_rl._ranks import _rendezvous as rendezvous_module
+from mcore_rl._ranks._ended import absence, announce, ended
+from mcore_rl._ranks._rendezvous import rendezvous
+from mcore_rl._refit import _transfer as transfer_module
+from mcore_rl._refit._transfer import _finish
 
 
 class CountingStore:

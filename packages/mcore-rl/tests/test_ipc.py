@@ -27,9 +27,9 @@ from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_rl import Placement, RefitTimeoutError, WeightTransfer, refit
-from mcore_rl import _ipc as ipc_module
-from mcore_rl import _transfer as transfer_module
-from mcore_rl._shared_memory import SharedMemory, map_memory
+from mcore_rl._refit import _ipc as ipc_module
+from mcore_rl._refit import _transfer as transfer_module
+from mcore_rl._refit._shared_memory import SharedMemory, map_memory
 from tests.support.world import leave_together
 
 CPU = torch.device("cpu")

@@ -94,13 +94,13 @@ from mcore_rl import (
     refit,
     rollout_batches,
 )
-from mcore_rl import _update as update_module
-from mcore_rl._collect import Collection, draw
-from mcore_rl._header import RolloutHeader
-from mcore_rl._loop import rollout_means
+from mcore_rl._loop import _update as update_module
+from mcore_rl._loop._loop import rollout_means
+from mcore_rl._loop._update import update
+from mcore_rl._packing._header import RolloutHeader
 from mcore_rl._reference import token_logprobs
+from mcore_rl._rollouts._collect import Collection, draw
 from mcore_rl._text_rollouts import in_tokens
-from mcore_rl._update import update
 from mcore_rl.envs import CharacterShare
 from tests.support.refit_layouts import carried
 

@@ -37,17 +37,17 @@ from mcore_rl import (
     Problem,
     RewardOnlyAgent,
     TokenRollout,
-    _update,
     gather_weights,
     grpo_iteration,
     refit,
     with_ref_logprobs,
 )
-from mcore_rl import _loop as loop_module
-from mcore_rl._header import RolloutHeader
-from mcore_rl._loop import check_iteration
+from mcore_rl._loop import _loop as loop_module
+from mcore_rl._loop import _update
+from mcore_rl._loop._loop import check_iteration
+from mcore_rl._loop._update import _shaped
+from mcore_rl._packing._header import RolloutHeader
 from mcore_rl._reference import token_logprobs
-from mcore_rl._update import _shaped
 from mcore_rl.envs import CharacterShare
 
 TOKENIZER = ByteTokenizer()

@@ -20,9 +20,9 @@ from mcore_rl import (
     NumberedProblems,
     Problem,
 )
-from mcore_rl._collect import Collection, draw, exchange, joined, share_of
-from mcore_rl._loop import rollout_means
-from mcore_rl._rollout_stream import RolloutStream
+from mcore_rl._loop._loop import rollout_means
+from mcore_rl._rollouts._collect import Collection, draw, exchange, joined, share_of
+from mcore_rl._rollouts._stream import RolloutStream
 
 
 class Scripted(InferenceInterface):

@@ -29,7 +29,7 @@ from mcore_rl import (
     grpo_iteration,
     refit,
 )
-from mcore_rl import _loop as loop_module
+from mcore_rl._loop import _loop as loop_module
 from mcore_rl.envs import CharacterShare
 
 TOKENIZER = ByteTokenizer()

@@ -10,7 +10,7 @@ import torch
 
 from mcore_ckpt.chunks import Box
 from mcore_rl import WeightCopy
-from mcore_rl._message import WeightMessage
+from mcore_rl._refit._message import WeightMessage
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.float64)
 

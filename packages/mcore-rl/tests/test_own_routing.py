@@ -15,19 +15,10 @@ from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDat
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.training import Batch, score, score_and_route
-from mcore_rl import (
-    AdvantageConfig,
-    DPOObjective,
-    FrozenWeights,
-    GRPOConfig,
-    GRPOObjective,
-    Learner,
-    PackingConfig,
-    TokenRollout,
-    _update,
-)
-from mcore_rl._collect import Collection
-from mcore_rl._dpo import check_pairs
+from mcore_rl import AdvantageConfig, DPOObjective, FrozenWeights, GRPOConfig, GRPOObjective, Learner, PackingConfig, TokenRollout
+from mcore_rl._loop import _update
+from mcore_rl._loop._dpo import check_pairs
+from mcore_rl._rollouts._collect import Collection
 
 SIZES = TransformerConfig(num_layers=3, hidden_size=16, num_attention_heads=2, ffn_hidden_size=16, vocab_size=32, init_method_std=0.4)
 MIXTURE = MoEConfig(num_moe_experts=8, moe_router_topk=2, moe_layer_freq=(0, 1, 1))

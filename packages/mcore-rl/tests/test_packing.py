@@ -11,8 +11,8 @@ import torch
 from mcore_parallel import Group, ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_rl import BatchStyle, PackingConfig, PackingContext, TokenRollout, balance
+from mcore_rl._objective._sequences import Sequences
 from mcore_rl._reference import token_logprobs
-from mcore_rl._sequences import Sequences
 
 ALGORITHMS = ("first_fit_decreasing", "best_fit_decreasing", "next_fit")
 SIZES = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=16, vocab_size=32, init_method_std=0.4)

@@ -37,9 +37,9 @@ from mcore_rl import (
     refit,
 )
 from mcore_rl._critic import estimate, token_rewards, with_estimates
-from mcore_rl._header import RolloutHeader
-from mcore_rl._trajectories import TrajectoryBatches, place_rows, write_batches
-from mcore_rl._update import MiniBatch, _estimated, _kl_sums
+from mcore_rl._loop._update import MiniBatch, _estimated, _kl_sums
+from mcore_rl._packing._header import RolloutHeader
+from mcore_rl._packing._trajectories import TrajectoryBatches, place_rows, write_batches
 from mcore_rl.envs import CharacterShare
 
 SMALL = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, ffn_hidden_size=16, vocab_size=16, init_method_std=0.6)

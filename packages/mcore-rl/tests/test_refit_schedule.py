@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mcore_ckpt.chunks import Box
-from mcore_rl._refit_schedule import Schedule
+from mcore_rl._refit._schedule import Schedule
 
 
 def rows(shape: tuple[int, ...], num_parts: int) -> list[Box]:

@@ -37,8 +37,8 @@ from mcore_rl import (
     grpo_iteration,
     preference_margins,
 )
-from mcore_rl import _update as update_module
-from mcore_rl._collect import own_failure_first
+from mcore_rl._loop import _update as update_module
+from mcore_rl._rollouts._collect import own_failure_first
 from mcore_rl.envs import CharacterShare
 from tests.support.world import run
 

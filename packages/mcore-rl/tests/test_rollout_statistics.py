@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mcore_rl import TokenRollout
-from mcore_rl._header import RolloutHeader
-from mcore_rl._rollout_statistics import example_numbers, group_rewards, pair_counts, token_versions, truncated_share
+from mcore_rl._packing._header import RolloutHeader
+from mcore_rl._rollouts._statistics import example_numbers, group_rewards, pair_counts, token_versions, truncated_share
 
 
 def rollout(*answer: int, prompt: tuple[int, ...] = (1, 2), reward: float = 0.0, **fields: Any) -> TokenRollout:

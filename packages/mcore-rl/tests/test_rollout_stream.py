@@ -14,7 +14,7 @@ import pytest
 from torch import Tensor
 
 from mcore_rl import GenericGenerationArgs, GRPOConfig, InferenceInterface, InferenceRequest, InferenceResponse, NumberedProblems, Problem
-from mcore_rl._rollout_stream import LiveWeights, RolloutStream
+from mcore_rl._rollouts._stream import LiveWeights, RolloutStream
 
 CONFIG = GRPOConfig(num_groups=2, group_size=2, seq_len=8, generation_args=GenericGenerationArgs(temperature=1.0, max_tokens=1))
 

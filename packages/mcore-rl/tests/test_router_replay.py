@@ -46,8 +46,8 @@ from mcore_rl import (
     with_old_logprobs,
     with_ref_logprobs,
 )
-from mcore_rl._dpo import check_pairs
-from mcore_rl._loop import check_iteration
+from mcore_rl._loop._dpo import check_pairs
+from mcore_rl._loop._loop import check_iteration
 from mcore_rl.agent._sibling_routing import routed_as_siblings
 from mcore_rl.envs import CharacterShare
 

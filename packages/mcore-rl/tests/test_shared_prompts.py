@@ -33,12 +33,12 @@ from mcore_rl import (
     TokenRollout,
     ValueObjective,
 )
-from mcore_rl._collect import Collection
-from mcore_rl._header import RolloutHeader
-from mcore_rl._loop import check_iteration
+from mcore_rl._loop._loop import check_iteration
+from mcore_rl._loop._update import update
+from mcore_rl._packing._header import RolloutHeader
+from mcore_rl._packing._shared_prompts import pack_units
 from mcore_rl._reference import token_logprobs
-from mcore_rl._shared_prompts import pack_units
-from mcore_rl._update import update
+from mcore_rl._rollouts._collect import Collection
 
 SIZES = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=16, vocab_size=32, init_method_std=0.4)
 MIXTURE = MoEConfig(num_moe_experts=4, moe_router_topk=2, moe_router_load_balancing_type="none")

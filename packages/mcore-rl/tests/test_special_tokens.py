@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mcore_rl import ContrastiveRollout, ContrastiveRolloutGenerator, GRPOConfig, TokenRollout, TrajectoryError
-from mcore_rl._collect import Collection, Drawn, draw
-from mcore_rl._dpo import ask_pairs
+from mcore_rl._loop._dpo import ask_pairs
+from mcore_rl._rollouts._collect import Collection, Drawn, draw
 
 BOS, EOD = 1, 2
 

@@ -36,9 +36,9 @@ from mcore_rl import (
     RewardOnlyAgent,
     TokenRollout,
 )
-from mcore_rl._collect import ask, draw, exchange, run_async
-from mcore_rl._dpo import ask_pairs
-from mcore_rl._loop import rollout_means
+from mcore_rl._loop._dpo import ask_pairs
+from mcore_rl._loop._loop import rollout_means
+from mcore_rl._rollouts._collect import ask, draw, exchange, run_async
 from mcore_rl.agent import _judged
 from mcore_rl.envs import CharacterShare
 from mcore_rl.inference import PeerTimeoutError

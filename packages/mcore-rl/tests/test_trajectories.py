@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_rl import Aggregation, PackingConfig, PackingContext, TokenRollout, rollout_batches
-from mcore_rl._trajectories import BatchStyle, on_device, place_rows, write_batches
+from mcore_rl._packing._trajectories import BatchStyle, on_device, place_rows, write_batches
 from mcore_rl._types import as_array
 
 

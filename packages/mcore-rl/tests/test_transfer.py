@@ -24,9 +24,9 @@ from mcore_parallel.backends import quantize_base
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.tensor_parallel import LoraConfig, add_lora
 from mcore_rl import GRPOConfig, RankTimeoutError, RefitPlanError, RefitTimeoutError, WeightTransfer, gather_weights, refit
-from mcore_rl import _transfer as transfer_module
-from mcore_rl._collect import Drawn, exchange
-from mcore_rl._rendezvous import rendezvous
+from mcore_rl._ranks._rendezvous import rendezvous
+from mcore_rl._refit import _transfer as transfer_module
+from mcore_rl._rollouts._collect import Drawn, exchange
 from tests.support.world import leave_together, run
 
 SIZES = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=24, vocab_size=32)

@@ -28,7 +28,7 @@ from mcore_rl import (
     pair_batches,
     with_ref_logprobs,
 )
-from mcore_rl._trajectories import TrajectoryBatches, place_rows, write_batches
+from mcore_rl._packing._trajectories import TrajectoryBatches, place_rows, write_batches
 
 pytest.importorskip("trl")
 

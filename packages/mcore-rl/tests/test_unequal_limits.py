@@ -18,8 +18,8 @@ from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_rl import Placement, RankTimeoutError, WeightTransfer, refit
-from mcore_rl import _transfer as transfer_module
-from mcore_rl._rendezvous import rendezvous, withdraw
+from mcore_rl._ranks._rendezvous import rendezvous, withdraw
+from mcore_rl._refit import _transfer as transfer_module
 
 TOKENIZER = ByteTokenizer()
 SIZES = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=24, vocab_size=264)

@@ -32,8 +32,8 @@ from mcore_rl import (
     kl_estimate,
     rollout_batches,
 )
-from mcore_rl._correction import MismatchTotals, mismatch
-from mcore_rl._trajectories import TrajectoryBatches, place_rows, write_batches
+from mcore_rl._objective._correction import MismatchTotals, mismatch
+from mcore_rl._packing._trajectories import TrajectoryBatches, place_rows, write_batches
 
 SIZES = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, ffn_hidden_size=16, vocab_size=16, init_method_std=0.6)
 LENGTHS = ((2, 5), (1, 3), (3, 1), (1, 7), (4, 2))

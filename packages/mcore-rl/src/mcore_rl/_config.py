@@ -5,14 +5,14 @@
 import math
 from dataclasses import asdict, dataclass, field
 
-from mcore_rl._advantage import AdvantageConfig
 from mcore_rl._aggregation import Aggregation
 from mcore_rl._fields import check_finite, check_integers
-from mcore_rl._gae import GAEConfig
-from mcore_rl._kl import check_estimator
 from mcore_rl._memory import MemorySwitch
-from mcore_rl._packing import PackingConfig
-from mcore_rl._shaping import OverlongPenalty
+from mcore_rl._objective._advantage import AdvantageConfig
+from mcore_rl._objective._gae import GAEConfig
+from mcore_rl._objective._kl import check_estimator
+from mcore_rl._objective._shaping import OverlongPenalty
+from mcore_rl._packing._packing import PackingConfig
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import GenericGenerationArgs
 

@@ -15,12 +15,12 @@ from mcore_parallel.models import ModelOutput, ValueHead
 from mcore_parallel.optim import ConstantSchedule, Rate
 from mcore_parallel.training import Batch, GradSync, LossReport, Optimizer, score
 from mcore_rl._aggregation import weighted_report
-from mcore_rl._gae import GAEConfig
-from mcore_rl._kl import kl_estimate
+from mcore_rl._objective._gae import GAEConfig
+from mcore_rl._objective._kl import kl_estimate
 from mcore_rl._stability import experimental_api
 
 if TYPE_CHECKING:
-    from mcore_rl._trajectories import TrajectoryBatches
+    from mcore_rl._packing._trajectories import TrajectoryBatches
 
 
 @experimental_api

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from mcore_parallel import ProcessGroups, named_buffer_shards
 from mcore_parallel.data_parallel import finish_param_gathers
 from mcore_parallel.training import Batch, score, score_and_route
+from mcore_rl._packing._trajectories import routed_afresh
 from mcore_rl._stability import experimental_api
-from mcore_rl._trajectories import routed_afresh
 
 
 @runtime_checkable

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_parallel import Group
-from mcore_rl._exchange import all_gather_json, device_of
+from mcore_rl._ranks._exchange import all_gather_json, device_of
 from mcore_rl._stability import experimental_api
 from mcore_rl.inference import PeerError, PeerTimeoutError, WeightServer
 

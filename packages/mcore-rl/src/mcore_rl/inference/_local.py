@@ -13,7 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Literal, Self
 
 from mcore_rl._lost import LostError
-from mcore_rl._rendezvous import rendezvous
+from mcore_rl._ranks._rendezvous import rendezvous
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import GenericGenerationArgs, InferenceRequest, InferenceResponse
 from mcore_rl.inference._interface import InferenceInterface, answer_all

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from mcore_rl._ray_workers import RayOptions, RayWorkerError, RayWorkers, fetch, put
-from mcore_rl._refit import WeightSink
+from mcore_rl._refit._refit import WeightSink
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import InferenceRequest, InferenceResponse
 from mcore_rl.inference._affinity import PromptAffinity

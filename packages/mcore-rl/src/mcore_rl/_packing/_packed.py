@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from mcore_parallel.training import Batch
-from mcore_rl._header import RolloutHeader
-from mcore_rl._packing import PackingConfig, balance
-from mcore_rl._shared_prompts import BinLayout, PackUnit, pack_units
+from mcore_rl._packing._header import RolloutHeader
+from mcore_rl._packing._packing import PackingConfig, balance
+from mcore_rl._packing._shared_prompts import BinLayout, PackUnit, pack_units
+from mcore_rl._packing._trajectories import BatchStyle, TrajectoryBatches, write_batches
 from mcore_rl._stability import experimental_api
-from mcore_rl._trajectories import BatchStyle, TrajectoryBatches, write_batches
 from mcore_rl._types import TokenRollout
 
 

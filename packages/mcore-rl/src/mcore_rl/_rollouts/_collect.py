@@ -18,17 +18,17 @@ from torch import Tensor
 
 from mcore_parallel import Group, ProcessGroups
 from mcore_rl._config import GRPOConfig
-from mcore_rl._delivery import Delivery
-from mcore_rl._exchange import all_gather_json, all_to_all_bytes
-from mcore_rl._header import RolloutHeader
 from mcore_rl._lost import LostGroup, check_all_lost, described, last_reason
-from mcore_rl._rendezvous import rendezvous, withdraw
-from mcore_rl._rollout_statistics import example_numbers, pair_counts, token_versions
-from mcore_rl._shaping import same_reward
-from mcore_rl._special_tokens import TrajectoryError, check_turn_ends, doubled_beginning
+from mcore_rl._objective._shaping import same_reward
+from mcore_rl._packing._header import RolloutHeader
+from mcore_rl._ranks._exchange import all_gather_json, all_to_all_bytes
+from mcore_rl._ranks._rendezvous import rendezvous, withdraw
+from mcore_rl._rollouts._delivery import Delivery
+from mcore_rl._rollouts._special_tokens import TrajectoryError, check_turn_ends, doubled_beginning
+from mcore_rl._rollouts._statistics import example_numbers, pair_counts, token_versions
+from mcore_rl._rollouts._update_plan import UpdatePlan, plan_updates
 from mcore_rl._text_rollouts import in_tokens
 from mcore_rl._types import Rollout, TokenRollout
-from mcore_rl._update_plan import UpdatePlan, plan_updates
 from mcore_rl.agent import GroupedRolloutGenerator
 from mcore_rl.inference import InferenceInterface
 

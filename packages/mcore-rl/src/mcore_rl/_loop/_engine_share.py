@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from mcore_parallel import Group, ProcessGroups
-from mcore_rl._collect import Drawn
+from mcore_rl._rollouts._collect import Drawn
 from mcore_rl.inference import InferenceInterface
 
 

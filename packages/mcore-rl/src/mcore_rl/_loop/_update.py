@@ -15,19 +15,19 @@ from mcore_parallel import ProcessGroups
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.pipeline import Overlap, Schedule
 from mcore_parallel.training import Batch, GradSync, Objective, Optimizer, TrainReport, train_step
-from mcore_rl._collect import Collection
 from mcore_rl._config import GRPOConfig
-from mcore_rl._correction import MismatchReport, MismatchTotals
 from mcore_rl._critic import Critic, estimate, with_estimates
-from mcore_rl._header import RolloutHeader
-from mcore_rl._kl import kl_estimate
-from mcore_rl._objective import GRPOObjective
-from mcore_rl._packed import write_bins
+from mcore_rl._objective._correction import MismatchReport, MismatchTotals
+from mcore_rl._objective._kl import kl_estimate
+from mcore_rl._objective._objective import GRPOObjective
+from mcore_rl._packing._header import RolloutHeader
+from mcore_rl._packing._packed import write_bins
+from mcore_rl._packing._trajectories import BatchStyle, TrajectoryBatches, place_rows, routed_afresh, write_batches
+from mcore_rl._ranks._rendezvous import agree
 from mcore_rl._reference import FrozenWeights, logprobs_and_routing, token_logprobs
-from mcore_rl._rendezvous import agree
+from mcore_rl._refit._transfer import WeightTransfer
+from mcore_rl._rollouts._collect import Collection
 from mcore_rl._stability import experimental_api
-from mcore_rl._trajectories import BatchStyle, TrajectoryBatches, place_rows, routed_afresh, write_batches
-from mcore_rl._transfer import WeightTransfer
 
 if TYPE_CHECKING:
     from mcore_parallel.training.distill import Teacher

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from mcore_ckpt.chunks import Box
-from mcore_rl._message import WeightMessage, cut_box
-from mcore_rl._refit_plan import RefitPlan, WeightCopy, WeightShard, plan_refit
+from mcore_rl._refit._message import WeightMessage, cut_box
+from mcore_rl._refit._plan import RefitPlan, WeightCopy, WeightShard, plan_refit
 
 
 @dataclass(frozen=True, kw_only=True)

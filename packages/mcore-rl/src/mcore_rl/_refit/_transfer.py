@@ -23,18 +23,18 @@ from mcore_parallel import Group, ProcessGroups, named_buffer_shards, named_shar
 from mcore_parallel.comm import all_reduce
 from mcore_parallel.groups import uses_nccl
 from mcore_parallel.training import model_state
-from mcore_rl._ended import absence, ended
-from mcore_rl._exchange import all_gather_json, device_of
-from mcore_rl._ipc import NeighbourError, Neighbours, listening
-from mcore_rl._message import WeightMessage
-from mcore_rl._placement import Placement, RankTimeoutError, half_names, hang_up
-from mcore_rl._refit import WeightSink, check_formats, is_divided, undivided
-from mcore_rl._refit_plan import RefitPlan
-from mcore_rl._refit_schedule import Bucket, Schedule
-from mcore_rl._rendezvous import meet, withdraw
-from mcore_rl._shared_memory import place_of
+from mcore_rl._ranks._ended import absence, ended
+from mcore_rl._ranks._exchange import all_gather_json, device_of
+from mcore_rl._ranks._placement import Placement, RankTimeoutError, half_names, hang_up
+from mcore_rl._ranks._rendezvous import meet, withdraw
+from mcore_rl._refit._ipc import NeighbourError, Neighbours, listening
+from mcore_rl._refit._message import WeightMessage
+from mcore_rl._refit._plan import RefitPlan
+from mcore_rl._refit._refit import WeightSink, check_formats, is_divided, undivided
+from mcore_rl._refit._schedule import Bucket, Schedule
+from mcore_rl._refit._shared_memory import place_of
+from mcore_rl._refit._whole_weights import WholeWeights
 from mcore_rl._stability import experimental_api
-from mcore_rl._whole_weights import WholeWeights
 
 _Result = TypeVar("_Result")
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mcore_parallel import Group
 from mcore_parallel.comm import all_reduce
-from mcore_rl._kl import MAX_LOG_RATIO
-from mcore_rl._sequences import Sequences
+from mcore_rl._objective._kl import MAX_LOG_RATIO
+from mcore_rl._objective._sequences import Sequences
 from mcore_rl._stability import experimental_api
 
 _LEVELS, _MODES = ("token", "sequence", "geometric"), ("truncate", "mask", "none")

@@ -11,11 +11,11 @@ from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
-from mcore_rl._collect import fitting
 from mcore_rl._config import GRPOConfig
 from mcore_rl._late import LATE
 from mcore_rl._lost import check_all_lost, last_reason
-from mcore_rl._shaping import same_reward
+from mcore_rl._objective._shaping import same_reward
+from mcore_rl._rollouts._collect import fitting
 from mcore_rl._types import TokenRollout
 from mcore_rl.agent import GroupedRolloutGenerator, NumberedAgent
 from mcore_rl.inference import InferenceInterface

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mcore_ckpt.chunks import Box
-from mcore_rl._refit_schedule import Schedule
+from mcore_rl._refit._schedule import Schedule
 
 
 class WholeWeights:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_rl._header import RolloutHeader
+from mcore_rl._packing._header import RolloutHeader
 from mcore_rl._types import TokenRollout
 
 

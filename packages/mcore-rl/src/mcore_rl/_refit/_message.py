@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mcore_ckpt.chunks import Box
-from mcore_rl._refit_plan import WeightCopy
+from mcore_rl._refit._plan import WeightCopy
 
 _ALIGNMENT = 16
 

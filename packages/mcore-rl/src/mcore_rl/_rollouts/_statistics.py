@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mcore_rl._header import RolloutHeader
+from mcore_rl._packing._header import RolloutHeader
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import TokenRollout, as_array
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mcore_parallel import ProcessGroups, named_buffer_shards, named_shards
 from mcore_parallel.comm import all_gather
-from mcore_rl._exchange import broadcast_json
+from mcore_rl._ranks._exchange import broadcast_json
 from mcore_rl._stability import experimental_api
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_rl._config import GRPOConfig
-from mcore_rl._header import RolloutHeader
-from mcore_rl._packed import BinPlan, plan_bins
+from mcore_rl._packing._header import RolloutHeader
+from mcore_rl._packing._packed import BinPlan, plan_bins
 
 _log = logging.getLogger(__name__)
 

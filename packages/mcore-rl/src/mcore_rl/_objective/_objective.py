@@ -12,11 +12,11 @@ from torch import Tensor
 from mcore_parallel.models import ModelOutput
 from mcore_parallel.training import Batch, LossReport
 from mcore_rl._aggregation import weighted_report
-from mcore_rl._correction import ImportanceCorrection, mismatch
 from mcore_rl._fields import check_finite
-from mcore_rl._kl import MAX_LOG_RATIO, check_estimator, kl_estimate
-from mcore_rl._policy_loss import PolicyLossConfig
-from mcore_rl._sequences import Sequences
+from mcore_rl._objective._correction import ImportanceCorrection, mismatch
+from mcore_rl._objective._kl import MAX_LOG_RATIO, check_estimator, kl_estimate
+from mcore_rl._objective._policy_loss import PolicyLossConfig
+from mcore_rl._objective._sequences import Sequences
 from mcore_rl._stability import experimental_api
 
 _EXTRAS = ("advantages", "inference_logprobs", "old_logprobs", "ref_logprobs")

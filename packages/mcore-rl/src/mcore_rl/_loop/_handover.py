@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from mcore_parallel import ProcessGroups
-from mcore_rl._collect import Collection, delivered, own_failure_first, share_of
 from mcore_rl._config import GRPOConfig
-from mcore_rl._loop import rollout_means
-from mcore_rl._placement import Placement, exchange_parcels
-from mcore_rl._rollout_stream import RolloutStream
-from mcore_rl._update import MiniBatch, mini_batches
+from mcore_rl._loop._loop import rollout_means
+from mcore_rl._loop._update import MiniBatch, mini_batches
+from mcore_rl._ranks._placement import Placement, exchange_parcels
+from mcore_rl._rollouts._collect import Collection, delivered, own_failure_first, share_of
+from mcore_rl._rollouts._stream import RolloutStream
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 10.0

@@ -13,23 +13,23 @@ import torch
 from torch import Tensor
 
 from mcore_parallel.training import Batch, TrainReport
-from mcore_rl._advantage import AdvantageConfig
 from mcore_rl._aggregation import Aggregation
-from mcore_rl._collect import Collection, Drawn, exchange, fitting, run_async, told_to_others
 from mcore_rl._config import GRPOConfig
-from mcore_rl._engine_share import draw_share
-from mcore_rl._loop import IterationReport, iteration_report
+from mcore_rl._loop._engine_share import draw_share
+from mcore_rl._loop._loop import IterationReport, iteration_report
+from mcore_rl._loop._policy_forward import check_policy_forward
+from mcore_rl._loop._update import Learner, finish_parameters
 from mcore_rl._lost import GroupPairs, check_all_lost, last_reason
 from mcore_rl._memory import MemorySwitch
-from mcore_rl._policy_forward import check_policy_forward
-from mcore_rl._preference import DPOObjective, pair_batches
+from mcore_rl._objective._advantage import AdvantageConfig
+from mcore_rl._objective._preference import DPOObjective, pair_batches
+from mcore_rl._packing._trajectories import BatchStyle
+from mcore_rl._ranks._rendezvous import agree
 from mcore_rl._reference import with_old_logprobs, with_ref_logprobs
-from mcore_rl._refit import WeightSink
-from mcore_rl._rendezvous import agree
+from mcore_rl._refit._refit import WeightSink
+from mcore_rl._refit._transfer import refit
+from mcore_rl._rollouts._collect import Collection, Drawn, exchange, fitting, run_async, told_to_others
 from mcore_rl._stability import experimental_api
-from mcore_rl._trajectories import BatchStyle
-from mcore_rl._transfer import refit
-from mcore_rl._update import Learner, finish_parameters
 from mcore_rl.agent import ContrastiveRollout, ContrastiveRolloutGenerator
 from mcore_rl.inference import InferenceInterface
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from mcore_parallel import Group
 from mcore_parallel.models import ModelOutput
 from mcore_parallel.training import Batch, LossReport
-from mcore_rl._sequences import Sequences
+from mcore_rl._objective._sequences import Sequences
+from mcore_rl._packing._trajectories import BatchStyle, place_rows, write_batches
 from mcore_rl._stability import experimental_api
-from mcore_rl._trajectories import BatchStyle, place_rows, write_batches
 from mcore_rl.agent import ContrastiveRollout
 
 

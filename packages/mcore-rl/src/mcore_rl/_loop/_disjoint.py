@@ -12,23 +12,23 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from mcore_rl._collect import Drawn, ask, check_failures, delivered, own_failure_first, run_async, share_of
 from mcore_rl._config import GRPOConfig
-from mcore_rl._dpo import ask_pairs, check_pairs, update_pairs
-from mcore_rl._engine_share import spans_ranks
-from mcore_rl._handover import Handover, RolloutBatch
-from mcore_rl._loop import IterationReport, check_iteration
+from mcore_rl._loop._dpo import ask_pairs, check_pairs, update_pairs
+from mcore_rl._loop._engine_share import spans_ranks
+from mcore_rl._loop._handover import Handover, RolloutBatch
+from mcore_rl._loop._loop import IterationReport, check_iteration
+from mcore_rl._loop._update import Learner, update
+from mcore_rl._loop._vocabulary import check_vocabulary, num_drawn, num_trained
 from mcore_rl._memory import MemorySwitch
-from mcore_rl._objective import GRPOObjective
-from mcore_rl._placement import Placement, exchange_parcels, half_names
-from mcore_rl._preference import DPOObjective
-from mcore_rl._refit import WeightSink
-from mcore_rl._rendezvous import meet, withdraw
-from mcore_rl._rollout_stream import LiveWeights, RolloutStream
+from mcore_rl._objective._objective import GRPOObjective
+from mcore_rl._objective._preference import DPOObjective
+from mcore_rl._ranks._placement import Placement, exchange_parcels, half_names
+from mcore_rl._ranks._rendezvous import meet, withdraw
+from mcore_rl._refit._refit import WeightSink
+from mcore_rl._refit._transfer import WeightTransfer, refit, take_over
+from mcore_rl._rollouts._collect import Drawn, ask, check_failures, delivered, own_failure_first, run_async, share_of
+from mcore_rl._rollouts._stream import LiveWeights, RolloutStream
 from mcore_rl._stability import experimental_api
-from mcore_rl._transfer import WeightTransfer, refit, take_over
-from mcore_rl._update import Learner, update
-from mcore_rl._vocabulary import check_vocabulary, num_drawn, num_trained
 from mcore_rl.agent import BestAndWorst, ContrastiveRolloutGenerator, GroupedRolloutGenerator, NumberedAgent
 from mcore_rl.inference import InferenceInterface
 

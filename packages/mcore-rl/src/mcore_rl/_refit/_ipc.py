@@ -26,10 +26,10 @@ from torch import Tensor
 
 from mcore_ckpt.chunks import Box
 from mcore_parallel import Group
-from mcore_rl._ended import ended
-from mcore_rl._exchange import all_gather_json
-from mcore_rl._message import WeightMessage
-from mcore_rl._shared_memory import SharedMemory, map_memory
+from mcore_rl._ranks._ended import ended
+from mcore_rl._ranks._exchange import all_gather_json
+from mcore_rl._refit._message import WeightMessage
+from mcore_rl._refit._shared_memory import SharedMemory, map_memory
 
 _log = logging.getLogger(__name__)
 _MOST_BYTES = 1 << 14

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_parallel import Group, ParallelPlan, ProcessGroups
-from mcore_rl._ended import absence, announce
-from mcore_rl._exchange import decode_json, encode_json
+from mcore_rl._ranks._ended import absence, announce
+from mcore_rl._ranks._exchange import decode_json, encode_json
 from mcore_rl._stability import experimental_api
 
 _ANY_TIME_S = 365 * 86400.0

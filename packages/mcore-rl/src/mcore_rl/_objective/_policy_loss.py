@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_rl._kl import MAX_LOG_RATIO
-from mcore_rl._sequences import Sequences
+from mcore_rl._objective._kl import MAX_LOG_RATIO
+from mcore_rl._objective._sequences import Sequences
 from mcore_rl._stability import experimental_api
 
 _KINDS, _RATIO_LEVELS = ("clip", "cispo"), ("token", "sequence")

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from mcore_parallel import Group
-from mcore_rl._ended import absence, announce, ended
-from mcore_rl._placement import RankTimeoutError
+from mcore_rl._ranks._ended import absence, announce, ended
+from mcore_rl._ranks._placement import RankTimeoutError
 from mcore_rl._stability import experimental_api
 
 T = TypeVar("T")

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mcore_rl._header import RolloutHeader
-from mcore_rl._packing import PackingConfig
-from mcore_rl._trajectories import Place
+from mcore_rl._packing._header import RolloutHeader
+from mcore_rl._packing._packing import PackingConfig
+from mcore_rl._packing._trajectories import Place
 
 
 @dataclass(frozen=True)

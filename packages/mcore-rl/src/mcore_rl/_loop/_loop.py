@@ -13,23 +13,23 @@ from torch import nn
 
 from mcore_parallel.models import check_follows_prefixes, check_takes_device_bounds
 from mcore_parallel.training import TrainReport
-from mcore_rl._advantage import AdvantageConfig
 from mcore_rl._aggregation import Aggregation
-from mcore_rl._collect import Collection, Drawn, draw, exchange, told_to_others
 from mcore_rl._config import GRPOConfig
-from mcore_rl._correction import MismatchReport
-from mcore_rl._engine_share import draw_share
-from mcore_rl._objective import GRPOObjective
-from mcore_rl._policy_forward import check_policy_forward
-from mcore_rl._preference import DPOObjective
-from mcore_rl._refit import WeightSink
-from mcore_rl._rendezvous import agree
-from mcore_rl._rollout_statistics import EnvironmentReport, environment_reports, group_rewards, truncated_share
+from mcore_rl._loop._engine_share import draw_share
+from mcore_rl._loop._policy_forward import check_policy_forward
+from mcore_rl._loop._update import Learner, is_distillation, update
+from mcore_rl._loop._vocabulary import check_vocabulary, num_drawn, num_trained
+from mcore_rl._objective._advantage import AdvantageConfig
+from mcore_rl._objective._correction import MismatchReport
+from mcore_rl._objective._objective import GRPOObjective
+from mcore_rl._objective._preference import DPOObjective
+from mcore_rl._ranks._rendezvous import agree
+from mcore_rl._refit._refit import WeightSink
+from mcore_rl._refit._transfer import refit
+from mcore_rl._rollouts._collect import Collection, Drawn, draw, exchange, told_to_others
+from mcore_rl._rollouts._statistics import EnvironmentReport, environment_reports, group_rewards, truncated_share
 from mcore_rl._stability import experimental_api
-from mcore_rl._transfer import refit
 from mcore_rl._types import TokenRollout
-from mcore_rl._update import Learner, is_distillation, update
-from mcore_rl._vocabulary import check_vocabulary, num_drawn, num_trained
 from mcore_rl.agent import GroupedRolloutGenerator
 from mcore_rl.inference import InferenceInterface
 
