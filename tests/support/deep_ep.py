@@ -126,6 +126,7 @@ class HybridEPBuffer:
     ) -> None:
         self.group, self.width, self.room, self.local = Group.of(group), hidden_dim, max_num_of_tokens_per_rank, num_local_experts
         assert self.group.size > 1 and not use_fp8
+        assert self.room % 128 == 0, "kernels move chunks of 128 tokens"
         self.sms = num_sms_dispatch_api, num_sms_combine_api
 
     def dispatch_with_permute(
@@ -136,7 +137,9 @@ class HybridEPBuffer:
         probs: Tensor | None = None,
         num_permuted_tokens: int | None = None,
         handle: Any = None,
+        pad_multiple: int | None = None,
     ) -> tuple[Any, ...]:
+        assert pad_multiple == 1
         assert len(hidden) <= self.room and hidden.shape[1] == self.width and hidden.is_contiguous()
         everyone = all_gather(hidden, self.group)
         assert len(everyone) == self.group.size * len(hidden), "every rank has as many tokens"
@@ -151,7 +154,10 @@ class HybridEPBuffer:
         assert num_permuted_tokens in (None, len(token))
         return everyone[token], weights, None, counts, handle
 
-    def combine_with_unpermute(self, *, hidden: Tensor, probs: Tensor | None = None, handle: Any) -> tuple[Tensor, Tensor | None]:
+    def combine_with_unpermute(
+        self, *, hidden: Tensor, probs: Tensor | None = None, handle: Any, pad_multiple: int | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        assert pad_multiple == 1
         token, expert, _, num_tokens = handle
         assert len(hidden) == len(token) and hidden.is_contiguous()
         ranks, rank = self.group.size, self.group.rank

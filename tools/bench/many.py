@@ -12,8 +12,8 @@ four times as busy as the average, and with tokens that go to experts at random;
 then with the experts over one half of the ranks and again over the other, with each expert on two ranks, and with two pipeline stages.
 Parameters of a skewed run stay as they are (its learning rate is 0), and so does its skew. "busiest_expert" and "busiest_rank" are loads
 over their means; time and memory stand beside ``step_cost`` and ``estimate``. exchange: dispatch and
-combine of the picks alone, by all-to-all and on GPUs by direct stores, and by DeepEP where it is installed, beside all-to-alls and copies
-to the next GPU of as many bytes.
+combine of the picks alone, by all-to-all and on GPUs by direct stores, and by DeepEP and HybridEP where they are installed, beside
+all-to-alls and copies to the next GPU of as many bytes.
 serving: one engine over all ranks, then an engine a rank, then an engine a rank whose experts are spread over all (a mixture), with and
 without recorded steps; "graph_share" is the share of recorded ones. refit: from a fully sharded model over all ranks into these engines,
 and from a mixture with experts over all ranks into engines that share them or are split. rl: GRPO with a fully sharded trainer on one half
@@ -73,6 +73,8 @@ _SMALL: dict[str, Any] = {
     "num_moe_experts": 16, "moe_router_topk": 2,
 }  # fmt: skip
 _DIRECT: dict[str, Any] = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "symmetric"}
+_LIBRARIES = {"deepep": "deep_ep_cpp", "hybridep": "hybrid_ep_cpp"}
+"""Backends of the flex dispatcher, and the module by which each is known to be installed."""
 _PARTS = ("experts", "exchange", "serving", "refit", "rl", "turns", "killed")
 _EXCHANGE_KERNELS = ("_push_tokens_kernel", "_push_sums_kernel", "_add_sums_kernel", "barrier_kernel")
 """Of direct stores."""
@@ -256,16 +258,12 @@ def exchange_times(scale: Scale, tokens: int, width: int, num_experts: int, topk
         direct = choose_exchange(mixture, groups, width=width, dtype=scale.dtype, device=scale.device)
         assert direct is not None
         works["direct"] = functools.partial(ours, MoEFlexTokenDispatcher(num_experts, groups, direct))
-        if importlib.util.find_spec("deep_ep_cpp") is not None:
-            library = choose_exchange(
-                dataclasses.replace(mixture, moe_flex_dispatcher_backend="deepep"),
-                groups,
-                width=width,
-                dtype=scale.dtype,
-                device=scale.device,
-            )
-            assert library is not None
-            works["deepep"] = functools.partial(ours, MoEFlexTokenDispatcher(num_experts, groups, library))
+        for name, module in _LIBRARIES.items():
+            if importlib.util.find_spec(module) is not None:
+                chosen = dataclasses.replace(mixture, moe_flex_dispatcher_backend=name)
+                library = choose_exchange(chosen, groups, width=width, dtype=scale.dtype, device=scale.device)
+                assert library is not None
+                works[name] = functools.partial(ours, MoEFlexTokenDispatcher(num_experts, groups, library))
         leaving = sent[: rows // scale.gpus * (scale.gpus - 1)]
         buffer = SymmetricBuffer(groups.ep, leaving.nbytes, scale.device, timeout_s=60.0)
         there = buffer.peers[(groups.ep.rank + 1) % scale.gpus].view(scale.dtype).view_as(leaving)
@@ -318,11 +316,11 @@ def exchange(scale: Scale, repeats: int) -> Iterator[dict[str, Any]]:
                 "graph_ms": round(slowest["direct_graph"] * 1e3, 3), "copy_graph_ms": round(slowest["copies_graph"] * 1e3, 3),
                 "graph_ratio": round(slowest["copies_graph"] / slowest["direct_graph"], 3),
             }  # fmt: skip
-        if "deepep" in slowest:
-            # It never runs in a graph: the host reads how many tokens come.
+        # They never run in a graph: the host reads how many tokens come.
+        for name in filter(slowest.__contains__, _LIBRARIES):
             yield {
-                "part": "exchange", "tokens": tokens, "dispatcher": "deepep", "ms": round(slowest["deepep"] * 1e3, 3),
-                "gb_per_s": round(leaving / slowest["deepep"] / 1e9, 1), "ratio": round(slowest["copies"] / slowest["deepep"], 3),
+                "part": "exchange", "tokens": tokens, "dispatcher": name, "ms": round(slowest[name] * 1e3, 3),
+                "gb_per_s": round(leaving / slowest[name] / 1e9, 1), "ratio": round(slowest["copies"] / slowest[name], 3),
             }  # fmt: skip
 
 

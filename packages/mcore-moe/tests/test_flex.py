@@ -3,9 +3,13 @@
 """Dispatch by libraries, faked over gloo, against the all-to-all."""
 
 import dataclasses
+import os
+import tempfile
 import time
 import warnings
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -143,7 +147,7 @@ def check_sms() -> None:
         assert dispatcher.exchange._buffer.used_sms == {number}
     hybrid: Any = make_exchange("hybridep", groups, num_sms=6)
     MoEFlexTokenDispatcher(E, groups, hybrid).dispatch(torch.ones(3, D, dtype=F64), routing)
-    assert hybrid._buffer.sms == (6, 6) and hybrid._buffer.room == 64
+    assert hybrid._buffer.sms == (6, 6) and hybrid._buffer.room == 128
 
 
 @pytest.mark.world(2, shared=True)
@@ -217,6 +221,43 @@ def check_limits() -> None:
 @pytest.mark.world(2)
 def test_what_kernels_of_deepep_cannot_do_is_refused_before_they_run(world) -> None:
     world(check_limits)
+
+
+def check_limits_of_hybridep() -> None:
+    deep_ep.install()
+    groups = ProcessGroups.build(ParallelPlan(dp=2, ep=2))
+    for width, fields, toolkit, reason in (
+        (24, {}, True, "its kernels send a multiple of 16 elements, found 24"),
+        (16, {"num_moe_experts": 6}, True, r"its kernels are .* multiple of 4 experts, found ep \* etp = 2 and num_moe_experts \* etp = 6"),
+        (9600, {}, True, "its kernels have 232000 bytes of shared memory, and 9600 elements with 8 experts over 2 ranks take 232832"),
+        (16, {}, False, "it compiles its kernels by CUDA_HOME/bin/nvcc, found CUDA_HOME='/nowhere'; set it"),
+    ):
+        mixture = dataclasses.replace(MIXTURE, moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep", **fields)
+        with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, CUDA_HOME=folder if toolkit else "/nowhere"):
+            Path(folder, "bin").mkdir()
+            Path(folder, "bin", "nvcc").touch()
+            with pytest.raises(ValueError, match=f"moe_flex_dispatcher_backend='hybridep': {reason}"):
+                choose_exchange(mixture, groups, width=width, dtype=torch.bfloat16, device="cuda")
+
+
+@pytest.mark.world(2)
+def test_what_kernels_of_hybridep_cannot_do_is_refused_before_they_run(world) -> None:
+    world(check_limits_of_hybridep)
+
+
+def check_no_buffer() -> None:
+    groups = ProcessGroups.build(ParallelPlan(dp=2, ep=2))
+    dispatcher = MoEFlexTokenDispatcher(E, groups, make_exchange("hybridep", groups))
+    with (
+        mock.patch.object(deep_ep.HybridEPBuffer, "__init__", side_effect=AssertionError("ranks per node")),
+        pytest.raises(ValueError, match=r"makes no buffer of 128 tokens, .* \(ranks per node\); set NUM_OF_RANKS_PER_NVLINK_DOMAIN"),
+    ):
+        dispatcher.dispatch(torch.ones(3, D, dtype=F64), random_routing(3, E, K, 0))
+
+
+@pytest.mark.world(2)
+def test_a_host_of_other_ranks_than_hybridep_takes_it_for_is_named(world) -> None:
+    world(check_no_buffer)
 
 
 def check_shared() -> None:

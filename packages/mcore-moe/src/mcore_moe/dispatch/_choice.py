@@ -4,7 +4,9 @@
 
 import functools
 import importlib.util
+import os
 import warnings
+from pathlib import Path
 
 import torch
 
@@ -27,6 +29,8 @@ _STORED = (torch.bfloat16, torch.float16, torch.float32)
 _TRIAL_BYTES = 4096
 # Of DeepEP's kernels within a host, which end the process's use of the device where these do not hold.
 _DEEPEP_STEP, _DEEPEP_WIDTH, _DEEPEP_EXPERTS, _DEEPEP_PICKS = 16, 8176, 128, 32
+# Of HybridEP's, which end the process; bytes are those of a multiprocessor's shared memory, as many stages as the library has by default.
+_HYBRIDEP_STEP, _HYBRIDEP_EXPERTS, _HYBRIDEP_BYTES, _HYBRIDEP_HOST = 16, 4, 232_000, 8
 
 
 @experimental_api
@@ -89,7 +93,7 @@ def _obstacle(config: MoEConfig, groups: ProcessGroups, width: int, dtype: torch
         return f"{library} sends bfloat16, found {dtype}; build the model in bfloat16"
     if width * dtype.itemsize % _ROW_BYTES:
         return f"{library} sends rows of {_ROW_BYTES} bytes, found {width} elements; use a multiple of {_ROW_BYTES // dtype.itemsize}"
-    return _obstacle_to_deepep(config, groups, width) if backend == "deepep" else None
+    return (_obstacle_to_deepep if backend == "deepep" else _obstacle_to_hybridep)(config, groups, width)
 
 
 def _obstacle_to_deepep(config: MoEConfig, groups: ProcessGroups, width: int) -> str | None:
@@ -100,6 +104,27 @@ def _obstacle_to_deepep(config: MoEConfig, groups: ProcessGroups, width: int) ->
     # Each rank that holds a part of an expert is an expert of its own there.
     if (picks := config.moe_router_topk * groups.expt_tp.size) > _DEEPEP_PICKS:
         return f"its kernels take at most {_DEEPEP_PICKS} picks a token, found moe_router_topk * etp = {picks}; lower one"
+    return None
+
+
+def _obstacle_to_hybridep(config: MoEConfig, groups: ProcessGroups, width: int) -> str | None:
+    ranks, etp = groups.tp_ep.size, groups.expt_tp.size
+    if width % _HYBRIDEP_STEP:
+        return f"its kernels send a multiple of {_HYBRIDEP_STEP} elements, found {width}; change the width"
+    if ranks % 2 or config.num_moe_experts * etp % _HYBRIDEP_EXPERTS:
+        return (
+            f"its kernels are for an even number of ranks and a multiple of {_HYBRIDEP_EXPERTS} experts, found ep * etp = {ranks} and "
+            f"num_moe_experts * etp = {config.num_moe_experts * etp}; change ep={groups.ep.size}"
+        )
+    near = min(ranks, _HYBRIDEP_HOST)
+    size = 24 * width + 48 * (config.num_moe_experts * etp * near // ranks) + 1024 * near
+    if size > _HYBRIDEP_BYTES:
+        return (
+            f"its kernels have {_HYBRIDEP_BYTES} bytes of shared memory, and {width} elements with {config.num_moe_experts} experts over "
+            f"{ranks} ranks take {size}; lower the width, or raise ep={groups.ep.size}"
+        )
+    if not Path(os.environ.get("CUDA_HOME", ""), "bin", "nvcc").is_file():
+        return f"it compiles its kernels by CUDA_HOME/bin/nvcc, found CUDA_HOME={os.environ.get('CUDA_HOME')!r}; set it to a CUDA toolkit"
     return None
 
 

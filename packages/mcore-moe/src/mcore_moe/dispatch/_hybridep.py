@@ -2,7 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """HybridEP behind the flex dispatcher: the only file that imports its ``HybridEPBuffer``, and imported only by who chose it.
 
-Written against the documented interface of the branch hybrid-ep of DeepEP.
+Written against the documented interface of the branch hybrid-ep of DeepEP, and run with its kernels within a host.
 """
 
 # pyright: reportMissingImports=false
@@ -17,18 +17,21 @@ from torch import Tensor
 from mcore_moe.dispatch._arrival import gather_numbers
 from mcore_moe.dispatch._flex import FlexPicks
 from mcore_parallel import Group
+from mcore_parallel.comm import all_reduce
 
 # T tokens of this rank, M tokens of every rank after padding, K experts a token, V experts of all ranks, R rows, N experts of this
 # rank, D model.
 
-_STEP = 64
-"""Tokens in multiples of which a buffer grows."""
+_STEP = 128
+"""Tokens in multiples of which a buffer grows: kernels move chunks of so many, and do not compile for another room."""
+_NO_PADDING = 1
+"""Rows of an expert are a multiple of it; where it is left out, kernels divide by zero."""
 
 
 class HybridEPExchange:
     """Tokens by ``deep_ep.HybridEPBuffer``, which also sorts the rows by expert; conforms to ``TokenExchange``.
 
-    All ranks take part with as many tokens as the busiest one, in multiples of 64; those that are no tokens go to no expert. The
+    All ranks take part with as many tokens as the busiest one, in multiples of 128; those that are no tokens go to no expert. The
     buffer is made at the first exchange, and again when more tokens come than it holds.
 
     Args:
@@ -70,32 +73,49 @@ class HybridEPExchange:
     def send(self, x_MD: Tensor, weights_MV: Tensor, map_MV: Tensor) -> tuple[Tensor, Tensor, Tensor, Any]:
         """Rows in expert order, their weights, the ends of the experts, and the layout."""
         rows_RD, weights_R, _, rows_per_expert, handle = self._buffer.dispatch_with_permute(
-            hidden=x_MD.contiguous(), routing_map=map_MV, probs=weights_MV.contiguous()
+            hidden=x_MD.contiguous(), routing_map=map_MV, probs=weights_MV.contiguous(), pad_multiple=_NO_PADDING
         )
         return rows_RD, weights_R, rows_per_expert.cumsum(0).to(x_MD.device, torch.int32, non_blocking=True), handle
 
     def send_again(self, x_MD: Tensor, num_rows: int, handle: Any) -> Tensor:
-        """Other values of the same tokens, by the same layout; nothing waits for the device."""
-        return self._buffer.dispatch_with_permute(hidden=x_MD.contiguous(), handle=handle, num_permuted_tokens=num_rows)[0]
+        """Other values of the same tokens, by the same layout; the host waits for nothing."""
+        self._meet(x_MD)
+        return self._buffer.dispatch_with_permute(
+            hidden=x_MD.contiguous(), handle=handle, num_permuted_tokens=num_rows, pad_multiple=_NO_PADDING
+        )[0]
 
     def add_up(self, rows_RD: Tensor, weights_R: Tensor | None, handle: Any) -> tuple[Tensor, Tensor | None]:
         """Each token's sum over its rows, and the weights of each token and expert."""
+        self._meet(rows_RD)
         weights_R = None if weights_R is None else weights_R.contiguous()
-        return self._buffer.combine_with_unpermute(hidden=rows_RD.contiguous(), probs=weights_R, handle=handle)
+        return self._buffer.combine_with_unpermute(hidden=rows_RD.contiguous(), probs=weights_R, handle=handle, pad_multiple=_NO_PADDING)
+
+    def _meet(self, like: Tensor) -> None:
+        """Ranks on the device, before a kernel of the library writes where another rank may still read: all kernels share a buffer,
+        and some of its versions wait for others on one side of a kernel alone."""
+        all_reduce(like.new_zeros(1), self._group)
 
     def _make_room(self, num_tokens: int) -> None:
         """Every rank comes to the same decision, for all know the greatest number."""
         if num_tokens <= self._room:
             return
-        self._buffer = deep_ep.HybridEPBuffer(
-            group=self._group.pg,
-            hidden_dim=self._width,
-            max_num_of_tokens_per_rank=num_tokens,
-            num_local_experts=self._num_local_experts,
-            use_fp8=False,
-            num_sms_dispatch_api=self._num_sms,
-            num_sms_combine_api=self._num_sms,
-        )
+        try:
+            self._buffer = deep_ep.HybridEPBuffer(
+                group=self._group.pg,
+                hidden_dim=self._width,
+                max_num_of_tokens_per_rank=num_tokens,
+                num_local_experts=self._num_local_experts,
+                use_fp8=False,
+                num_sms_dispatch_api=self._num_sms,
+                num_sms_combine_api=self._num_sms,
+            )
+        except AssertionError as error:
+            raise ValueError(
+                f"moe_flex_dispatcher_backend='hybridep' makes no buffer of {num_tokens} tokens, {self._width} elements each, and "
+                f"{self._num_local_experts} experts a rank for ep * etp = {self._group.size} ranks ({error}); set "
+                "NUM_OF_RANKS_PER_NVLINK_DOMAIN, in later versions NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN, to how many of them a host "
+                "has, or moe_token_dispatcher_type='alltoall'"
+            ) from error
         self._room = num_tokens
 
 
