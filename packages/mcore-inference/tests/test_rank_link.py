@@ -86,7 +86,13 @@ class Engine:
         self.before_step: Callable[[int], None] = lambda number: None
 
     def add_request(
-        self, prompt: list[int], sampling_params: SamplingParams | None = None, *, request_id: int | None = None, priority: int = 0
+        self,
+        prompt: list[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: int | None = None,
+        priority: int = 0,
+        lora: str | None = None,
     ) -> int:
         number = len(self.prompts) if request_id is None else request_id
         assert number not in self.prompts, "no call is repeated"

@@ -4,6 +4,7 @@
 
 from mcore_inference._capability import EngineCapability
 from mcore_inference._stability import deprecated, experimental_api, internal_api
+from mcore_inference.adapters import LoraLoadError, LoraSlots, LoraWeights
 from mcore_inference.attention import PagedAttention, PagedStep
 from mcore_inference.cache import BlockAllocator, MambaInferenceStateConfig, PagedKVCache, get_mamba_inference_state_config_from_model
 from mcore_inference.context import DynamicInferenceContext, InferenceConfig
@@ -16,6 +17,7 @@ from mcore_inference.engine import (
     IncompleteWeightsError,
     Increment,
     LockstepConfig,
+    LoraInUseError,
     RequestStream,
     StaticInferenceEngine,
     WeightLoadError,
@@ -62,6 +64,7 @@ from mcore_inference.requests import (
     StructuredOutputError,
     TensorStateDeallocatedError,
     TokenOverflowError,
+    UnknownLoraError,
 )
 from mcore_inference.sampling import SamplingParams, StructuredOutput
 from mcore_inference.scheduling import (
@@ -121,6 +124,10 @@ __all__ = [
     "JsonTokenizer",
     "Limits",
     "LockstepConfig",
+    "LoraInUseError",
+    "LoraLoadError",
+    "LoraSlots",
+    "LoraWeights",
     "MambaInferenceStateConfig",
     "MaxSequenceLengthOverflowError",
     "MtpSpeculation",
@@ -153,6 +160,7 @@ __all__ = [
     "TransformersTokenizer",
     "UnifiedMemoryCompileTimeoutError",
     "UnifiedMemoryUnsupportedError",
+    "UnknownLoraError",
     "VocabularyTokenizer",
     "WeightLoadError",
     "WeightSlice",

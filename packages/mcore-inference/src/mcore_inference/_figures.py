@@ -114,6 +114,8 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
         "active_requests": Figure(help="Request slots in use."),
         "max_requests": Figure(help="Request slots."),
         "max_tokens": Figure(help="Tokens that one step of an engine may compute, of several the largest.", together="largest"),
+        "loras": Figure(help="Adapters that are loaded, of several engines the fewest.", together="smallest"),
+        "lora_slots": Figure(help="Adapters that can be loaded at the same time, of several engines the fewest.", together="smallest"),
         "engines": Figure(help="Engines that take requests."),
         "draining_engines": Figure(help="Engines that end the requests they have, take no more, and leave then."),
         "draining": Figure(help="1 while it ends the requests it has, takes no more, and leaves then, else 0."),

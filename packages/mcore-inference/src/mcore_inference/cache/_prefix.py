@@ -23,7 +23,7 @@ class BlockKey:
     """
 
     digest: bytes
-    """SHA-256 of the digest of the block before and the tokens."""
+    """SHA-256 of the digest of the block before, or of the chain's root, and the tokens."""
     tokens: bytes
     """Token ids as int32."""
 
@@ -34,6 +34,8 @@ class PrefixChain:
 
     Args:
         block_size: tokens of a block.
+        root: digest that the first block continues. Sequences whose keys and values are not those of the model alone, such as an adapter's,
+            have one of their own.
 
     Example:
         >>> one, other = PrefixChain(2), PrefixChain(2)
@@ -43,8 +45,8 @@ class PrefixChain:
         [True, False]
     """
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, block_size: int, root: bytes = b"") -> None:
+        self._block_size, self._root = block_size, root
         self.keys: list[BlockKey] = []
 
     def grow(self, tokens: Sequence[int]) -> None:
@@ -58,7 +60,7 @@ class PrefixChain:
         if len(tokens) < (done + 1) * size:
             return
         words = np.asarray(tokens[done * size : len(tokens) // size * size], dtype="<i4").tobytes()
-        before = self.keys[-1].digest if self.keys else b""
+        before = self.keys[-1].digest if self.keys else self._root
         for start in range(0, len(words), 4 * size):
             mine = words[start : start + 4 * size]
             before = _digest(before, mine)

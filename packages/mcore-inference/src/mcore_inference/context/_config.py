@@ -9,6 +9,7 @@ import torch
 
 from mcore_inference._fields import as_flag, as_integer, as_number
 from mcore_inference._stability import experimental_api
+from mcore_inference.adapters import LoraSlots
 from mcore_inference.cache import MambaInferenceStateConfig, num_blocks_for_bytes
 from mcore_parallel import ProcessGroups
 from mcore_parallel.comm import all_reduce
@@ -83,6 +84,8 @@ class InferenceConfig:
     False: by kernels of this package, which write keys and values as they turn, and in steps of single tokens attend too."""
     watermark: float = 0.01
     """Share of the blocks that an admission leaves to running requests."""
+    lora: LoraSlots | None = None
+    """Memory for adapters that are loaded beside the model's weights, of which each request chooses one or none; None for the model alone."""
 
     def __post_init__(self) -> None:
         for name in ("max_sequence_length", "block_size_tokens", "max_requests", "max_tokens", "num_blocks"):
@@ -104,6 +107,8 @@ class InferenceConfig:
             raise ValueError(f'weight_dtype={self.weight_dtype!r} is unknown; choose "fp8", "fp8_weight_only", or None for the model\'s')
         object.__setattr__(self, "unified_memory_level", as_integer("unified_memory_level", self.unified_memory_level, 0, 2))
         as_number("watermark", self.watermark, 0, 1)
+        if self.lora is not None and not isinstance(self.lora, LoraSlots):
+            raise ValueError(f"lora is a {type(self.lora).__name__}; give LoraSlots(...), or None")
         if self.watermark == 1:
             raise ValueError("watermark=1 leaves no block to admissions; it must be below 1")
         if self.num_blocks is not None and self.buffer_size_gb not in (None, _DEFAULT_BUFFER_GB):
@@ -197,7 +202,12 @@ def _num_snapshots(config: InferenceConfig, num_bytes: int) -> int | None:
 
 
 def with_free_buffer(
-    config: InferenceConfig, model: TransformerConfig, groups: ProcessGroups | None, device: torch.device, itemsize: int
+    config: InferenceConfig,
+    model: TransformerConfig,
+    groups: ProcessGroups | None,
+    device: torch.device,
+    itemsize: int,
+    adapter_bytes: int = 0,
 ) -> InferenceConfig:
     """The config with a number for ``buffer_size_gb``: for None what the device has left, the least of the ranks that share the model.
 
@@ -207,6 +217,7 @@ def with_free_buffer(
         groups: of the model; None for this process alone.
         device: that of the cache.
         itemsize: bytes of an activation.
+        adapter_bytes: that the slots of adapters will take.
 
     Raises:
         ValueError: the device is no GPU, or one of them has nothing left.
@@ -217,6 +228,7 @@ def with_free_buffer(
         raise ValueError(f"buffer_size_gb=None takes what a GPU has left, and the cache is on a {device.type}; give a number or num_blocks")
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
+    free -= adapter_bytes
     max_tokens = config.max_tokens or _DEFAULT_MAX_TOKENS
     # The stream, its norm, heads and what attention gives; gate, value and their product.
     step = max_tokens * (8 * model.hidden_size + 3 * model.ffn_size) * itemsize

@@ -21,6 +21,7 @@ from mcore_inference._capability import (
     shares_prefixes,
 )
 from mcore_inference._stability import experimental_api, internal_api
+from mcore_inference.adapters import adapter_bytes, check_slots
 from mcore_inference.attention import HeadRotation, PageFormat
 from mcore_inference.cache import (
     BlockAllocator,
@@ -72,6 +73,7 @@ class DynamicInferenceContext:
         attention_backend: of the model's ``PagedAttention``.
         rotation: turns heads in place of this package's kernel; ``for_model`` finds it where ``use_flashinfer_fused_rope`` asks for it.
         expands_latents: of latent attention, the cache holds keys and values of every head, as batch-invariant models need.
+        adapter_bytes: memory of this rank that is left to the slots of adapters, where ``buffer_size_gb`` is None.
 
     Raises:
         UnifiedMemoryUnsupportedError: ``unified_memory_level`` is above 0 where no rank of the model has managed memory.
@@ -95,6 +97,7 @@ class DynamicInferenceContext:
         attention_backend: str | None = None,
         rotation: HeadRotation | None = None,
         expands_latents: bool = False,
+        adapter_bytes: int = 0,
     ) -> None:
         check_config(config)
         config = config or InferenceConfig()
@@ -104,7 +107,7 @@ class DynamicInferenceContext:
                 "DynamicInferenceContext.for_model(model, config)"
             )
         self.device = torch.device(device)
-        self.config = config = with_free_buffer(config, model_config, groups, self.device, dtype.itemsize)
+        self.config = config = with_free_buffer(config, model_config, groups, self.device, dtype.itemsize, adapter_bytes)
         states = mamba_inference_state_config
         tp = 1 if groups is None else groups.tp.size
         if model_config.kv_heads % tp:
@@ -159,6 +162,7 @@ class DynamicInferenceContext:
                 group=1 if latent is not None else model_config.num_attention_heads // num_kv_heads,
                 dtype=dtype,
                 rotation=rotation,
+                has_adapters=config.lora is not None,
             )
         self._owner = 0
         self._draft_pages: PagedKVCache | None = None
@@ -172,13 +176,15 @@ class DynamicInferenceContext:
         """A context with the model's heads, layers, groups, dtype and device.
 
         Raises:
-            ValueError: the engine cannot serve the model (``EngineCapability``), or not with ``enable_prefix_caching``, ``weight_dtype`` or
-                ``use_flashinfer_fused_rope``, or the backend of its attention cannot compute a layer, or ``config`` is none; nothing
+            ValueError: the engine cannot serve the model (``EngineCapability``), or not with ``enable_prefix_caching``, ``weight_dtype``,
+                ``lora`` or ``use_flashinfer_fused_rope``, or the backend of its attention cannot compute a layer, or ``config`` is none; nothing
                 is allocated then.
             ModuleNotFoundError: ``use_flashinfer_fused_rope=True``, and flashinfer is not installed.
         """
         EngineCapability().check_model(model)
         check_config(config)
+        slots = None if config is None else config.lora
+        check_slots(model, slots)
         shares_prefixes(model, None if config is None else config.enable_prefix_caching)
         check_weights(model, None if config is None else config.weight_dtype)
         # Of another engine some may be in fp8.
@@ -204,6 +210,7 @@ class DynamicInferenceContext:
             attention_backend=attention_backend(model),
             rotation=head_rotation(model, sizes.use_flashinfer_fused_rope, parameter.dtype, parameter.device),
             expands_latents=expands,
+            adapter_bytes=adapter_bytes(model, slots),
         )
 
     def reset(self) -> None:
@@ -216,6 +223,7 @@ class DynamicInferenceContext:
         self._num_cached = np.zeros(self.max_requests, dtype=np.int64)
         # Leading blocks whose contents are registered.
         self._num_known = np.zeros(self.max_requests, dtype=np.int64)
+        self._adapters = np.full(self.max_requests, -1, dtype=np.int64)
 
     @internal_api
     def allocate_draft_pages(self, **sizes: Any) -> PagedKVCache:
@@ -335,12 +343,13 @@ class DynamicInferenceContext:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def add_request(self, request_id: int, prefix: Sequence[int] = ()) -> None:
+    def add_request(self, request_id: int, prefix: Sequence[int] = (), *, adapter: int = -1) -> None:
         """Give a request a slot; its blocks are those of its cached beginning, and its states those behind it.
 
         Args:
             request_id: without a slot.
             prefix: what ``match`` returned, of which the first ``num_resumable``.
+            adapter: the slot of its adapter; -1 for none.
 
         Raises:
             RequestOverflowError: no slot is free.
@@ -359,6 +368,7 @@ class DynamicInferenceContext:
         self._block_table[slot, : len(prefix)] = prefix
         self._num_blocks[slot] = self._num_known[slot] = len(prefix)
         self._num_cached[slot] = len(prefix) * self.block_size
+        self._adapters[slot] = adapter
 
     def match(self, keys: Sequence[BlockKey], num_tokens: int) -> list[int]:
         """Blocks that hold the beginning of a sequence; at least its last token stays to be computed.
@@ -449,6 +459,7 @@ class DynamicInferenceContext:
         self.allocator.release_memory_blocks(self._block_table[slot, :held].tolist())
         self._block_table[slot] = -1
         self._num_blocks[slot] = self._num_cached[slot] = self._num_known[slot] = 0
+        self._adapters[slot] = -1
         self._free_slots.append(slot)
 
     def holds(self, request_id: int) -> bool:
@@ -552,7 +563,10 @@ class DynamicInferenceContext:
                 None, "the cache has no memory on the device while its engine is suspended; call resume() first"
             )
         cached_R, tables_RB = self._num_cached[lines_R], self._block_table[lines_R]
-        return HostStep(tokens_T=tokens_T, lengths_R=lengths_R, cached_R=cached_R, tables_RB=tables_RB, lines_R=lines_R)
+        adapters_R = None if self.config.lora is None else self._adapters[lines_R]
+        return HostStep(
+            tokens_T=tokens_T, lengths_R=lengths_R, cached_R=cached_R, tables_RB=tables_RB, lines_R=lines_R, adapters_R=adapters_R
+        )
 
     def advance_lines(self, lines_R: np.ndarray) -> None:
         """Note that one more token of each of these lines is in the cache now."""

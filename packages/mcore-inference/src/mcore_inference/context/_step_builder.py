@@ -49,6 +49,8 @@ class HostStep:
     """[R, B] blocks of each row; -1 behind the last."""
     lines_R: np.ndarray
     """[R] line of each row, its slot in the states."""
+    adapters_R: np.ndarray | None = None
+    """[R] slot of each row's adapter, -1 for the base; None for all of the base."""
     contexts: DecodeContexts | None = None
     """Of the rows, all of one token; None for rows whose contexts are gathered from their blocks."""
     draws: PlainRows | None = None
@@ -63,6 +65,8 @@ class StepInputs:
     tokens_T: Tensor
     """[T] int64."""
     step: Step
+    adapters_T: Tensor | None = None
+    """[T] int32, slot of each token's adapter, -1 for the base; None for a step that is computed without adapters."""
     draws: PlainInputs | None = None
     """Of the rows of a recorded decode step."""
 
@@ -80,6 +84,7 @@ class StepBuilder:
         dtype: of the model's activations; None for that of the pages.
         rotation: in place of this package's kernel; None for that.
         num_last_tokens: that are left for later steps; None for one a line.
+        has_adapters: whether rows may have adapters, so that recorded steps read which.
     """
 
     def __init__(
@@ -93,6 +98,7 @@ class StepBuilder:
         dtype: torch.dtype | None = None,
         rotation: HeadRotation | None = None,
         num_last_tokens: int | None = None,
+        has_adapters: bool = False,
     ) -> None:
         pages = cache.pages
         dtype = pages.dtype if dtype is None else dtype
@@ -100,7 +106,7 @@ class StepBuilder:
         self.device, self.has_kernel = pages.device, reads_tables(cache.attention_backend, PageFormat.of(cache), dtype)
         self._rotation, self._dtype = rotation, dtype
         self.max_blocks, self._group = max_blocks, group
-        self._sink = pages.shape[2] - 1
+        self._sink, self._has_adapters = pages.shape[2] - 1, has_adapters
         self.last_tokens = torch.zeros(num_last_tokens or max_requests, dtype=torch.int64, device=self.device)
         """[M], the token that was sampled last for each request line; the sampler writes it."""
         # Decode steps that a graph replays read from here.
@@ -124,6 +130,11 @@ class StepBuilder:
         positions_T, slots_T = self._places(host, starts_R)
         parts = [host.tokens_T, positions_T, slots_T]
         total = len(positions_T)
+        # Without one, nothing of the base is computed otherwise.
+        adapts = host.adapters_R is not None and bool((host.adapters_R >= 0).any())
+        if adapts:
+            parts.append(np.repeat(_adapters(host), lengths_R))
+        num_places = sum(map(len, parts))
         if self.has_kernel:
             contexts_R, tables_RB = host.cached_R + lengths_R, host.tables_RB
             known = HostRows(lengths_R=lengths_R, contexts_R=contexts_R, tables_RB=tables_RB)
@@ -135,7 +146,7 @@ class StepBuilder:
             continued = host.cached_R[num_decode:] > 0
             tiles, whole_tiles = (prefill_tiles(lengths_R[rows], rows, self._group) for rows in (others[continued], others[~continued]))
             words = self.send_words(np.concatenate([*parts, *tiles, *whole_tiles]))
-            head, rest = words[: 3 * total], words[3 * total :]
+            head, rest = words[:num_places], words[num_places:]
             rows: TableRows | GatheredRows = self._table_rows(rest, known, num_decode, len(tiles[0]))
         else:
             head = self.send_words(np.concatenate(parts))
@@ -144,7 +155,7 @@ class StepBuilder:
         if self.states is not None:
             self._clear_fresh(host)
             recurrent = self._recurrent_rows(self.states, self.send(host.lines_R), num_decode, tuple(lengths_R[num_decode:].tolist()))
-        return self._inputs(head, rows, recurrent)
+        return self._inputs(head[: 3 * total], rows, recurrent, head[3 * total :] if adapts else None)
 
     def sink_step(self, lengths: Sequence[int], cached: Sequence[int]) -> HostStep:
         """A step of no request: rows of these lengths behind so many tokens, which write to the sink.
@@ -156,7 +167,7 @@ class StepBuilder:
         tables_RB = np.full((len(lengths), self.max_blocks), self._sink)
         return HostStep(
             tokens_T=np.zeros(sum(lengths), dtype=np.int64), lengths_R=np.array(lengths), cached_R=np.array(cached), tables_RB=tables_RB,
-            lines_R=np.arange(len(lengths)),
+            lines_R=np.arange(len(lengths)), adapters_R=np.zeros(len(lengths), dtype=np.int64) if self._has_adapters else None,
         )  # fmt: skip
 
     def decode_inputs(self, num_rows: int, words: Tensor | None = None) -> StepInputs:
@@ -171,7 +182,8 @@ class StepBuilder:
             words, begin = self._decode_words[: self.num_decode_words(num_rows)], self._draws_begin(num_rows)
             draw_words = self._decode_words[begin : begin + PlainRows.num_words(num_rows)]
             draws = PlainInputs(words=draw_words, lines_R=words[4 * num_rows : 5 * num_rows])
-        contexts, lines, tables = words[3 * num_rows :].split([num_rows, num_rows, num_rows * self.max_blocks])
+        sizes = [num_rows, num_rows, num_rows * self.max_blocks]
+        contexts, lines, tables, adapters = words[3 * num_rows :].split([*sizes, len(words) - 3 * num_rows - sum(sizes)])
         rows = TableRows(
             tables_RB=tables.view(num_rows, self.max_blocks),
             starts_R=self._starts[: num_rows + 1],
@@ -184,7 +196,8 @@ class StepBuilder:
             longest_query=1,
         )
         recurrent = None if self.states is None else self._recurrent_rows(self.states, lines.long(), num_rows, ())
-        return replace(self._inputs(words[: 3 * num_rows], rows, recurrent), draws=draws)
+        inputs = self._inputs(words[: 3 * num_rows], rows, recurrent, adapters if self._has_adapters else None)
+        return replace(inputs, draws=draws)
 
     def send_decode(self, host: HostStep, num_rows: int) -> None:
         """Fill the tensors of ``decode_inputs(num_rows)``, draws included, with a step of at most as many rows; the others are padding."""
@@ -202,7 +215,7 @@ class StepBuilder:
 
     def num_decode_words(self, num_rows: int) -> int:
         """Of ``decode_words``."""
-        return num_rows * (5 + self.max_blocks)
+        return num_rows * (5 + self.max_blocks + self._has_adapters)
 
     def decode_words(self, host: HostStep, num_rows: int) -> np.ndarray:
         """What ``decode_inputs(num_rows)`` reads, int32: a step of at most as many rows, and padding."""
@@ -216,7 +229,10 @@ class StepBuilder:
         contexts[:real] = host.cached_R + 1
         # Rows of padding have no state.
         lines[:real], lines[real:] = host.lines_R, -1
-        words[5 * num_rows :].reshape(num_rows, B)[:real] = np.maximum(host.tables_RB, 0)
+        tables, adapters = np.split(words[5 * num_rows :], [num_rows * B])
+        tables.reshape(num_rows, B)[:real] = np.maximum(host.tables_RB, 0)
+        if self._has_adapters:
+            adapters[:real], adapters[real:] = _adapters(host), -1
         return words
 
     def send_mixed(self, words: Tensor, host: HostStep, rows: Sequence[int], size: InferenceBatchDimensions) -> None:
@@ -236,7 +252,7 @@ class StepBuilder:
 
     def mixed_words(self, host: HostStep, rows: Sequence[int], size: InferenceBatchDimensions) -> np.ndarray:
         """What ``send_mixed`` fills in."""
-        layout = _MixedLayout.of(size, self._group, self.max_blocks)
+        layout = self._mixed_layout(size)
         total, T, D = len(host.tokens_T), size.token_count, size.decode_req_count
         lengths_R, num_rows = host.lengths_R, len(host.lengths_R)
         num_decode = min(int((lengths_R == 1).sum()), D)
@@ -244,7 +260,7 @@ class StepBuilder:
         place_R = np.arange(num_rows)
         place_R[num_decode:] += D - num_decode
         words = np.zeros(sum(layout.sizes), dtype=np.int32)
-        head, starts, contexts, tables, tiles, read, lines = np.split(words, np.cumsum(layout.sizes)[:-1])
+        head, starts, contexts, tables, tiles, read, lines, adapters = np.split(words, np.cumsum(layout.sizes)[:-1])
         tokens_T, positions_T, slots_T = head.reshape(3, T)
         tokens_T[:total] = host.tokens_T
         slots_T[total:] = self._sink * self.block_size
@@ -265,11 +281,13 @@ class StepBuilder:
             free = np.setdiff1d(np.arange(len(self.last_tokens)), host.lines_R)
             lines[:D], lines[D:] = -1, free[0] if len(free) else -1
             lines[place_R] = host.lines_R
+        if self._has_adapters:
+            adapters[:total], adapters[total:] = np.repeat(_adapters(host), lengths_R), -1
         return words
 
     def num_mixed_words(self, size: InferenceBatchDimensions) -> int:
         """Of ``send_mixed``."""
-        return sum(_MixedLayout.of(size, self._group, self.max_blocks).sizes)
+        return sum(self._mixed_layout(size).sizes)
 
     def mixed_inputs(self, words: Tensor, size: InferenceBatchDimensions) -> tuple[StepInputs, Tensor]:
         """A step with prompts, and int64 [requests of the size], tokens whose logits are read.
@@ -278,8 +296,8 @@ class StepBuilder:
             words: of ``send_mixed``.
             size: whose shapes the tensors have, whatever the words say.
         """
-        layout = _MixedLayout.of(size, self._group, self.max_blocks)
-        head, starts, contexts, tables, tiles, read, lines = words.split(layout.sizes)
+        layout = self._mixed_layout(size)
+        head, starts, contexts, tables, tiles, read, lines, adapters = words.split(layout.sizes)
         rows = TableRows(
             tables_RB=tables.view(layout.num_rows, self.max_blocks),
             starts_R=starts,
@@ -295,7 +313,10 @@ class StepBuilder:
         if self.states is not None:
             places = starts[size.decode_req_count : size.req_count + 1]
             recurrent = self._recurrent_rows(self.states, lines.long(), size.decode_req_count, (), places)
-        return self._inputs(head, rows, recurrent), read.long()
+        return self._inputs(head, rows, recurrent, adapters if self._has_adapters else None), read.long()
+
+    def _mixed_layout(self, size: InferenceBatchDimensions) -> "_MixedLayout":
+        return _MixedLayout.of(size, self._group, self.max_blocks, has_adapters=self._has_adapters)
 
     def _places(self, host: HostStep, starts_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Positions and slots [T]."""
@@ -303,7 +324,9 @@ class StepBuilder:
         positions_T = host.cached_R[row_T] + np.arange(len(row_T)) - starts_R[row_T]
         return positions_T, self._slots(host.tables_RB[row_T, positions_T // self.block_size], positions_T)
 
-    def _inputs(self, words: Tensor, rows: TableRows | GatheredRows, recurrent: RecurrentRows | None = None) -> StepInputs:
+    def _inputs(
+        self, words: Tensor, rows: TableRows | GatheredRows, recurrent: RecurrentRows | None = None, adapters_T: Tensor | None = None
+    ) -> StepInputs:
         """Of [3 T] tokens, positions and slots on the device."""
         if has_kernels(self.device, torch.float32):
             from mcore_inference.context._step_triton import enter_step
@@ -314,7 +337,7 @@ class StepBuilder:
             tokens_T = torch.where(tokens_T < 0, self.last_tokens[(-1 - tokens_T).clamp(min=0)], tokens_T)
         paged = PagedStep(cache=self.cache, slots_T=slots_T, rows=rows, rotation=self._rotation, finished=self._finished_heads)
         step = Step(batch_size=1, seq_len=len(positions_T), positions=positions_T, attention=paged, states=recurrent)
-        return StepInputs(tokens_T=tokens_T, step=step)
+        return StepInputs(tokens_T=tokens_T, step=step, adapters_T=adapters_T)
 
     def _table_rows(self, words: Tensor, host: HostRows, num_decode: int, num_tiles: int) -> TableRows:
         num_rows, num_blocks = host.tables_RB.shape
@@ -436,16 +459,21 @@ class _MixedLayout:
     num_rows: int
     num_tiles: int
     sizes: list[int]
-    """Words of tokens, positions and slots; starts; contexts; tables; tiles; tokens whose logits are read; lines."""
+    """Words of tokens, positions and slots; starts; contexts; tables; tiles; tokens whose logits are read; lines; adapters."""
 
     @classmethod
-    def of(cls, size: InferenceBatchDimensions, group: int, max_blocks: int) -> "_MixedLayout":
+    def of(cls, size: InferenceBatchDimensions, group: int, max_blocks: int, *, has_adapters: bool) -> "_MixedLayout":
         num_rows = size.req_count + 2
         # Each row may have a tile that is not full, the row of padding too.
         num_tiles = len(prefill_tiles(np.array([size.token_count]), np.zeros(1), group)[0]) + size.prefill_req_count + 1
         sizes = [3 * size.token_count, num_rows + 1, num_rows, num_rows * max_blocks, 2 * num_tiles]
-        sizes += [size.req_count, size.req_count]
+        sizes += [size.req_count, size.req_count, size.token_count if has_adapters else 0]
         return cls(num_rows, num_tiles, sizes)
+
+
+def _adapters(host: HostStep) -> np.ndarray:
+    """[R]."""
+    return np.full(len(host.lengths_R), -1) if host.adapters_R is None else host.adapters_R
 
 
 def _pair(words: Tensor) -> tuple[Tensor, Tensor] | None:

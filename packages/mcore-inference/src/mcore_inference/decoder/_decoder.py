@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mcore_inference._stability import experimental_api
+from mcore_inference.adapters import StackedAdapters
 from mcore_inference.attention import PagedAttention, fits_packed
 from mcore_inference.decoder._fp8 import FEW_ROWS, Fp8Weight, WeightDtype, has_stream_kernel
 from mcore_inference.decoder._partial_sums import PartialSums
@@ -51,6 +52,8 @@ class FusedDecoder:
         records_routing: routers report their choice to the step (``Step.routing_recorder``), which kernels of a feed-forward do not, so
             none of these are used.
         modules: of the model, whose outputs ``take_states`` gives behind each step.
+        has_adapters: whether linear layers may have adapters in a step (``StackedAdapters``), which neither kernels that stream a weight nor
+            those that leave their result in fp8 add: all steps take torch's matmuls then.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class FusedDecoder:
         num_positions: int = 0,
         records_routing: bool = False,
         modules: Sequence[str] = (),
+        has_adapters: bool = False,
     ) -> None:
         self._model, self._modules = model, frozenset(modules)
         self._names, self._rotary = layer_names(model), RotaryTables(model, num_positions)
@@ -75,12 +79,12 @@ class FusedDecoder:
             if tp.size == 1
             else PartialSums(tp, max_requests, model.config.hidden_size, dtype=self._weight.dtype, device=parameter.device)
         )
-        self._narrows = all(map(_narrows, self._layers))
+        self._narrows = not has_adapters and all(map(_narrows, self._layers))
         # Of linear layers; a launch leaves them zero.
         widths = [cast(SelfAttention, layer.mixer).qkv.weight.flatten(0, -2).shape[0] for layer in self._layers]
         counters = max(*widths, model.config.hidden_size)
         self._finished = torch.zeros(counters, dtype=torch.int32, device=parameter.device)
-        self._max_streamed = self._streamed_rows()
+        self._max_streamed = 0 if has_adapters else self._streamed_rows()
 
     @staticmethod
     def fits(model: GPTModel, modules: Sequence[str] = (), weight_dtype: WeightDtype | None = None) -> bool:
@@ -213,11 +217,12 @@ class FusedDecoder:
         """x [T, N] plus the product of y [T, D], in place."""
         layer = cast(RowParallelLinear, linear)
         if isinstance(layer.products, Fp8Weight):
-            return x.add_(self._summed(layer.products.product(y, layer.weight)))
+            return x.add_(self._summed(_with_adapters(layer.products.product(y, layer.weight), y, layer)))
         if self._sums is None:
-            return x.addmm_(y, layer.weight.t())
+            return _with_adapters(x.addmm_(y, layer.weight.t()), y, layer)
         # Without rows of its own the product makes some.
-        return x.add_(self._sums.sum(torch.mm(y, layer.weight.t(), out=self._sums.rows(len(y)))))
+        partial = torch.mm(y, layer.weight.t(), out=self._sums.rows(len(y)))
+        return x.add_(self._sums.sum(_with_adapters(partial, y, layer)))
 
     def _summed(self, partial: Tensor) -> Tensor:
         """Of all tensor-parallel ranks."""
@@ -301,7 +306,14 @@ def _product(x: Tensor, linear: nn.Module) -> Tensor:
     """[T, D] -> [T, N]."""
     layer = cast(ColumnParallelLinear, linear)
     weight = layer.weight.flatten(0, -2)
-    return layer.products.product(x, weight) if isinstance(layer.products, Fp8Weight) else F.linear(x, weight)
+    y = layer.products.product(x, weight) if isinstance(layer.products, Fp8Weight) else F.linear(x, weight)
+    return _with_adapters(y, x, layer)
+
+
+def _with_adapters(y: Tensor, x: Tensor, layer: ColumnParallelLinear | RowParallelLinear) -> Tensor:
+    """This rank's product y [T, N] of x [T, D], or what it was added to, plus that of the adapters of the step, in place."""
+    adapters = cast(StackedAdapters | None, layer.lora)
+    return y if adapters is None else adapters.add_to(y, x)
 
 
 def _norm(norm: nn.Module | None) -> RMSNorm:

@@ -117,7 +117,7 @@ class _Layer:
     def add_attention(self, x: Tensor, tables: dict[str, tuple[Tensor, Tensor] | None], step: Step) -> None:
         """To the residual stream [T, D]."""
         attention = self._attention
-        qkv = F.linear(self._input_norm(x), self._qkv.weight.flatten(0, -2))
+        qkv = _product(self._input_norm(x), self._qkv)
         heads = qkv.view(len(x), attention.local_kv_heads, -1, attention.head_dim)
         turning = heads[:, :, :-1]
         if self._head_norms is not None:
@@ -130,7 +130,7 @@ class _Layer:
             turning = (turning * cos).addcmul_(turning.roll(attention.head_dim // 2, -1), sin)
         q, k, v = turning[:, :, :-1].flatten(1, 2), turning[:, :, -1], heads[:, :, -1]
         y = cast(Any, self._core)(q, k, v, attention.layer, step, sink=attention.softmax_offset)
-        x.addmm_(y.flatten(1), self._out.weight.t())
+        _add_product(x, y.flatten(1), self._out)
 
     def add_feed_forward(self, x: Tensor, step: Step) -> None:
         """To the residual stream [T, D]."""
@@ -138,8 +138,21 @@ class _Layer:
         if not self._is_plain:
             x.add_(self._mlp(y, step)[0])
             return
-        gate, value = F.linear(y, self._up.weight.flatten(0, -2)).chunk(2, dim=-1)
-        x.addmm_(F.silu(gate).mul_(value), self._down.weight.t())
+        gate, value = _product(y, self._up).chunk(2, dim=-1)
+        _add_product(x, F.silu(gate).mul_(value), self._down)
+
+
+def _product(x: Tensor, linear: Any) -> Tensor:
+    """[T, D] -> [T, N], with what adapters add to it."""
+    y, adapters = F.linear(x, linear.weight.flatten(0, -2)), linear.lora
+    return y if adapters is None else adapters.add_to(y, x)
+
+
+def _add_product(x: Tensor, y: Tensor, linear: Any) -> None:
+    """To x [T, N], that of y [T, D]."""
+    x.addmm_(y, linear.weight.t())
+    if linear.lora is not None:
+        linear.lora.add_to(x, y)
 
 
 def _signed(tables: tuple[Tensor, Tensor] | None, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:

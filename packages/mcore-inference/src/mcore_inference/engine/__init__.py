@@ -8,6 +8,7 @@ from mcore_inference.engine._executor import ExecutionConfig
 from mcore_inference.engine._expert_balance import ExpertBalancing, add_redundant_experts
 from mcore_inference.engine._follower import follow_runner
 from mcore_inference.engine._lockstep_config import LockstepConfig
+from mcore_inference.engine._loras import LoraInUseError
 from mcore_inference.engine._queue import asyncio_Queue, asyncio_QueueShutDown
 from mcore_inference.engine._runner import EngineHealth, EngineRunner
 from mcore_inference.engine._static import StaticInferenceEngine
@@ -24,6 +25,7 @@ __all__ = [
     "IncompleteWeightsError",
     "Increment",
     "LockstepConfig",
+    "LoraInUseError",
     "RequestStream",
     "StaticInferenceEngine",
     "WeightLoadError",

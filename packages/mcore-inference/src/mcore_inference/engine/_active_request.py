@@ -51,6 +51,8 @@ class ActiveRequest:
     """Where the output stands in the form asked for."""
     chain: PrefixChain | None = None
     """Identities of its full blocks; None where requests share none."""
+    adapter: int = -1
+    """Slot of its adapter; -1 for the base."""
     snapshot_ends: Sequence[int] = ()
     """Tokens of its prompt behind which its states are kept for others."""
     drafter: NgramDrafter | None = None

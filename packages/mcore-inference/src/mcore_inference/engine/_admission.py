@@ -147,7 +147,7 @@ class Admission:
         if not entry.was_admitted:
             entry.was_admitted = True
             self.latencies.count_queue_time(time.monotonic() - entry.started)
-        self._context.add_request(entry.record.request_id, prefix)
+        self._context.add_request(entry.record.request_id, prefix, adapter=entry.adapter)
         self.remove(entry)
         bisect.insort(self.running, entry, key=lambda other: other.rank)
         if entry.shares_prefix:

@@ -14,6 +14,7 @@ from mcore_inference._capability import (
     shares_prefixes,
 )
 from mcore_inference._fields import as_integer
+from mcore_inference.adapters import LoraTable, check_slots
 from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.decoder import check_quantization, quantize_weights
 from mcore_inference.engine._admission import Admission
@@ -23,6 +24,7 @@ from mcore_inference.engine._expert_balance import ExpertBalance, check_experts
 from mcore_inference.engine._expert_peers import ExpertPeers
 from mcore_inference.engine._intake import Intake
 from mcore_inference.engine._live_requests import LiveRequests
+from mcore_inference.engine._loras import EngineLoras
 from mcore_inference.engine._shared_steps import SharedSteps
 from mcore_inference.engine._step_loop import StepLoop
 from mcore_inference.engine._verification import NgramProposals, Verification
@@ -54,6 +56,7 @@ class EngineParts:
     shared_steps: SharedSteps | None
     """With them."""
     intake: Intake
+    loras: EngineLoras
     log_interval_steps: int | None
     """Of the log; None for none."""
 
@@ -83,21 +86,23 @@ def assemble(
 
     Args and errors are those of ``DynamicInferenceEngine``.
     """
-    owner, balance = 0, None
+    owner, balance, table = 0, None, None
     with refused_together(model, "the engine") as agree:
         arguments = _checked(model, context, tokenizer, execution, seed, vocab_size, max_waiting_requests)
         execution = arguments.execution
 
-        def claim() -> None:
-            """Make context and weights those of this engine."""
-            nonlocal owner, balance
+        def claim() -> LoraTable | None:
+            """Make context and weights those of this engine, and adapters beside them."""
+            nonlocal owner, balance, table
             agree()
             check_equal_ranks(model.groups, context, vocab_size=arguments.vocab_size, seed=arguments.seed)
+            table = None if context.config.lora is None else LoraTable(model, context.config.lora)
             owner = context.take_over()
             if context.config.weight_dtype is not None:
                 quantize_weights(model, context.config.weight_dtype)
             if arguments.execution.expert_balancing is not None:
                 balance = ExpertBalance(model, arguments.execution.expert_balancing)
+            return table
 
         try:
             executor = Executor(model, context, arguments.vocab_size, execution, claim)
@@ -113,6 +118,10 @@ def assemble(
     ngrams = execution.speculation if isinstance(execution.speculation, NgramSpeculation) else None
     verification = Verification(context, admission, executor.drafts if ngrams is None else NgramProposals())
     peers = ExpertPeers(model) if shares_experts(model) else None
+    loop = StepLoop(
+        context, requests, admission, executor, verification if speculates else None, runs_ahead=runs_ahead, num_batches=num_batches
+    )
+    loras = EngineLoras(table, requests, loop)
     return EngineParts(
         owner=owner,
         vocab_size=arguments.vocab_size,
@@ -122,16 +131,21 @@ def assemble(
         admission=admission,
         requests=requests,
         verification=verification,
-        loop=StepLoop(
-            context, requests, admission, executor, verification if speculates else None, runs_ahead=runs_ahead, num_batches=num_batches
-        ),
+        loop=loop,
         weights=ModelWeights(model),
         balance=balance,
         peers=peers,
         shared_steps=None if peers is None else SharedSteps(peers, model, executor, requests, admission, balance, speculates=speculates),
         intake=Intake(
-            context, tokenizer, arguments.vocab_size, seed=arguments.seed, ngrams=ngrams, shares_prefixes=arguments.shares_prefixes
-        ),
+            context,
+            tokenizer,
+            arguments.vocab_size,
+            seed=arguments.seed,
+            ngrams=ngrams,
+            shares_prefixes=arguments.shares_prefixes,
+            loras=loras,
+        ),  # fmt: skip
+        loras=loras,
     )
 
 
@@ -152,6 +166,12 @@ def _checked(
     weight_dtype = context.config.weight_dtype
     check_weights(model, weight_dtype)
     check_quantization(model, weight_dtype)
+    check_slots(model, context.config.lora)
+    if context.config.lora is not None and shares_experts(model):
+        raise ValueError(
+            f"lora={context.config.lora} is for engines that hold all experts of their model, and ep={model.groups.ep.size} etp="
+            f"{model.groups.expt_tp.size} share them with engines of other requests; merge the adapter, or serve with ep=1"
+        )
     shares = shares_prefixes(model, context.config.enable_prefix_caching)
     seed = as_integer("seed", seed, -(2**63), 2**63 - 1)
     most_ids = model.config.vocab_size

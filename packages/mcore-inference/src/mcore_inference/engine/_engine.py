@@ -9,6 +9,7 @@ import torch
 
 from mcore_inference._fields import as_integer
 from mcore_inference._stability import experimental_api, internal_api
+from mcore_inference.adapters import LoraWeights
 from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.engine._assembly import assemble
 from mcore_inference.engine._engine_cache import EngineCache
@@ -18,7 +19,7 @@ from mcore_inference.engine._executor import ExecutionConfig
 from mcore_inference.engine._expert_moves import ExpertMoves
 from mcore_inference.engine._expert_peers import ExpertPeers
 from mcore_inference.engine._expert_votes import Vote
-from mcore_inference.engine._offline import completions_of, run_to_end, settings_of
+from mcore_inference.engine._offline import completions_of, loras_of, run_to_end, settings_of
 from mcore_inference.engine._shared_steps import StepsTogether
 from mcore_inference.engine._step_log import StepLog
 from mcore_inference.engine._stream_text import StreamText
@@ -90,6 +91,7 @@ class DynamicInferenceEngine:
         self.finished_counts: Counter[str] = self._requests.end_counts.by_reason
         """Requests that ended, by reason; one whose text the tokenizer fails at is an error once somebody reads it."""
         self.weights: ModelWeights = parts.weights
+        self._loras = parts.loras
         self.peers: ExpertPeers | None = parts.peers
         """Of ranks that share experts."""
         self._shared_steps, self._balance = parts.shared_steps, parts.balance
@@ -102,7 +104,13 @@ class DynamicInferenceEngine:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def add_request(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: int | None = None, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: int | None = None,
+        priority: int = 0,
+        lora: str | None = None,
     ) -> int:
         """Queue a request; everything that can be wrong with it is said here, before anything is allocated.
 
@@ -111,12 +119,14 @@ class DynamicInferenceEngine:
             sampling_params: None for the defaults.
             request_id: None for the next free number.
             priority: lower numbers are admitted first and preempted last; equal ones by arrival.
+            lora: name of a loaded adapter; None for the base model.
 
         Returns:
             The request's number.
 
         Raises:
             InvalidTokenError: the prompt is empty, no sequence of integers, or holds an id outside the vocabulary.
+            UnknownLoraError: no such adapter is loaded.
             ContextOverflowError: (a subclass) the request never fits the context.
             QueueFullError: too many requests wait.
             StructuredOutputError: the form of the output is wrong, or not available here.
@@ -136,7 +146,7 @@ class DynamicInferenceEngine:
         number, order = self._requests.number(request_id)
         if self._max_waiting is not None and self.num_waiting >= self._max_waiting:
             raise QueueFullError(number, f"{self.num_waiting} requests wait and max_waiting_requests={self._max_waiting}; try again later")
-        self._requests.add(self._intake.make(prompt, params, number=number, order=order, priority=priority))
+        self._requests.add(self._intake.make(prompt, params, number=number, order=order, priority=priority, lora=lora))
         return number
 
     def get_request(self, request_id: int) -> DynamicInferenceRequestRecord:
@@ -356,27 +366,34 @@ class DynamicInferenceEngine:
         return self._requests.take_grown()
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[DynamicInferenceRequestRecord]:
         """Serve these prompts to the end.
 
         Args:
             prompts: text or token ids.
             sampling_params: for all, or one for each prompt.
+            lora: name of a loaded adapter for all, or one or None for each prompt.
 
         Returns:
             One record for each prompt, in order; ``n`` of them where its settings say so. A prompt that cannot be served has status FAILED
-            and its ``error``, be it for its settings: a token that the vocabulary has not, a stop word without a tokenizer.
+            and its ``error``, be it for its settings: a token that the vocabulary has not, a stop word without a tokenizer, an adapter
+            that is not loaded.
 
         Raises:
-            ValueError: the engine is busy with other requests, the prompts are no list, or their number is not that of the settings.
+            ValueError: the engine is busy with other requests, the prompts are no list, or their number is not that of the settings or the
+                adapters.
         """
-        settings = settings_of(prompts, sampling_params)
+        settings, loras = settings_of(prompts, sampling_params), loras_of(prompts, lora)
         if self.has_unfinished_requests():
             raise ValueError(
                 f"the engine has {len(self._requests.entries)} unfinished requests; step() until they are done, or use add_request"
             )
-        completions = completions_of(prompts, settings)
+        completions = completions_of(prompts, settings, loras)
         if self.peers is not None:
             self.peers.spans_steps = True
         try:
@@ -486,6 +503,48 @@ class DynamicInferenceEngine:
         finally:
             self.hold_queue(False)
             self._requests.put_back(finished)
+
+    # -- adapters ----------------------------------------------------------------------------------------------------
+
+    @property
+    def loras(self) -> tuple[str, ...]:
+        """Names of the loaded adapters, in the order of their loads."""
+        return self._loras.names
+
+    @torch.no_grad()
+    def load_lora(self, name: str, weights: LoraWeights) -> None:
+        """Load an adapter that requests can choose from now on, into a free slot of ``InferenceConfig.lora``.
+
+        Ranks of a split model all call it, between the same two steps, each with the whole matrices. Recorded steps hold; adapters stay
+        loaded over ``load_weights`` and ``suspend``.
+
+        Args:
+            name: by which requests choose it, of 1 to 256 characters.
+            weights: for the served base model. Their layers are among the targets of the slots; others of these give what the base does.
+
+        Raises:
+            LoraLoadError: the engine has no slots or none is free, the name is none or taken, the rank is too large, a layer has no slots
+                or another shape, or a number is not finite in the model's dtype. Nothing is written then.
+            RuntimeError: another engine has the context.
+        """
+        self.context.check_owner(self._owner)
+        self._loras.load(name, weights)
+
+    def unload_lora(self, name: str) -> None:
+        """Give the slot of an adapter back; what the cache holds of it is found no more, also under another load of the name.
+
+        Ranks of a split model all call it.
+
+        Args:
+            name: of a loaded adapter.
+
+        Raises:
+            UnknownLoraError: no such adapter is loaded.
+            LoraInUseError: requests use it, be it in the queue; it stays.
+            RuntimeError: another engine has the context.
+        """
+        self.context.check_owner(self._owner)
+        self._loras.unload(name)
 
     # -- memory ------------------------------------------------------------------------------------------------------
 

@@ -34,6 +34,8 @@ class EngineFigures:
             "longest_waiting_seconds": admission.longest_waiting_s,
             **{f"finished_{reason.value}": requests.end_counts.by_reason[reason.value] for reason in FinishReason},
             "failed_texts": requests.end_counts.failed_texts,
+            "loras": len(self._parts.loras.names),
+            "lora_slots": self._parts.loras.num_slots,
             **self._context.get_kvcache_utilization_stats(),
             **({} if balance is None else balance.stats()),
         }

@@ -3,11 +3,13 @@
 """What the ranks of one engine must have alike, since each of them schedules and draws for itself; what one refuses, all refuse."""
 
 import contextlib
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 from mcore_inference._capability import peers_of, shares_experts
+from mcore_inference.adapters import LoraSlots
 from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.requests import RankFailedError
 from mcore_parallel import ProcessGroups
@@ -74,6 +76,7 @@ def check_equal_ranks(groups: ProcessGroups, context: DynamicInferenceContext, *
         "block_size_tokens": context.block_size,
         "vocab_size": vocab_size,
         "seed": seed,
+        **_lora_fields(context.config.lora),
     }
     for name, (least, most) in _ranges(fields, groups, context.device).items():
         if least != most:
@@ -81,6 +84,14 @@ def check_equal_ranks(groups: ProcessGroups, context: DynamicInferenceContext, *
                 f"{name} is {fields[name]} here and from {least} to {most} over the tp={groups.tp.size} pp={groups.pp.size} ranks of this "
                 "engine, which would draw different tokens; give all of them the same"
             )
+
+
+def _lora_fields(slots: LoraSlots | None) -> dict[str, int]:
+    """As integers; those of the targets say whether they are equal."""
+    if slots is None:
+        return {"max_loras": 0, "max_lora_rank": 0, "targets of lora": 0}
+    targets = zlib.crc32(",".join(slots.targets).encode())
+    return {"max_loras": slots.max_loras, "max_lora_rank": slots.max_lora_rank, "targets of lora": targets}
 
 
 def _ranges(fields: Mapping[str, int], groups: ProcessGroups, device: torch.device) -> dict[str, tuple[int, int]]:

@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """Runs the steps of an engine on the device; it never waits for results."""
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from torch import Tensor
 from mcore_inference._capability import graph_obstacle, has_recurrent_layers, shares_experts
 from mcore_inference._fields import as_flag, as_integer
 from mcore_inference._stability import experimental_api
+from mcore_inference.adapters import LoraTable
 from mcore_inference.attention import TableRows
 from mcore_inference.context import DynamicInferenceContext, HostStep, StepInputs
 from mcore_inference.decoder import FusedDecoder, TorchDecoder
@@ -150,7 +152,7 @@ class Executor:
         context: made for it.
         vocab_size: ids that exist.
         execution: how the device is driven.
-        prepare: changes the model and the context for this engine; called when nothing more is refused.
+        prepare: changes the model and the context for this engine, and returns its adapters; called when nothing more is refused.
 
     Raises:
         ValueError: graphs, speculation or records are asked for where they cannot be; ``prepare`` was not called then, unless it raised.
@@ -162,7 +164,7 @@ class Executor:
         context: DynamicInferenceContext,
         vocab_size: int,
         execution: ExecutionConfig,
-        prepare: Callable[[], None],
+        prepare: Callable[[], LoraTable | None],
     ) -> None:
         self._model, self._context = model, context
         self.num_computed = 0
@@ -220,7 +222,7 @@ class Executor:
         records_prompts = execution.use_cuda_graphs_for_non_decode_steps
         if records_prompts and mixed_obstacle is not None:
             raise ValueError(f"use_cuda_graphs_for_non_decode_steps=True: {mixed_obstacle}; or leave it at None")
-        prepare()
+        self._adapters = prepare()
         # Here, since its package is that of training.
         from mcore_parallel.training.distill import HiddenCapture
 
@@ -233,6 +235,7 @@ class Executor:
                 num_positions=context.max_blocks_per_request * context.block_size,
                 records_routing=execution.record_routing,
                 modules=modules,
+                has_adapters=self._adapters is not None,
             )
         elif not self._batch_invariant and TorchDecoder.fits(model, modules):
             self._decoder = TorchDecoder(model, modules=modules)
@@ -375,8 +378,15 @@ class Executor:
         """As ``_logits``, of a step that is launched kernel by kernel."""
         inputs, rows_N = self._context.builder.build(host), self._context.builder.send(rows)
         if self._pipeline is not None:
-            return self._pipeline.logits(inputs, rows_N)
+            with self._adapted(inputs):
+                return self._pipeline.logits(inputs, rows_N)
         return self._model_logits(inputs, rows_N)
+
+    def _adapted(self, inputs: StepInputs) -> contextlib.AbstractContextManager[None]:
+        """In which the model computes the step with the adapters of its tokens."""
+        if self._adapters is None or inputs.adapters_T is None:
+            return contextlib.nullcontext()
+        return self._adapters.applied(inputs.adapters_T)
 
     def run_padding(self) -> None:
         """The exchanges of a step of ``agreed_rows`` on a rank without work. Cache, counters and random numbers stay as they are."""
@@ -429,21 +439,25 @@ class Executor:
             sums: that the decoder fills in for its draws; only where it ``sums_parts``.
         """
         step = inputs.step if self._recorder is None else dataclasses.replace(inputs.step, routing_recorder=self._recorder)
-        decoder = self._decoder
-        if sums is not None:
-            assert isinstance(decoder, FusedDecoder), "nobody else fills them in"
-            logits_NV, states = decoder.logits(inputs.tokens_T, step, rows_N, sums), decoder.take_states()
-        elif decoder is not None and (not isinstance(decoder, TorchDecoder) or decoder.as_made):
-            logits_NV, states = decoder.logits(inputs.tokens_T, step, rows_N), decoder.take_states()
-        else:
-            with self._capture:
-                output, _ = self._model(inputs.tokens_T, step)
-                states = self._capture.take()
-            assert isinstance(output, ModelOutput)
-            logits_NV = all_gather(output.logits(rows_N), self._model.groups.tp, dim=1)
+        with self._adapted(inputs):
+            logits_NV, states = self._computed(inputs.tokens_T, step, rows_N, sums)
         if self.drafts is not None:
             self.drafts.take_states(states)
         return logits_NV
+
+    def _computed(self, tokens_T: Tensor, step: Step, rows_N: Tensor | None, sums: PlainSums | None) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The logits, and the states that heads read."""
+        decoder = self._decoder
+        if sums is not None:
+            assert isinstance(decoder, FusedDecoder), "nobody else fills them in"
+            return decoder.logits(tokens_T, step, rows_N, sums), decoder.take_states()
+        if decoder is not None and (not isinstance(decoder, TorchDecoder) or decoder.as_made):
+            return decoder.logits(tokens_T, step, rows_N), decoder.take_states()
+        with self._capture:
+            output, _ = self._model(tokens_T, step)
+            states = self._capture.take()
+        assert isinstance(output, ModelOutput)
+        return all_gather(output.logits(rows_N), self._model.groups.tp, dim=1), states
 
     @property
     def num_graph_steps(self) -> int:

@@ -6,17 +6,21 @@ import dataclasses
 import itertools
 import queue
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mcore_inference._stability import experimental_api
+from mcore_inference.adapters import LoraWeights
 from mcore_inference.engine._engine import DynamicInferenceEngine
 from mcore_inference.engine._lockstep import Outcome, apply_calls, digest_of, open_group, rank_name, ranks_of
 from mcore_inference.engine._lockstep_config import LockstepConfig
 from mcore_inference.engine._rank_link import RankLink
 from mcore_inference.engine._weight_broadcast import received_chunks
+from mcore_inference.engine._weights import WeightChunk
 from mcore_inference.requests import EngineDeadError, RankFailedError
 
 __all__ = ["follow_runner"]
@@ -128,6 +132,8 @@ class _Follower:
             apply_calls(self._engine, message["calls"])
             if "load" in message:
                 self._load(message["number"], message["load"], message["in_flight"])
+            if "lora" in message:
+                self._load_lora(message)
             if "step" in message:
                 self._digest = digest_of(self._engine.step(), self._digest)
         except Exception as raised:
@@ -136,13 +142,22 @@ class _Follower:
             self._engine.take_finished()
         return Outcome.of(error, self._digest, self._engine)
 
-    def _load(self, number: int, version: int, in_flight: Any) -> None:
+    def _chunks(self, number: int) -> Iterator[WeightChunk]:
+        """Of the load with this number."""
         buckets = itertools.count(1)
 
         def reach() -> None:
             self._link.send({"load": number, "bucket": next(buckets)})
 
-        chunks = received_chunks(self._next_message, ranks_of(self._engine), self._engine.context.device, reach)
+        return received_chunks(self._next_message, ranks_of(self._engine), self._engine.context.device, reach)
+
+    def _load_lora(self, message: dict[str, Any]) -> None:
+        # Views of a buffer that each holds alone.
+        tensors = {name: part for name, part in self._chunks(message["number"]) if isinstance(part, Tensor)}
+        self._engine.load_lora(message["lora"], LoraWeights.of(tensors, rank=message["rank"], alpha=message["alpha"]))
+
+    def _load(self, number: int, version: int, in_flight: Any) -> None:
+        chunks = self._chunks(number)
         try:
             self._engine.load_weights(chunks, version, in_flight=in_flight)
         finally:

@@ -7,6 +7,7 @@ import time
 from mcore_inference.cache import PrefixChain
 from mcore_inference.context import DynamicInferenceContext
 from mcore_inference.engine._active_request import ActiveRequest
+from mcore_inference.engine._loras import EngineLoras
 from mcore_inference.requests import (
     DynamicInferenceRequest,
     DynamicInferenceRequestRecord,
@@ -31,6 +32,7 @@ class Intake:
         seed: of requests that bring none.
         ngrams: proposals from their own text; None for none of these.
         shares_prefixes: whether they share cache blocks.
+        loras: adapters that requests may choose.
     """
 
     def __init__(
@@ -42,18 +44,22 @@ class Intake:
         seed: int,
         ngrams: NgramSpeculation | None,
         shares_prefixes: bool,
+        loras: EngineLoras,
     ) -> None:
-        self._context, self._tokenizer, self._vocab_size = context, tokenizer, vocab_size
+        self._context, self._tokenizer, self._vocab_size, self._loras = context, tokenizer, vocab_size, loras
         self._seed, self._ngrams, self._shares_prefixes = seed, ngrams, shares_prefixes
         self._texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._grammars = GrammarCompiler(tokenizer, vocab_size)
 
-    def make(self, prompt: Prompt, params: SamplingParams, *, number: int, order: int, priority: int) -> ActiveRequest:
+    def make(
+        self, prompt: Prompt, params: SamplingParams, *, number: int, order: int, priority: int, lora: str | None = None
+    ) -> ActiveRequest:
         """A request with the number and the place of its arrival.
 
         Raises:
             RequestError, ValueError: as ``DynamicInferenceEngine.add_request``.
         """
+        adapter = self._loras.choose(lora, number)
         tokens = encode_prompt(prompt, params, self._tokenizer, self._vocab_size, number)
         stop_ids = stop_tokens(params, self._tokenizer, self._vocab_size)
         wanted = params.budget(len(tokens))
@@ -67,6 +73,7 @@ class Intake:
             budget_clamped=budget < wanted,
             prompt=prompt if isinstance(prompt, str) else None,
             priority=priority,
+            lora=lora,
         )
         form, words, texts = params.structured_output, params.stop_words, self._texts
         # Last: other ranks compile the forms of what is accepted, and keep as many.
@@ -75,7 +82,8 @@ class Intake:
         if texts is not None and words:
             text = TextStream(texts, words, keeps_stop_word=params.detokenize_stop_sequence, prompt=tokens)
         entry = ActiveRequest(
-            chain=PrefixChain(self._context.block_size) if self._shares_prefixes else None,
+            chain=PrefixChain(self._context.block_size, adapter.root) if self._shares_prefixes else None,
+            adapter=adapter.slot,
             record=DynamicInferenceRequestRecord.from_request(request),
             params=params,
             order=order,

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mcore_inference._fields import as_integer
+from mcore_inference.adapters import LoraLoadError, LoraWeights
 from mcore_inference.engine._engine import DynamicInferenceEngine
 from mcore_inference.engine._lockstep_config import LockstepConfig
 from mcore_inference.engine._rank_link import RankLink
@@ -145,17 +146,20 @@ class LockstepLeader:
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
-    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0) -> int:
+    def add_request(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0, lora: str | None = None
+    ) -> int:
         """As of the engine; the others get what it accepted, as tokens."""
         self._check()
-        number = self.engine.add_request(prompt, sampling_params, priority=priority)
+        number = self.engine.add_request(prompt, sampling_params, priority=priority, lora=lora)
         try:
             record = self.engine.get_request(number)
         except KeyError:
             # It had nothing to compute.
             return number
         settings = None if sampling_params is None else sampling_params.serialize()
-        self._calls.append({"call": "add", "id": number, "tokens": record.prompt_tokens, "params": settings, "priority": priority})
+        call = {"call": "add", "id": number, "tokens": record.prompt_tokens, "params": settings, "priority": priority, "lora": lora}
+        self._calls.append(call)
         return number
 
     def abort(self, request_id: int, error: Exception | None = None) -> DynamicInferenceRequestRecord | None:
@@ -227,6 +231,39 @@ class LockstepLeader:
         rank, outcome = next(iter(failed.items()))
         raise WeightLoadError(f"{rank_name(self.engine, rank)} refused the weights: {outcome.text}")
 
+    def load_lora(self, name: str, weights: LoraWeights) -> None:
+        """As of the engine; the matrices are sent from here. A load that one rank refuses is undone on all."""
+        if not isinstance(weights, LoraWeights):
+            raise LoraLoadError(f"weights is a {type(weights).__name__}; give LoraWeights(rank=..., alpha=..., matrices=...)")
+        sender = WeightSender(ranks_of(self.engine), self.engine.context.device, self._broadcast, self._watch_bucket)
+
+        def load() -> None:
+            try:
+                # All of it: the others wait for what is refused here, too.
+                for _ in sender.chunks(weights.tensors().items()):
+                    pass
+            finally:
+                sender.end()
+            self.engine.load_lora(name, weights)
+
+        had = name in self.engine.loras
+        error, outcomes = self._everywhere({"lora": name, "rank": weights.rank, "alpha": weights.alpha}, load)
+        failed = _failed(outcomes)
+        if error is None and not failed:
+            return
+        if not had:
+            self._everywhere({"call": "drop_lora", "name": name}, lambda: drop_lora(self.engine, name))
+        if error is not None:
+            raise error
+        rank, outcome = next(iter(failed.items()))
+        raise LoraLoadError(f"{rank_name(self.engine, rank)} refused the adapter: {outcome.text}")
+
+    def unload_lora(self, name: str) -> None:
+        """As of the engine; the others have the same requests and adapters."""
+        self._check()
+        self.engine.unload_lora(name)
+        self._calls.append({"call": "unload_lora", "name": name})
+
     def suspend(self) -> None:
         """As of the engine; returns when all ranks have freed their caches."""
         error, outcomes = self._everywhere({"call": "suspend"}, self.engine.suspend)
@@ -283,7 +320,7 @@ class LockstepLeader:
         calls, self._calls = self._calls, []
         with self._changed:
             due = time.monotonic() + self._config.step_timeout_s if is_step else None
-            name = f"step {self._number}" if is_step else message.get("call", "load_weights")
+            name = f"step {self._number}" if is_step else message.get("call", "load_lora" if "lora" in message else "load_weights")
             self._pending[self._number] = _Pending(name, is_step, due=due)
         if "call" in message:
             calls, message = [*calls, message], {}
@@ -444,13 +481,19 @@ def invalidate_weights(engine: DynamicInferenceEngine) -> None:
     engine.reset_prefix_cache()
 
 
+def drop_lora(engine: DynamicInferenceEngine, name: str) -> None:
+    """Undo a load that another rank refused; no request has come since."""
+    if name in engine.loras:
+        engine.unload_lora(name)
+
+
 def apply_calls(engine: DynamicInferenceEngine, calls: Sequence[dict[str, Any]]) -> None:
     """Repeat calls of the first rank."""
     for call in calls:
         name = call["call"]
         if name == "add":
             params = None if call["params"] is None else SamplingParams.deserialize(call["params"])
-            engine.add_request(call["tokens"], params, request_id=call["id"], priority=call["priority"])
+            engine.add_request(call["tokens"], params, request_id=call["id"], priority=call["priority"], lora=call["lora"])
         elif name == "abort":
             engine.abort(call["id"])
         elif name == "hold":
@@ -463,6 +506,10 @@ def apply_calls(engine: DynamicInferenceEngine, calls: Sequence[dict[str, Any]])
             engine.suspend()
         elif name == "resume":
             engine.resume()
+        elif name == "unload_lora":
+            engine.unload_lora(call["name"])
+        elif name == "drop_lora":
+            drop_lora(engine, call["name"])
         elif name == "invalidate":
             invalidate_weights(engine)
         else:

@@ -14,14 +14,14 @@ from mcore_inference.requests import (
 )
 from mcore_inference.sampling import SamplingParams
 
-Completion = tuple[Prompt, SamplingParams]
-"""A prompt and the settings of one completion of it."""
+Completion = tuple[Prompt, SamplingParams, str | None]
+"""A prompt, and the settings and the adapter of one completion of it."""
 
 
 class Stepper(Protocol):
     """What generates."""
 
-    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int: ...
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, lora: str | None = None) -> int: ...
 
     def step(self) -> list[DynamicInferenceRequestRecord]: ...
 
@@ -50,35 +50,52 @@ def settings_of(prompts: Sequence[Prompt], sampling_params: SamplingParams | Seq
     return settings
 
 
-def completions_of(prompts: Sequence[Prompt], settings: Sequence[SamplingParams]) -> list[Completion]:
+def loras_of(prompts: Sequence[Prompt], lora: str | Sequence[str | None] | None) -> list[str | None]:
+    """The adapter of each prompt.
+
+    Raises:
+        ValueError: their number is not that of the prompts.
+    """
+    if lora is None or isinstance(lora, str):
+        return [lora] * len(prompts)
+    loras = list(lora)
+    if len(loras) != len(prompts):
+        raise ValueError(f"lora has {len(loras)} entries for {len(prompts)} prompts; give one, or one for each")
+    return loras
+
+
+def completions_of(prompts: Sequence[Prompt], settings: Sequence[SamplingParams], loras: Sequence[str | None]) -> list[Completion]:
     """All completions, prompt by prompt."""
-    return [(prompt, choice) for prompt, params in zip(prompts, settings, strict=True) for choice in params.choices()]
+    each = zip(prompts, settings, loras, strict=True)
+    return [(prompt, choice, lora) for prompt, params, lora in each for choice in params.choices()]
 
 
 def run_to_end(engine: Stepper, completions: Sequence[Completion]) -> tuple[list[DynamicInferenceRequestRecord], int]:
     """The records of these completions, in order; those of refused ones are among them, and how many they are.
 
-    A setting that this engine has no tokenizer or token for ends its own completion, as a prompt does that cannot be served.
+    A setting that this engine has no tokenizer, token or adapter for ends its own completion, as a prompt does that cannot be served.
     """
     results: list[DynamicInferenceRequestRecord | None] = []
     place: dict[int, int] = {}
-    for prompt, params in completions:
+    for completion in completions:
+        prompt, params, lora = completion
         try:
-            place[engine.add_request(prompt, params)] = len(results)
+            place[engine.add_request(prompt, params, lora=lora)] = len(results)
             results.append(None)
         except RequestError as error:
-            results.append(_refused(prompt, params, error))
+            results.append(_refused(completion, error))
         except ValueError as error:
-            results.append(_refused(prompt, params, RequestError(None, str(error))))
+            results.append(_refused(completion, RequestError(None, str(error))))
     while engine.has_unfinished_requests():
         for record in engine.step():
             results[place[record.request_id]] = record
     return [record for record in results if record is not None], len(completions) - len(place)
 
 
-def _refused(prompt: Prompt, params: SamplingParams, error: RequestError) -> DynamicInferenceRequestRecord:
+def _refused(completion: Completion, error: RequestError) -> DynamicInferenceRequestRecord:
+    prompt, params, lora = completion
     number = -1 if error.request_id is None else error.request_id
-    request = DynamicInferenceRequest(request_id=number, prompt_tokens=integers_of(prompt), sampling_params=params)
+    request = DynamicInferenceRequest(request_id=number, prompt_tokens=integers_of(prompt), sampling_params=params, lora=lora)
     request.prompt = prompt if isinstance(prompt, str) else None
     request.fail(error)
     return DynamicInferenceRequestRecord.from_request(request)

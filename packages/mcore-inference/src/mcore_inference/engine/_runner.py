@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mcore_inference._fields import as_integer, as_number
 from mcore_inference._stability import experimental_api
+from mcore_inference.adapters import LoraWeights
 from mcore_inference.engine._engine import DynamicInferenceEngine
 from mcore_inference.engine._lockstep import LockstepLeader, rank_name, ranks_of
 from mcore_inference.engine._lockstep_config import LockstepConfig
@@ -169,6 +170,7 @@ class EngineRunner:
         *,
         priority: int = 0,
         stream: bool = True,
+        lora: str | None = None,
     ) -> RequestStream:
         """Queue a request and get its stream.
 
@@ -177,6 +179,7 @@ class EngineRunner:
             sampling_params: as there.
             priority: lower ones are served first.
             stream: False for one increment at the end, which costs nothing a token.
+            lora: as there.
 
         Raises:
             RequestError: (a subclass) as ``DynamicInferenceEngine.add_request``; ``QueueFullError`` at ``max_waiting_requests``.
@@ -191,7 +194,7 @@ class EngineRunner:
                 raise QueueFullError(
                     None, f"{self.engine.num_waiting} requests wait and max_waiting_requests={self._max_waiting}; try again later"
                 )
-            number = increments.request_id = self._calls.add_request(prompt, sampling_params, priority=priority)
+            number = increments.request_id = self._calls.add_request(prompt, sampling_params, priority=priority, lora=lora)
             self._streams[number] = increments
             if stream:
                 increments.text = self.engine.watch(number, lambda error: self._end(number, error))
@@ -289,6 +292,29 @@ class EngineRunner:
             # Where the caller is gone it may still wait.
             self._send(_Command(lambda: loads.withdraw(load), lambda: None))
             self._send(_Command(lambda: self._change_holds(-drains), lambda: None))
+
+    async def load_lora(self, name: str, weights: LoraWeights) -> None:
+        """``DynamicInferenceEngine.load_lora`` between two steps, on all ranks of the model.
+
+        Raises:
+            LoraLoadError: as there; or another rank refused it, and then it is loaded on none.
+            EngineDeadError: the engine failed or was closed.
+        """
+        await self.call(lambda: self._calls.load_lora(name, weights))
+
+    async def unload_lora(self, name: str) -> None:
+        """``DynamicInferenceEngine.unload_lora`` between two steps, on all ranks of the model.
+
+        Raises:
+            UnknownLoraError, LoraInUseError: as there.
+            EngineDeadError: the engine failed or was closed.
+        """
+        await self.call(lambda: self._calls.unload_lora(name))
+
+    @property
+    def loras(self) -> tuple[str, ...]:
+        """Names of the loaded adapters, in the order of their loads."""
+        return self.engine.loras
 
     def _watched(self, chunks: Iterable[WeightChunk]) -> Iterator[WeightChunk]:
         """Each chunk is progress, and to wait for one is no step that hangs."""

@@ -134,8 +134,8 @@ class StepsTogether:
         self._engine, self._peers = engine, peers
         self._last: Decision | None = None
 
-    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
-        return self._engine.add_request(prompt, sampling_params)
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, lora: str | None = None) -> int:
+        return self._engine.add_request(prompt, sampling_params, lora=lora)
 
     def step(self) -> list[DynamicInferenceRequestRecord]:
         finished = self._engine.step()

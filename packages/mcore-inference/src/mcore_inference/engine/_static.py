@@ -10,7 +10,7 @@ from mcore_inference._stability import experimental_api
 from mcore_inference.context import DynamicInferenceContext, InferenceConfig
 from mcore_inference.engine._engine import DynamicInferenceEngine
 from mcore_inference.engine._executor import ExecutionConfig
-from mcore_inference.engine._offline import completions_of, settings_of
+from mcore_inference.engine._offline import completions_of, loras_of, settings_of
 from mcore_inference.requests import DynamicInferenceRequestRecord, Prompt
 from mcore_inference.sampling import SamplingParams
 from mcore_inference.text import Tokenizer
@@ -95,9 +95,9 @@ class StaticInferenceEngine:
         Raises:
             ValueError: the engine is busy, or the settings do not fit the prompts; nothing was generated then.
         """
-        completions = completions_of(prompts, settings_of(prompts, sampling_params))
+        completions = completions_of(prompts, settings_of(prompts, sampling_params), loras_of(prompts, None))
         records: list[DynamicInferenceRequestRecord] = []
         for start in range(0, len(completions), self.max_batch_size):
             batch = completions[start : start + self.max_batch_size]
-            records += self.engine.generate([prompt for prompt, _ in batch], [params for _, params in batch])
+            records += self.engine.generate([prompt for prompt, _, _ in batch], [params for _, params, _ in batch])
         return records

@@ -23,6 +23,7 @@ from mcore_inference.requests._errors import (
     StructuredOutputError,
     TensorStateDeallocatedError,
     TokenOverflowError,
+    UnknownLoraError,
     request_error,
 )
 from mcore_inference.requests._prompt import Prompt, bad_word_tokens, encode_prompt, integers_of, stop_tokens
@@ -65,6 +66,7 @@ __all__ = [
     "TensorStateDeallocatedError",
     "TextMaker",
     "TokenOverflowError",
+    "UnknownLoraError",
     "bad_word_tokens",
     "encode_prompt",
     "integers_of",

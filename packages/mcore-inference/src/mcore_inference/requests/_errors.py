@@ -29,6 +29,7 @@ __all__ = [
     "StructuredOutputError",
     "TensorStateDeallocatedError",
     "TokenOverflowError",
+    "UnknownLoraError",
     "request_error",
 ]
 
@@ -99,6 +100,10 @@ class TensorStateDeallocatedError(ContextOverflowError):
 
 class InvalidTokenError(RequestError):
     """A prompt is empty, is refused by the tokenizer, or holds ids outside the vocabulary."""
+
+
+class UnknownLoraError(RequestError):
+    """An adapter that is asked for is not loaded."""
 
 
 class NonFiniteLogitsError(RequestError):
@@ -173,7 +178,7 @@ def request_error(kind: str, message: str, *, is_transient: bool) -> ValueError:
     """An error of a request from the name of its class and its message, as they came over a wire; a ``RequestError`` for unknown names."""
     if kind == "ValueError":
         return ValueError(message)
-    others = (InvalidTokenError, StepFailedError, QueueFullError, NonFiniteLogitsError, StructuredOutputError)
+    others = (InvalidTokenError, StepFailedError, QueueFullError, NonFiniteLogitsError, StructuredOutputError, UnknownLoraError)
     classes = {cls.__name__: cls for cls in (*_WIRE_CLASSES.values(), *others)}
     if kind == "RequestError":
         return RequestError(None, message, is_transient=is_transient)

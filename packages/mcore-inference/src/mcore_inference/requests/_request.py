@@ -108,6 +108,8 @@ class DynamicInferenceRequest:
     prompt: str | None = None
     priority: int = 0
     """Lower numbers are served first."""
+    lora: str | None = None
+    """Name of the adapter; None for the base model."""
     status: Status = Status.WAITING_IN_QUEUE
     finish_reason: FinishReason | None = None
     error: Exception | None = None
@@ -345,6 +347,10 @@ class DynamicInferenceRequestRecord:
     def sampling_params(self) -> SamplingParams:
         return self.requests[0].sampling_params
 
+    @property
+    def lora(self) -> str | None:
+        return self.requests[0].lora
+
     def _last(self) -> DynamicInferenceRequest:
         """The segment that says how the request ended, where it has."""
         self._make_text()
@@ -437,6 +443,7 @@ class DynamicInferenceRequestRecord:
                 budget_clamped=last.budget_clamped,
                 prompt=last.prompt,
                 priority=last.priority,
+                lora=last.lora,
                 weight_version=last.weight_version,
                 arrival_time=last.arrival_time,
             )
@@ -453,6 +460,7 @@ class DynamicInferenceRequestRecord:
             budget_clamped=first.budget_clamped,
             prompt=first.prompt,
             priority=first.priority,
+            lora=first.lora,
             status=last.status,
             finish_reason=last.finish_reason,
             error=last.error,
