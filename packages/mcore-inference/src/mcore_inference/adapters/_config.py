@@ -19,8 +19,8 @@ _REFUSED = {"kv_up": "is absorbed into queries, which one product serves for all
 class LoraSlots:
     """Memory of an engine for adapters that requests choose from (``InferenceConfig.lora``).
 
-    It is taken when the engine is made: ``max_loras * max_lora_rank * (in + out)`` numbers in the model's dtype for each adapted linear layer
-    [in -> out] of a rank. An adapter of a lower rank takes a whole slot.
+    It is taken when the engine is made: ``max_loras * max_lora_rank * (in + out)`` numbers in the model's dtype for each linear layer
+    [in -> out] of the targets. An adapter of a lower rank takes a whole slot.
 
     Raises:
         ValueError: a field is out of its range or of another type, or a target is none of the linear layers that can have adapters.

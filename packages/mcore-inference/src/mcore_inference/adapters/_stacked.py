@@ -27,10 +27,10 @@ class Chosen:
 class StackedAdapters:
     """Adds to what a linear layer computes of each token what the token's own adapter does: ``B (own * (A x))``, two GEMMs for all slots.
 
-    A [P, I] and B [O, P] hold all slots side by side, with alpha / rank in B and zeros where a slot is free or has a lower rank. The
-    products of other slots are replaced by zeros, so that a token without an adapter gets what the base layer gives, to the bit, and
-    one with an adapter nothing of the others, whatever they hold. Beside a column-parallel layer A is whole and B is cut with the output; beside a row-parallel
-    one A is cut with the input, and the result is a partial sum, as that of the layer is.
+    A [P, I] and B [O, P] hold all slots side by side, with alpha / rank in B and zeros where a slot is free or has a lower rank. What A
+    gives for other slots is replaced by zeros, so that a token without an adapter gets what the base layer gives, to the bit, and one with
+    an adapter nothing of the others. Beside a column-parallel layer A is whole and B is cut with the output; beside a row-parallel one A is
+    cut with the input, and the result is a partial sum, as that of the layer is.
 
     Args:
         base: spec of the layer's weight [*O, I].

@@ -109,8 +109,8 @@ class LoraTable:
         for target in slots.targets:
             if target not in found:
                 raise ValueError(
-                    f"targets={target!r} of LoraSlots names no linear layer of this model that can have adapters beside it (experts cannot); it "
-                    f"has {', '.join(sorted(found)) or 'none of the targets'}; leave it out"
+                    f"targets={target!r} of LoraSlots names no linear layer of this model that can have adapters (experts cannot); of the "
+                    f"targets it has {', '.join(sorted(found)) or 'none'}; leave it out"
                 )
         device, self._dtype, self._chosen = next(model.parameters()).device, _dtype(model), Chosen()
         sizes = {"max_loras": slots.max_loras, "max_lora_rank": slots.max_lora_rank, "dtype": self._dtype, "device": device}
@@ -201,8 +201,8 @@ class LoraTable:
         if shape is None:
             near = difflib.get_close_matches(str(layer), self._shapes, n=3)
             raise LoraLoadError(
-                f"{layer} has no slots: targets={self.slots.targets} of LoraSlots, and experts have none; the nearest are {near}; name it there, "
-                "or merge the adapter"
+                f"{layer} has no slots, which are beside targets={self.slots.targets} of LoraSlots and never beside experts; the nearest are "
+                f"{near}; add it to the targets, or merge the adapter"
             )
         *out, width = shape
         if A.shape[1:] != (width,) or B.shape[:-1] != tuple(out):

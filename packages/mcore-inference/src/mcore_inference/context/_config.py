@@ -85,7 +85,7 @@ class InferenceConfig:
     watermark: float = 0.01
     """Share of the blocks that an admission leaves to running requests."""
     lora: LoraSlots | None = None
-    """Memory for adapters that are loaded beside the model's weights, of which each request chooses one or none; None for the model alone."""
+    """Memory for adapters (LoRA) beside the model's weights, of which each request chooses one or none; None for the model alone."""
 
     def __post_init__(self) -> None:
         for name in ("max_sequence_length", "block_size_tokens", "max_requests", "max_tokens", "num_blocks"):

@@ -177,8 +177,8 @@ class DynamicInferenceContext:
 
         Raises:
             ValueError: the engine cannot serve the model (``EngineCapability``), or not with ``enable_prefix_caching``, ``weight_dtype``,
-                ``lora`` or ``use_flashinfer_fused_rope``, or the backend of its attention cannot compute a layer, or ``config`` is none; nothing
-                is allocated then.
+                ``lora`` or ``use_flashinfer_fused_rope``, or the backend of its attention cannot compute a layer, or ``config`` is none;
+                nothing is allocated then.
             ModuleNotFoundError: ``use_flashinfer_fused_rope=True``, and flashinfer is not installed.
         """
         EngineCapability().check_model(model)

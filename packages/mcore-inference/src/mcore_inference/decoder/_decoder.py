@@ -52,8 +52,8 @@ class FusedDecoder:
         records_routing: routers report their choice to the step (``Step.routing_recorder``), which kernels of a feed-forward do not, so
             none of these are used.
         modules: of the model, whose outputs ``take_states`` gives behind each step.
-        has_adapters: whether linear layers may have adapters in a step (``StackedAdapters``), which neither kernels that stream a weight nor
-            those that leave their result in fp8 add: all steps take torch's matmuls then.
+        has_adapters: whether linear layers may have adapters in a step (``StackedAdapters``), which neither kernels that stream a weight
+            nor those that leave their result in fp8 add: all steps take torch's matmuls then.
     """
 
     def __init__(

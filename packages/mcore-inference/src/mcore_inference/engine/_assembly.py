@@ -144,7 +144,7 @@ def assemble(
             ngrams=ngrams,
             shares_prefixes=arguments.shares_prefixes,
             loras=loras,
-        ),  # fmt: skip
+        ),
         loras=loras,
     )
 
