@@ -201,7 +201,7 @@ class LoraTable:
         if shape is None:
             near = difflib.get_close_matches(str(layer), self._shapes, n=3)
             raise LoraLoadError(
-                f"{layer} has no slots, which are beside targets={self.slots.targets} of LoraSlots and never beside experts; the nearest are "
+                f"{layer} has no slots: they are beside targets={self.slots.targets} of LoraSlots, never beside experts; the nearest are "
                 f"{near}; add it to the targets, or merge the adapter"
             )
         *out, width = shape
