@@ -224,7 +224,7 @@ def _layers(model: GPTModel, slots: LoraSlots) -> dict[str, Linear]:
         parts = {block.mixer_name: block.mixer} | ({"mlp": block.mlp} if type(block.mlp) is MLP else {})
         for part_name, part in parts.items():
             for name, linear in () if part is None else part.named_children():
-                if name in slots.targets and type(linear) in (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear):
+                if name in slots.targets and isinstance(linear, Linear):
                     layers[f"layers.{number}.{part_name}.{name}"] = linear
     return layers
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -76,7 +77,8 @@ class LoraWeights:
             ValueError: another name, or one half of a pair; as of the class.
         """
         halves: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+        pairs: Any = tensors.items() if isinstance(tensors, Mapping) else tensors
+        for name, tensor in pairs:
             suffix = name[-len(_SUFFIXES[0]) :]
             if suffix not in _SUFFIXES:
                 raise ValueError(f"{name} is no matrix of a linear layer's adapter, whose name ends in .lora.A or .lora.B")

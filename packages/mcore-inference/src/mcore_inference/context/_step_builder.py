@@ -131,7 +131,7 @@ class StepBuilder:
         parts = [host.tokens_T, positions_T, slots_T]
         total = len(positions_T)
         # Without one, nothing of the base is computed otherwise.
-        adapts = host.adapters_R is not None and bool((host.adapters_R >= 0).any())
+        adapts = self._has_adapters and bool((_adapters(host) >= 0).any())
         if adapts:
             parts.append(np.repeat(_adapters(host), lengths_R))
         num_places = sum(map(len, parts))

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Adapters over tensor-parallel ranks and stages: what one engine over whole merged models gives, in float64."""
+
+import asyncio
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_inference import (
+    DynamicInferenceContext,
+    DynamicInferenceEngine,
+    EngineRunner,
+    InferenceConfig,
+    LockstepConfig,
+    LoraInUseError,
+    LoraLoadError,
+    LoraSlots,
+    LoraWeights,
+    PagedAttention,
+    SamplingParams,
+    UnknownLoraError,
+    follow_runner,
+)
+from mcore_inference.adapters import LoraTable
+from mcore_inference.engine import _weight_broadcast
+from mcore_parallel import ParallelPlan, ProcessGroups
+from mcore_parallel.models import GPTModel, TransformerConfig
+from mcore_parallel.nn import LatentAttentionConfig
+from tests.support.adapters import TARGETS, merged, random_adapter
+
+SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64, "init_method_std": 0.3}
+LATENT = LatentAttentionConfig(q_lora_rank=10, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
+# Of each kind the config, and the layers with adapters.
+KINDS = {
+    "heads": (TransformerConfig(num_query_groups=2, **SIZES), TARGETS),
+    "latents": (TransformerConfig(latent_attention=LATENT, **SIZES), ("q_down", "q_up", "kv_down", "out", "up", "down")),
+    # The second stage alone has a feed-forward.
+    "uneven": (TransformerConfig(num_query_groups=2, hybrid_layer_pattern="*-", **SIZES), TARGETS),
+}
+PROMPTS = [[1, 2, 3], [7], list(range(20)), [9, 9], list(range(20)), [4, 5]]
+LORAS = ["a", None, "b", "a", "a", "b"]
+PATIENT = LockstepConfig(join_timeout_s=50, silence_timeout_s=20)
+
+
+def make_model(groups: ProcessGroups, kind: str = "heads") -> GPTModel:
+    return GPTModel(KINDS[kind][0], groups, attention_core=PagedAttention(), dtype=torch.float64, seed=0).eval()
+
+
+def make_engine(model: GPTModel, slots: LoraSlots | None, **sizes: Any) -> DynamicInferenceEngine:
+    sizes = {"max_sequence_length": 40, "num_blocks": 9, "block_size_tokens": 4, "max_tokens": 12, "max_requests": 4} | sizes
+    return DynamicInferenceEngine(model, DynamicInferenceContext.for_model(model, InferenceConfig(lora=slots, **sizes)))
+
+
+def adapters_of(kind: str = "heads") -> dict[str, LoraWeights]:
+    whole = make_model(ProcessGroups.single(), kind)
+    return {"a": random_adapter(whole, 3, 0, KINDS[kind][1]), "b": random_adapter(whole, 2, 1, KINDS[kind][1])}
+
+
+def settings() -> list[SamplingParams]:
+    common = {"num_tokens_to_generate": 8, "return_log_probs": True, "skip_prompt_log_probs": False}
+    return [SamplingParams(temperature=float(i % 2), top_p=0.9, seed=i, **common) for i in range(len(PROMPTS))]
+
+
+def wanted_of(kind: str = "heads") -> list[Any]:
+    adapters, whole = adapters_of(kind), make_model(ProcessGroups.single(), kind)
+    engines = {name: make_engine(merged(whole, adapters.get(name or "")), None, num_blocks=60) for name in ("a", "b", None)}
+    return [engines[lora].generate([prompt], params)[0] for prompt, params, lora in zip(PROMPTS, settings(), LORAS, strict=True)]
+
+
+def check_equal(records: Sequence[Any], wanted: Sequence[Any]) -> None:
+    for one, other in zip(records, wanted, strict=True):
+        assert one.generated_tokens == other.generated_tokens
+        torch.testing.assert_close(one.generated_log_probs, other.generated_log_probs, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(one.prompt_log_probs, other.prompt_log_probs, rtol=1e-9, atol=1e-9)
+
+
+def check_split(tp: int, pp: int, kind: str) -> tuple[str, ...]:
+    model = make_model(ProcessGroups.build(ParallelPlan(tp=tp, pp=pp, sequence_parallel=False)), kind)
+    engine = make_engine(model, LoraSlots(max_loras=2, max_lora_rank=3, targets=KINDS[kind][1]))
+    adapters = adapters_of(kind)
+    engine.load_lora("b", adapters["b"])
+    # Of a stage that may be another one's.
+    for number in range(2):
+        name = next(name for name in adapters["a"].matrices if name.startswith(f"layers.{number}."))
+        A, B = adapters["a"].matrices[name]
+        with pytest.raises(LoraLoadError, match=f"{name} of the adapter has A"):
+            engine.load_lora("a", LoraWeights(rank=3, alpha=1.0, matrices={name: (A[:, 1:], B)}))
+    with pytest.raises(LoraLoadError, match=r"layers\.2\.mlp\.up has no slots"):
+        engine.load_lora("a", LoraWeights(rank=3, alpha=1.0, matrices={"layers.2.mlp.up": (A, B)}))
+    engine.load_lora("a", adapters["a"])
+    check_equal(engine.generate(PROMPTS, settings(), lora=LORAS), wanted_of(kind))
+    assert engine.num_preemptions
+    engine.suspend()
+    engine.resume()
+    check_equal(engine.generate(PROMPTS, settings(), lora=LORAS), wanted_of(kind))
+    return engine.loras
+
+
+@pytest.mark.parametrize("kind", ["heads", "latents"])
+@pytest.mark.world(2, shared=True)
+def test_tensor_parallel_ranks(world: Callable[..., list[Any]], kind: str) -> None:
+    assert world(functools.partial(check_split, 2, 1, kind)) == [("b", "a")] * 2
+
+
+@pytest.mark.parametrize("kind", ["heads", "uneven"])
+@pytest.mark.world(2, shared=True)
+def test_stages(world: Callable[..., list[Any]], kind: str) -> None:
+    assert world(functools.partial(check_split, 1, 2, kind)) == [("b", "a")] * 2
+
+
+@pytest.mark.world(4, shared=True)
+def test_stages_of_split_layers(world: Callable[..., list[Any]]) -> None:
+    assert world(functools.partial(check_split, 2, 2, "heads")) == [("b", "a")] * 4
+
+
+def check_unequal_slots() -> str:
+    groups = ProcessGroups.build(ParallelPlan(pp=2))
+    with pytest.raises(ValueError, match="from") as caught:
+        make_engine(make_model(groups), LoraSlots(max_loras=2, max_lora_rank=2 + groups.pp.rank))
+    with pytest.raises(ValueError, match="targets of lora is"):
+        make_engine(make_model(groups), LoraSlots(targets=("qkv",) if groups.pp.rank else ("out",)))
+    # A layer that no stage has.
+    with pytest.raises(ValueError, match="targets='q_up' of LoraSlots names no linear layer"):
+        make_engine(make_model(groups), LoraSlots(targets=("q_up",)))
+    return str(caught.value).partition(" is ")[0]
+
+
+@pytest.mark.world(2, shared=True)
+def test_ranks_with_other_slots_are_refused(world: Callable[..., list[Any]]) -> None:
+    assert world(check_unequal_slots) == ["max_lora_rank"] * 2
+
+
+async def answers(runner: EngineRunner) -> list[Any]:
+    streams = [await runner.submit(prompt, params, lora=lora) for prompt, params, lora in zip(PROMPTS, settings(), LORAS, strict=True)]
+    return [await stream.record() for stream in streams]
+
+
+def check_run(tp: int, pp: int) -> tuple[str, ...]:
+    model = make_model(ProcessGroups.build(ParallelPlan(tp=tp, pp=pp, sequence_parallel=False)))
+    engine = make_engine(model, LoraSlots(max_loras=2, max_lora_rank=3), num_blocks=40)
+    # Matrices in several buckets.
+    _weight_broadcast._BUCKET_BYTES = 2048
+    if model.groups.tp_pp.rank:
+        follow_runner(engine, PATIENT)
+        return engine.loras
+    adapters = adapters_of()
+
+    async def main() -> None:
+        with EngineRunner(engine, lockstep=PATIENT) as runner:
+            await runner.load_lora("a", adapters["b"])
+            await runner.unload_lora("a")
+            for name, weights in adapters.items():
+                await runner.load_lora(name, weights)
+            with pytest.raises(LoraLoadError, match="an adapter a is loaded"):
+                await runner.load_lora("a", adapters["a"])
+            with pytest.raises(LoraLoadError, match="weights is a dict"):
+                await runner.load_lora("c", {})  # type: ignore[arg-type]
+            assert runner.loras == ("a", "b")
+            check_equal(await answers(runner), wanted_of())
+            with pytest.raises(UnknownLoraError, match="loaded are a, b"):
+                await runner.submit([1], lora="c")
+            held = await runner.submit([1], SamplingParams(num_tokens_to_generate=30, ignore_eos=True), lora="b")
+            with pytest.raises(LoraInUseError):
+                await runner.unload_lora("b")
+            held.abort()
+            await held.record()
+            await runner.unload_lora("b")
+            assert runner.loras == ("a",)
+
+    asyncio.run(main())
+    return engine.loras
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+@pytest.mark.world(2)
+def test_a_runner_brings_adapters_to_all_ranks(world: Callable[..., list[Any]], tp: int, pp: int) -> None:
+    assert world(functools.partial(check_run, tp, pp)) == [("a",)] * 2
+
+
+def check_refused_elsewhere() -> tuple[str, ...]:
+    """A rank that has no memory, say, refuses what the first one has loaded."""
+    model = make_model(ProcessGroups.build(ParallelPlan(tp=2, sequence_parallel=False)))
+    engine, load = make_engine(model, LoraSlots(max_loras=2, max_lora_rank=3), num_blocks=40), LoraTable.load
+    if model.groups.tp.rank:
+        LoraTable.load = lambda table, name, weights: 1 / 0 if name == "b" else load(table, name, weights)  # type: ignore[method-assign]
+        follow_runner(engine, PATIENT)
+        return engine.loras
+    adapters = adapters_of()
+
+    async def main() -> None:
+        with EngineRunner(engine, lockstep=PATIENT) as runner:
+            await runner.load_lora("a", adapters["a"])
+            with pytest.raises(LoraLoadError, match="tp rank 1 refused the adapter: ZeroDivisionError"):
+                await runner.load_lora("b", adapters["b"])
+            assert runner.loras == ("a",)
+            check_equal([await (await runner.submit(PROMPTS[0], settings()[0], lora="a")).record()], wanted_of()[:1])
+
+    asyncio.run(main())
+    return engine.loras
+
+
+@pytest.mark.world(2)
+def test_an_adapter_that_one_rank_refuses_is_loaded_on_none(world: Callable[..., list[Any]]) -> None:
+    assert world(check_refused_elsewhere) == [("a",)] * 2
