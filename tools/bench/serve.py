@@ -12,6 +12,8 @@ with "n", "isl", "osl" and "out_tok_s".
 With --batch-invariant an engine with a batch-invariant backend runs the same cases after the plain one; its "cost" is the time of a token
 beside that one's.
 
+With --loras 1 4 8 engines with as many slots of rank 16 run them too, the requests of a case over all adapters in turn; "cost" as above.
+
 python -m tools.bench.serve --model llama-1b --rate 8 16 32 --requests 512 --lengths 512 256 --output docs/benchmarks/serve_online.json \\
     --server "vllm=vllm serve folder/of/{model} --load-format dummy --port {port}"
 
@@ -45,6 +47,8 @@ from mcore_inference import (
     DynamicInferenceEngine,
     ExecutionConfig,
     InferenceConfig,
+    LoraSlots,
+    LoraWeights,
     PagedAttention,
     SamplingParams,
 )
@@ -54,6 +58,7 @@ from mcore_parallel import ProcessGroups
 from mcore_parallel.backends import choose_backend
 from mcore_parallel.models import GPTModel, TransformerConfig, dense_feed_forward, hybrid_config
 from mcore_parallel.nn import MambaConfig
+from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from tools.bench._load import PoissonLoad
 from tools.bench._online import OURS, online_rows, replica_rows, with_online_ratios
 from tools.bench._record import record
@@ -102,8 +107,9 @@ def build(
     *,
     batch_invariant: bool = False,
     execution: ExecutionConfig | None = None,
+    num_loras: int = 0,
 ) -> tuple[DynamicInferenceEngine, float]:
-    """An engine over random weights, and the seconds until its first token."""
+    """An engine over random weights, with so many random adapters, and the seconds until its first token."""
     begun = time.perf_counter()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     config, dtype = MODELS[model], torch.bfloat16 if device == "cuda" else torch.float32
@@ -132,10 +138,30 @@ def build(
         buffer_size_gb=memory_gb,
         kv_cache_dtype=kv_cache_dtype,
         weight_dtype=weight_dtype,
+        lora=slots_of(model, num_loras) if num_loras else None,
     )
     engine = DynamicInferenceEngine(net, DynamicInferenceContext.for_model(net, sizes), tokenizer, execution=execution)
+    for number in range(num_loras):
+        engine.load_lora(f"adapter-{number}", random_adapter(engine))
     engine.generate([[1, 2, 3]], SamplingParams(num_tokens_to_generate=2))
     return engine, time.perf_counter() - begun
+
+
+def slots_of(model: str, num_loras: int) -> LoraSlots:
+    """Beside all linear layers without experts."""
+    return LoraSlots(max_loras=num_loras, targets=("qkv", "out") if model in EXPERTS else ("qkv", "out", "up", "down"))
+
+
+def random_adapter(engine: DynamicInferenceEngine) -> LoraWeights:
+    """Of all layers with slots."""
+    slots, matrices = engine.context.config.lora, {}
+    assert slots is not None
+    for name, layer in engine.model.named_modules():
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and name.rpartition(".")[2] in slots.targets:
+            *out, width = layer.weight_spec.shape
+            place: Any = {"device": layer.weight.device, "dtype": engine.model.dtype}
+            matrices[name] = 0.02 * torch.randn(slots.max_lora_rank, width, **place), 0.02 * torch.randn(*out, slots.max_lora_rank, **place)
+    return LoraWeights(rank=slots.max_lora_rank, alpha=2.0 * slots.max_lora_rank, matrices=matrices)
 
 
 def run_case(engine: DynamicInferenceEngine, requests: int, inputs: int, outputs: int) -> dict[str, Any]:
@@ -144,7 +170,8 @@ def run_case(engine: DynamicInferenceEngine, requests: int, inputs: int, outputs
     prompts = [[rng.randrange(engine.vocab_size) for _ in range(inputs)] for _ in range(requests)]
     params = SamplingParams(temperature=1.0, num_tokens_to_generate=outputs, ignore_eos=True)
     steps, recorded, begun = engine.step_count, engine.stats()["graph_steps"], time.perf_counter()
-    records = engine.generate(prompts, params)
+    loras = engine.loras or (None,)
+    records = engine.generate(prompts, params, lora=[loras[number % len(loras)] for number in range(requests)])
     seconds = time.perf_counter() - begun
     made = sum(record.num_generated for record in records)
     if made != requests * outputs:
@@ -207,7 +234,7 @@ def peer_rows(name: str, command: str, model: str, timeout_s: float) -> list[dic
 
 
 def with_cost(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The row of a batch-invariant engine, with its time a token beside that of the plain one."""
+    """The row of a batch-invariant engine, or of one with adapters, with its time a token beside that of the plain one."""
     same = ("model", "n", "isl", "osl")
     plain = next(other for other in rows if other["by"] == "mcore" and all(other[name] == row[name] for name in same))
     return {**row, "cost": round(row["s"] / plain["s"], 3)}
@@ -249,6 +276,9 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", choices=("fp8",), help="of keys and values; None for the model's")
     parser.add_argument("--weight-dtype", choices=("fp8", "fp8_weight_only"), help="of linear layers and experts; None for the model's")
     parser.add_argument("--batch-invariant", action="store_true", help="measure a batch-invariant engine too, after the plain one")
+    parser.add_argument(
+        "--loras", type=int, nargs="+", default=[], metavar="N", help="measure engines with N adapters too, after the plain one"
+    )
     parser.add_argument("--rate", type=float, nargs="+", help="measure servers under so many requests/s instead; inf for all at once")
     parser.add_argument("--data-parallel", type=int, metavar="N", help="of --rate: measure one engine, and one and N behind a coordinator")
     parser.add_argument("--api-server-count", type=int, default=1, metavar="N", help="of --rate: processes of our server that answer HTTP")
@@ -271,7 +301,9 @@ def main() -> None:
         for row in peer_rows(name, command, model, arguments.timeout_s):
             rows.append(row)
             print(json.dumps(row), flush=True)
-    for model, exact in itertools.product(arguments.model, (False, True) if arguments.batch_invariant else (False,)):
+    # Batch-invariant or not, and adapters.
+    kinds = [(False, 0), *([(True, 0)] if arguments.batch_invariant else []), *((False, count) for count in arguments.loras)]
+    for model, (exact, num_loras) in itertools.product(arguments.model, kinds):
         engine, startup_s = build(
             model,
             arguments.device,
@@ -279,17 +311,18 @@ def main() -> None:
             arguments.kv_cache_dtype,
             weight_dtype=arguments.weight_dtype,
             batch_invariant=exact,
+            num_loras=num_loras,
         )
         chosen = {"kv": arguments.kv_cache_dtype, "weights": arguments.weight_dtype}
         error: dict[str, Any] = {name: dtype for name, dtype in chosen.items() if dtype is not None}
-        if error:
+        if error and not num_loras:
             error["log_prob_error"] = float(f"{log_prob_error(engine, model, arguments.device):.3g}")
-        by = "mcore, batch-invariant" if exact else "mcore"
+        by = "mcore, batch-invariant" if exact else f"mcore, {num_loras} adapters" if num_loras else "mcore"
         print(json.dumps({"model": model, "by": by, "startup_s": round(startup_s, 1)}), flush=True)
         for case in arguments.cases:
             run_case(engine, *CASES[case])
             row = {"by": by, "model": model, **run_case(engine, *CASES[case]), "startup_s": round(startup_s, 1), **error}
-            rows.append(row if not exact else with_cost(row, rows))
+            rows.append(row if by == "mcore" else with_cost(row, rows))
             print(json.dumps(rows[-1]), flush=True)
         for requests in arguments.profile:
             for row in profile(engine, requests, 128):
