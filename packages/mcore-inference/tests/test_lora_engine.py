@@ -26,12 +26,12 @@ from mcore_inference import (
     SamplingParams,
     UnknownLoraError,
 )
-from mcore_inference.decoder import TorchDecoder
+from mcore_inference.decoder import FusedDecoder, TorchDecoder
 from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ProcessGroups, named_shards
 from mcore_parallel.backends import choose_backend
 from mcore_parallel.models import GPTModel, TransformerConfig
-from mcore_parallel.nn import GatedDeltaNetConfig, LatentAttentionConfig, MambaConfig
+from mcore_parallel.nn import GatedDeltaNetConfig, LatentAttentionConfig, MambaConfig, Step
 from mcore_parallel.tensor_parallel import LoraConfig, add_lora
 from tests.support.adapters import TARGETS, adaptable, merged, random_adapter
 from tests.support.decode_graphs import serve_as_on_a_gpu
@@ -178,6 +178,27 @@ def test_weights_in_fp8_beside_adapters() -> None:
             rounded.get_parameter(f"{name}.weight").copy_(weight.view(layer.weight.shape))
     requests = requests_of(rng, 12)
     check_equal(run_mixed(engine, requests, rng), wanted_of(rounded, adapters, requests))
+
+
+def attend_by_torch(decoder: FusedDecoder, qkv: torch.Tensor, attention: Any, step: Step) -> torch.Tensor:
+    """In place of the kernel."""
+    q, k, v = attention._heads(qkv.view(len(qkv), attention.local_kv_heads, -1, attention.head_dim), attention._tables(step))
+    return attention._attend(q, k, v, step)
+
+
+@pytest.mark.parametrize("weight_dtype", [None, "fp8_weight_only"])
+def test_the_decoder_of_a_gpu_adds_adapters_to_its_matmuls(monkeypatch: pytest.MonkeyPatch, weight_dtype: Any) -> None:
+    monkeypatch.setattr(FusedDecoder, "_attend", attend_by_torch)
+    model, rng = merged(make_model(), None), random.Random(2)
+    requests = requests_of(rng, 12)
+    results = []
+    for fused in (False, True):
+        engine, _ = loaded(model, weight_dtype=weight_dtype)
+        if fused:
+            engine._executor._decoder = FusedDecoder(model, 8, has_adapters=True)
+        results.append(run_mixed(engine, requests, random.Random(2)))
+    check_equal(*results)
+    assert {record.lora for record in results[1]} == set(NAMES)
 
 
 def check_recorded(kind: str, execution: ExecutionConfig) -> tuple[bool, bool]:

@@ -166,9 +166,17 @@ def check_run(tp: int, pp: int) -> tuple[str, ...]:
             held = await runner.submit([1], SamplingParams(num_tokens_to_generate=30, ignore_eos=True), lora="b")
             with pytest.raises(LoraInUseError):
                 await runner.unload_lora("b")
+            # In the order in which they were asked for.
             held.abort()
-            await held.record()
             await runner.unload_lora("b")
+            await held.record()
+            await runner.suspend()
+            await runner.load_lora("c", adapters["b"])
+            await runner.resume()
+            await runner.unpause()
+            record = await (await runner.submit(PROMPTS[2], settings()[2], lora="c")).record()
+            check_equal([record], wanted_of()[2:3])
+            await runner.unload_lora("c")
             assert runner.loras == ("a",)
 
     asyncio.run(main())
