@@ -459,7 +459,6 @@ class DynamicInferenceContext:
         self.allocator.release_memory_blocks(self._block_table[slot, :held].tolist())
         self._block_table[slot] = -1
         self._num_blocks[slot] = self._num_cached[slot] = self._num_known[slot] = 0
-        self._adapters[slot] = -1
         self._free_slots.append(slot)
 
     def holds(self, request_id: int) -> bool:
