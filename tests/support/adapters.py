@@ -4,11 +4,15 @@
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from mcore_inference import LoraWeights
+from mcore_inference.decoder import FusedDecoder
 from mcore_parallel.models import GPTModel
+from mcore_parallel.nn import Step
 from mcore_parallel.tensor_parallel import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 
 TARGETS = ("qkv", "out", "up", "down")
@@ -45,3 +49,9 @@ def merged(model: GPTModel, adapter: LoraWeights | None) -> GPTModel:
                 delta = adapter.scaling * (B.flatten(0, -2) @ A).view(weight.shape)
                 weight.copy_(weight.double() + delta.to(weight.device))
     return other
+
+
+def attend_by_torch(decoder: FusedDecoder, qkv: Tensor, attention: Any, step: Step) -> Tensor:
+    """``FusedDecoder._attend`` without the kernel."""
+    heads = qkv.view(len(qkv), attention.local_kv_heads, -1, attention.head_dim)
+    return attention._attend(*attention._heads(heads, attention._tables(step)), step)

@@ -31,9 +31,9 @@ from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ProcessGroups, named_shards
 from mcore_parallel.backends import choose_backend
 from mcore_parallel.models import GPTModel, TransformerConfig
-from mcore_parallel.nn import GatedDeltaNetConfig, LatentAttentionConfig, MambaConfig, Step
+from mcore_parallel.nn import GatedDeltaNetConfig, LatentAttentionConfig, MambaConfig
 from mcore_parallel.tensor_parallel import LoraConfig, add_lora
-from tests.support.adapters import TARGETS, adaptable, merged, random_adapter
+from tests.support.adapters import TARGETS, adaptable, attend_by_torch, merged, random_adapter
 from tests.support.decode_graphs import serve_as_on_a_gpu
 from tests.support.engine_checks import check_idle
 
@@ -178,12 +178,6 @@ def test_weights_in_fp8_beside_adapters() -> None:
             rounded.get_parameter(f"{name}.weight").copy_(weight.view(layer.weight.shape))
     requests = requests_of(rng, 12)
     check_equal(run_mixed(engine, requests, rng), wanted_of(rounded, adapters, requests))
-
-
-def attend_by_torch(decoder: FusedDecoder, qkv: torch.Tensor, attention: Any, step: Step) -> torch.Tensor:
-    """In place of the kernel."""
-    q, k, v = attention._heads(qkv.view(len(qkv), attention.local_kv_heads, -1, attention.head_dim), attention._tables(step))
-    return attention._attend(q, k, v, step)
 
 
 @pytest.mark.parametrize("weight_dtype", [None, "fp8_weight_only"])
@@ -334,6 +328,46 @@ def test_an_adapter_in_use_is_not_unloaded() -> None:
         engine.unload_lora("a")
 
 
+@pytest.mark.parametrize(
+    "execution", [ExecutionConfig(run_ahead=True), ExecutionConfig(speculation=NgramSpeculation())], ids=["ahead", "speculation"]
+)
+def test_adapters_come_and_go_while_requests_run(execution: ExecutionConfig) -> None:
+    """Of six in two slots, some under names that others had."""
+    model, rng = make_model(), random.Random(4)
+    pool = [random_adapter(model, 1 + seed % 4, seed) for seed in range(6)]
+    references = [build(merged(model, weights), enable_prefix_caching=False) for weights in (*pool, None)]
+    engine = build(model, execution, LoraSlots(max_loras=2, max_lora_rank=4), num_blocks=24, max_tokens=12)
+    held: dict[str, int] = {}
+    asked: dict[int, tuple[list[int], SamplingParams, int]] = {}
+    records: list[DynamicInferenceRequestRecord] = []
+    counts = {"loads": 0, "refused": 0}
+    for turn in range(160):
+        if len(held) < 2:
+            name = rng.choice([name for name in ("x", "y", "z") if name not in held])
+            held[name] = rng.randrange(len(pool))
+            engine.load_lora(name, pool[held[name]])
+            counts["loads"] += 1
+        if len(asked) - len(records) < 5:
+            name = rng.choice([*held, None])
+            prompt, params = [*SHARED[: rng.choice([5, 12, 20])], turn % 64], settings(turn)
+            number = engine.add_request(prompt, params, lora=name)
+            asked[number] = prompt, params, held[name] if name is not None else len(pool)
+        records += engine.step()
+        name = rng.choice(list(held))
+        try:
+            engine.unload_lora(name)
+            del held[name]
+        except LoraInUseError:
+            counts["refused"] += 1
+    while engine.has_unfinished_requests():
+        records += engine.step()
+    records.sort(key=lambda record: record.request_id)
+    wanted = [references[which].generate([prompt], params)[0] for prompt, params, which in (asked[record.request_id] for record in records)]
+    check_equal(records, wanted)
+    assert len(records) == len(asked) > 40 and counts["loads"] > 8 and counts["refused"] > 8, counts
+    assert engine.stats()["prefix_cache_hits"] and {which for _, _, which in asked.values()} == set(range(7))
+
+
 def test_unknown_adapters_end_their_request_alone() -> None:
     engine, _ = loaded(make_model())
     refused, served, wrong = engine.generate([SHARED, SHARED, SHARED], settings(0), lora=["z", "a", 3])  # type: ignore[list-item]
@@ -416,6 +450,13 @@ def test_models_that_cannot_have_slots_are_refused_at_construction() -> None:
     add_lora(trained, LoraConfig(rank=2), trained.groups)
     with pytest.raises(ValueError, match="has an adapter of its own"):
         build(trained, slots=slots)
+    # One that comes later would be left out in silence.
+    engine, _ = loaded(later := merged(make_model(), None))
+    add_lora(later, LoraConfig(rank=2), later.groups)
+    engine.add_request(SHARED, lora="a")
+    with pytest.raises(RuntimeError, match="has got adapters from elsewhere"):
+        engine.step()
+    assert all(layer.lora is not None for layer in adaptable(later).values())
     with pytest.raises(ValueError, match="lora is a dict"):
         InferenceConfig(lora={"max_loras": 2})  # type: ignore[arg-type]
 
@@ -426,7 +467,9 @@ def test_models_that_cannot_have_slots_are_refused_at_construction() -> None:
         ({"max_loras": 0}, "max_loras=0"),
         ({"max_loras": True}, "max_loras=True"),
         ({"max_lora_rank": 1.5}, "max_lora_rank=1.5"),
-        ({"targets": "qkv"}, "one string"),
+        ({"targets": "qkv"}, "targets='qkv' is a str"),
+        ({"targets": None}, "targets=None is a NoneType"),
+        ({"targets": (["up"],)}, "no linear layer that can have adapters"),
         ({"targets": ()}, "at least one"),
         ({"targets": ("up", "up")}, "each once"),
         ({"targets": ("kv_up",)}, "absorbed into queries"),

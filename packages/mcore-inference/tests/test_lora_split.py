@@ -26,11 +26,12 @@ from mcore_inference import (
     follow_runner,
 )
 from mcore_inference.adapters import LoraTable
+from mcore_inference.decoder import FusedDecoder
 from mcore_inference.engine import _weight_broadcast
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import LatentAttentionConfig
-from tests.support.adapters import TARGETS, merged, random_adapter
+from tests.support.adapters import TARGETS, attend_by_torch, merged, random_adapter
 
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64, "init_method_std": 0.3}
 LATENT = LatentAttentionConfig(q_lora_rank=10, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
@@ -115,6 +116,23 @@ def test_stages(world: Callable[..., list[Any]], kind: str) -> None:
 @pytest.mark.world(4, shared=True)
 def test_stages_of_split_layers(world: Callable[..., list[Any]]) -> None:
     assert world(functools.partial(check_split, 2, 2, "heads")) == [("b", "a")] * 4
+
+
+def check_fused() -> None:
+    """The decoder of a GPU, whose sums of partial results take those of adapters in."""
+    model = make_model(ProcessGroups.build(ParallelPlan(tp=2, sequence_parallel=False)))
+    engine = make_engine(model, LoraSlots(max_loras=2, max_lora_rank=3))
+    for name, weights in adapters_of().items():
+        engine.load_lora(name, weights)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(FusedDecoder, "_attend", attend_by_torch)
+        engine._executor._decoder = FusedDecoder(model, 4, has_adapters=True)
+        check_equal(engine.generate(PROMPTS, settings(), lora=LORAS), wanted_of())
+
+
+@pytest.mark.world(2, shared=True)
+def test_the_decoder_of_gpus_sums_adapters_with_partial_results(world: Callable[..., list[Any]]) -> None:
+    world(check_fused)
 
 
 def check_unequal_slots() -> str:

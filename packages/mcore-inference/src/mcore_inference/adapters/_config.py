@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """How many adapters an engine holds, and beside which layers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_inference._fields import as_integer
@@ -42,13 +43,13 @@ class LoraSlots:
     def __post_init__(self) -> None:
         for name, most in (("max_loras", 2**10), ("max_lora_rank", 2**12)):
             object.__setattr__(self, name, as_integer(name, getattr(self, name), 1, most))
-        if isinstance(self.targets, str):
-            raise ValueError(f'targets={self.targets!r} is one string; give names, such as ("qkv", "out")')
+        if isinstance(self.targets, str) or not isinstance(self.targets, Sequence):
+            raise ValueError(f'targets={self.targets!r} is a {type(self.targets).__name__}; give names, such as ("qkv", "out")')
         object.__setattr__(self, "targets", tuple(self.targets))
-        if not self.targets or len(set(self.targets)) < len(self.targets):
+        if not self.targets or any(self.targets.count(target) > 1 for target in self.targets):
             raise ValueError(f'targets={self.targets!r} must name at least one linear layer, each once, such as ("qkv", "out")')
         for target in self.targets:
-            if target in _REFUSED:
+            if isinstance(target, str) and target in _REFUSED:
                 raise ValueError(f"targets={target!r} {_REFUSED[target]}; leave it out, or merge the adapter")
             if target not in _TARGETS:
                 raise ValueError(f"targets={target!r} is no linear layer that can have adapters; choose from {', '.join(_TARGETS)}")

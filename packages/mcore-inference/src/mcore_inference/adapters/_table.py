@@ -177,7 +177,15 @@ class LoraTable:
 
         Args:
             slots_T: [T] int32, the slot of each token, -1 for the base.
+
+        Raises:
+            RuntimeError: a layer has got an adapter from elsewhere since the table was made.
         """
+        if any(layer.lora is not None for layer, _ in self._stacks.values()):
+            raise RuntimeError(
+                "the model of an engine with lora=LoraSlots(...) has got adapters from elsewhere, by add_lora or by another engine in a "
+                "step; give each a model of its own"
+            )
         self._chosen.others_TP = slots_T.unsqueeze(1) != self._slot_P
         try:
             for layer, stack in self._stacks.values():
