@@ -28,10 +28,12 @@ from mcore_inference import (
 from mcore_inference.adapters import LoraTable
 from mcore_inference.decoder import FusedDecoder
 from mcore_inference.engine import _weight_broadcast
+from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ParallelPlan, ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import LatentAttentionConfig
 from tests.support.adapters import TARGETS, attend_by_torch, merged, random_adapter
+from tests.support.decode_graphs import serve_as_on_a_gpu
 
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64, "init_method_std": 0.3}
 LATENT = LatentAttentionConfig(q_lora_rank=10, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
@@ -41,14 +43,18 @@ KINDS = {
     "latents": (TransformerConfig(latent_attention=LATENT, **SIZES), ("q_down", "q_up", "kv_down", "out", "up", "down")),
     # The second stage alone has a feed-forward.
     "uneven": (TransformerConfig(num_query_groups=2, hybrid_layer_pattern="*-", **SIZES), TARGETS),
+    # One layer has experts, the other a plain feed-forward.
+    "mixture": (TransformerConfig(num_query_groups=2, **SIZES), TARGETS),
 }
+MIXTURE = MoEConfig(num_moe_experts=4, moe_router_topk=2, moe_layer_freq=(1, 0))
 PROMPTS = [[1, 2, 3], [7], list(range(20)), [9, 9], list(range(20)), [4, 5]]
 LORAS = ["a", None, "b", "a", "a", "b"]
 PATIENT = LockstepConfig(join_timeout_s=50, silence_timeout_s=20)
 
 
 def make_model(groups: ProcessGroups, kind: str = "heads") -> GPTModel:
-    return GPTModel(KINDS[kind][0], groups, attention_core=PagedAttention(), dtype=torch.float64, seed=0).eval()
+    parts = {"feed_forward": moe_feed_forward(MIXTURE)} if kind == "mixture" else {}
+    return GPTModel(KINDS[kind][0], groups, attention_core=PagedAttention(), dtype=torch.float64, seed=0, **parts).eval()
 
 
 def make_engine(model: GPTModel, slots: LoraSlots | None, **sizes: Any) -> DynamicInferenceEngine:
@@ -128,6 +134,30 @@ def check_fused() -> None:
         patched.setattr(FusedDecoder, "_attend", attend_by_torch)
         engine._executor._decoder = FusedDecoder(model, 4, has_adapters=True)
         check_equal(engine.generate(PROMPTS, settings(), lora=LORAS), wanted_of())
+
+
+def check_shared_experts(*, recorded: bool) -> tuple[str, ...]:
+    """Each rank has requests and adapters of its own."""
+    groups, adapters, wanted = ProcessGroups.build(ParallelPlan(dp=2, ep=2)), adapters_of("mixture"), wanted_of("mixture")
+    if recorded:
+        serve_as_on_a_gpu()
+    engine, rank = make_engine(make_model(groups, "mixture"), LoraSlots(max_loras=2, max_lora_rank=3)), groups.dp.rank
+    for name in (("a", "b"), ("b",))[rank]:
+        engine.load_lora(name, adapters[name])
+    own = [number for number, lora in enumerate(LORAS) if not rank or lora != "a"]
+    records = engine.generate([PROMPTS[i] for i in own], [settings()[i] for i in own], lora=[LORAS[i] for i in own])
+    check_equal(records, [wanted[i] for i in own])
+    if rank:
+        engine.load_lora("a", adapters["a"])
+    check_equal(engine.generate(PROMPTS, settings(), lora=LORAS), wanted)
+    assert bool(engine.stats()["graph_steps"]) == recorded
+    return engine.loras
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.world(2)
+def test_engines_that_share_experts_have_adapters_of_their_own(world: Callable[..., list[Any]], recorded: bool) -> None:
+    assert world(functools.partial(check_shared_experts, recorded=recorded)) == [("a", "b"), ("b", "a")]
 
 
 @pytest.mark.world(2, shared=True)

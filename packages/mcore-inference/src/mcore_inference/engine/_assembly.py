@@ -167,11 +167,6 @@ def _checked(
     check_weights(model, weight_dtype)
     check_quantization(model, weight_dtype)
     check_slots(model, context.config.lora)
-    if context.config.lora is not None and shares_experts(model):
-        raise ValueError(
-            f"lora={context.config.lora} is for engines that hold all experts of their model, and ep={model.groups.ep.size} etp="
-            f"{model.groups.expt_tp.size} share them with engines of other requests; merge the adapter, or serve with ep=1"
-        )
     shares = shares_prefixes(model, context.config.enable_prefix_caching)
     seed = as_integer("seed", seed, -(2**63), 2**63 - 1)
     most_ids = model.config.vocab_size

@@ -246,12 +246,11 @@ class LockstepLeader:
                 sender.end()
             self.engine.load_lora(name, weights)
 
-        had = name in self.engine.loras
         error, outcomes = self._everywhere({"lora": name, "rank": weights.rank, "alpha": weights.alpha}, load)
         failed = _failed(outcomes)
         if error is None and not failed:
             return
-        if not had:
+        if error is None or len(failed) < len(outcomes):
             self._everywhere({"call": "drop_lora", "name": name}, lambda: drop_lora(self.engine, name))
         if error is not None:
             raise error
