@@ -100,6 +100,19 @@ def test_bfloat16_scores_are_those_of_merged_models_up_to_rounding(weight_dtype:
     assert error(LORAS[1:] + LORAS[:1]) > 1.0
 
 
+@pytest.mark.parametrize("weight_dtype", [None, "fp8_weight_only"])
+def test_the_base_alone_has_the_bits_and_the_kernels_of_an_engine_without_slots(weight_dtype: Any) -> None:
+    params = SamplingParams(temperature=0, num_tokens_to_generate=20, return_log_probs=True)
+    results = []
+    for slots in (True, False):
+        engine = build(make_model("cuda", torch.bfloat16), slots=slots, weight_dtype=weight_dtype)
+        results.append(engine.generate(prompts(), params))
+        graphs = engine._executor.graphs
+        assert graphs is not None and graphs._recorded and not graphs._adapted
+    for one, other in zip(*results, strict=True):
+        assert one.generated_tokens == other.generated_tokens and one.generated_log_probs == other.generated_log_probs
+
+
 def test_bfloat16_decode_steps_replay_with_adapters() -> None:
     params = SamplingParams(temperature=0, num_tokens_to_generate=40, return_log_probs=True)
     engine = build(make_model("cuda", torch.bfloat16))

@@ -189,7 +189,7 @@ def test_the_decoder_of_a_gpu_adds_adapters_to_its_matmuls(monkeypatch: pytest.M
     for fused in (False, True):
         engine, _ = loaded(model, weight_dtype=weight_dtype)
         if fused:
-            engine._executor._decoder = FusedDecoder(model, 8, has_adapters=True)
+            engine._executor._decoder = FusedDecoder(model, 8)
         results.append(run_mixed(engine, requests, random.Random(2)))
     check_equal(*results)
     assert {record.lora for record in results[1]} == set(NAMES)
@@ -202,6 +202,8 @@ def check_recorded(kind: str, execution: ExecutionConfig) -> tuple[bool, bool]:
     serve_as_on_a_gpu()
     engine, _ = loaded(model, targets, execution)
     engine.create_cuda_graphs()
+    graphs = engine._executor.graphs
+    assert graphs is not None and set(graphs._adapted) == set(graphs._recorded) == set(graphs._sizes)
     check_equal(run_mixed(engine, requests, rng), wanted)
     # What recordings read is written in place.
     engine.unload_lora("b")
@@ -214,6 +216,28 @@ def check_recorded(kind: str, execution: ExecutionConfig) -> tuple[bool, bool]:
     executor = engine._executor
     mixed = executor.proposal_graphs if execution.speculation is not None else executor.mixed_graphs
     return bool(executor.graphs and executor.graphs.request_counts), bool(mixed and mixed.step_counts)
+
+
+def check_recordings_of_the_base() -> None:
+    serve_as_on_a_gpu()
+    engine, _ = loaded(make_model())
+    graphs = engine._executor.graphs
+    assert graphs is not None
+    engine.generate([SHARED, [1]], settings(0))
+    assert set(graphs._recorded) == {2} and not graphs._adapted
+    engine.generate([SHARED, [1]], settings(0), lora=[None, "a"])
+    assert set(graphs._recorded) == {2} == set(graphs._adapted)
+    # As each step has one.
+    engine.add_request(SHARED, settings(3), lora="b")
+    engine.add_request(SHARED, settings(0))
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert set(graphs._recorded) == {1, 2} and set(graphs._adapted) == {2}
+
+
+@pytest.mark.world(1)
+def test_decode_steps_of_the_base_alone_are_recordings_of_their_own(world: Callable[..., list[Any]]) -> None:
+    world(check_recordings_of_the_base)
 
 
 @pytest.mark.parametrize("kind", ["plain", "latents", "states"])

@@ -132,7 +132,7 @@ def check_fused() -> None:
         engine.load_lora(name, weights)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(FusedDecoder, "_attend", attend_by_torch)
-        engine._executor._decoder = FusedDecoder(model, 4, has_adapters=True)
+        engine._executor._decoder = FusedDecoder(model, 4)
         check_equal(engine.generate(PROMPTS, settings(), lora=LORAS), wanted_of())
 
 

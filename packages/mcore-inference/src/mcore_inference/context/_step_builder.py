@@ -106,7 +106,7 @@ class StepBuilder:
         self.device, self.has_kernel = pages.device, reads_tables(cache.attention_backend, PageFormat.of(cache), dtype)
         self._rotation, self._dtype = rotation, dtype
         self.max_blocks, self._group = max_blocks, group
-        self._sink, self._has_adapters = pages.shape[2] - 1, has_adapters
+        self._sink, self.has_adapters = pages.shape[2] - 1, has_adapters
         self.last_tokens = torch.zeros(num_last_tokens or max_requests, dtype=torch.int64, device=self.device)
         """[M], the token that was sampled last for each request line; the sampler writes it."""
         # Decode steps that a graph replays read from here.
@@ -131,7 +131,7 @@ class StepBuilder:
         parts = [host.tokens_T, positions_T, slots_T]
         total = len(positions_T)
         # Without one, nothing of the base is computed otherwise.
-        adapts = self._has_adapters and bool((_adapters(host) >= 0).any())
+        adapts = self.adapts(host)
         if adapts:
             parts.append(np.repeat(_adapters(host), lengths_R))
         num_places = sum(map(len, parts))
@@ -167,15 +167,20 @@ class StepBuilder:
         tables_RB = np.full((len(lengths), self.max_blocks), self._sink)
         return HostStep(
             tokens_T=np.zeros(sum(lengths), dtype=np.int64), lengths_R=np.array(lengths), cached_R=np.array(cached), tables_RB=tables_RB,
-            lines_R=np.arange(len(lengths)), adapters_R=np.zeros(len(lengths), dtype=np.int64) if self._has_adapters else None,
+            lines_R=np.arange(len(lengths)), adapters_R=np.zeros(len(lengths), dtype=np.int64) if self.has_adapters else None,
         )  # fmt: skip
 
-    def decode_inputs(self, num_rows: int, words: Tensor | None = None) -> StepInputs:
+    def adapts(self, host: HostStep) -> bool:
+        """Whether a row of a step has an adapter."""
+        return self.has_adapters and host.adapters_R is not None and bool((host.adapters_R >= 0).any())
+
+    def decode_inputs(self, num_rows: int, words: Tensor | None = None, *, adapts: bool = True) -> StepInputs:
         """Tensors of a step of ``num_rows`` rows of one token each.
 
         Args:
             num_rows: whatever the words say.
             words: of ``decode_words``, on the device; None for those that ``send_decode`` fills, whose addresses never change.
+            adapts: whether rows may have adapters, where there are some.
         """
         draws = None
         if words is None:
@@ -196,7 +201,7 @@ class StepBuilder:
             longest_query=1,
         )
         recurrent = None if self.states is None else self._recurrent_rows(self.states, lines.long(), num_rows, ())
-        inputs = self._inputs(words[: 3 * num_rows], rows, recurrent, adapters if self._has_adapters else None)
+        inputs = self._inputs(words[: 3 * num_rows], rows, recurrent, adapters if self.has_adapters and adapts else None)
         return replace(inputs, draws=draws)
 
     def send_decode(self, host: HostStep, num_rows: int) -> None:
@@ -215,7 +220,7 @@ class StepBuilder:
 
     def num_decode_words(self, num_rows: int) -> int:
         """Of ``decode_words``."""
-        return num_rows * (5 + self.max_blocks + self._has_adapters)
+        return num_rows * (5 + self.max_blocks + self.has_adapters)
 
     def decode_words(self, host: HostStep, num_rows: int) -> np.ndarray:
         """What ``decode_inputs(num_rows)`` reads, int32: a step of at most as many rows, and padding."""
@@ -231,7 +236,7 @@ class StepBuilder:
         lines[:real], lines[real:] = host.lines_R, -1
         tables, adapters = np.split(words[5 * num_rows :], [num_rows * B])
         tables.reshape(num_rows, B)[:real] = np.maximum(host.tables_RB, 0)
-        if self._has_adapters:
+        if self.has_adapters:
             adapters[:real], adapters[real:] = _adapters(host), -1
         return words
 
@@ -281,7 +286,7 @@ class StepBuilder:
             free = np.setdiff1d(np.arange(len(self.last_tokens)), host.lines_R)
             lines[:D], lines[D:] = -1, free[0] if len(free) else -1
             lines[place_R] = host.lines_R
-        if self._has_adapters:
+        if self.has_adapters:
             adapters[:total], adapters[total:] = np.repeat(_adapters(host), lengths_R), -1
         return words
 
@@ -313,10 +318,10 @@ class StepBuilder:
         if self.states is not None:
             places = starts[size.decode_req_count : size.req_count + 1]
             recurrent = self._recurrent_rows(self.states, lines.long(), size.decode_req_count, (), places)
-        return self._inputs(head, rows, recurrent, adapters if self._has_adapters else None), read.long()
+        return self._inputs(head, rows, recurrent, adapters if self.has_adapters else None), read.long()
 
     def _mixed_layout(self, size: InferenceBatchDimensions) -> "_MixedLayout":
-        return _MixedLayout.of(size, self._group, self.max_blocks, has_adapters=self._has_adapters)
+        return _MixedLayout.of(size, self._group, self.max_blocks, has_adapters=self.has_adapters)
 
     def _places(self, host: HostStep, starts_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Positions and slots [T]."""

@@ -45,6 +45,9 @@ class FusedDecoder:
     parts of one that adds them to the residual and prepares the norm behind; logits are gathered. All ranks make it, and call it, at the
     same points.
 
+    A step in which linear layers have adapters (``StackedAdapters``) takes torch's matmuls, whatever its tokens: kernels that stream a
+    weight, or leave their result in fp8, add none.
+
     Args:
         model: one that ``fits``.
         max_requests: rows of a decode step.
@@ -52,8 +55,6 @@ class FusedDecoder:
         records_routing: routers report their choice to the step (``Step.routing_recorder``), which kernels of a feed-forward do not, so
             none of these are used.
         modules: of the model, whose outputs ``take_states`` gives behind each step.
-        has_adapters: whether linear layers may have adapters in a step (``StackedAdapters``), which neither kernels that stream a weight
-            nor those that leave their result in fp8 add: all steps take torch's matmuls then.
     """
 
     def __init__(
@@ -64,7 +65,6 @@ class FusedDecoder:
         num_positions: int = 0,
         records_routing: bool = False,
         modules: Sequence[str] = (),
-        has_adapters: bool = False,
     ) -> None:
         self._model, self._modules = model, frozenset(modules)
         self._names, self._rotary = layer_names(model), RotaryTables(model, num_positions)
@@ -79,12 +79,13 @@ class FusedDecoder:
             if tp.size == 1
             else PartialSums(tp, max_requests, model.config.hidden_size, dtype=self._weight.dtype, device=parameter.device)
         )
-        self._narrows = not has_adapters and all(map(_narrows, self._layers))
+        self._narrows = all(map(_narrows, self._layers))
         # Of linear layers; a launch leaves them zero.
         widths = [cast(SelfAttention, layer.mixer).qkv.weight.flatten(0, -2).shape[0] for layer in self._layers]
         counters = max(*widths, model.config.hidden_size)
         self._finished = torch.zeros(counters, dtype=torch.int32, device=parameter.device)
-        self._max_streamed = 0 if has_adapters else self._streamed_rows()
+        self._max_streamed = self._streamed_rows()
+        self._linears = [linear for layer in self._layers for linear in _linears(layer)]
 
     @staticmethod
     def fits(model: GPTModel, modules: Sequence[str] = (), weight_dtype: WeightDtype | None = None) -> bool:
@@ -104,7 +105,7 @@ class FusedDecoder:
         return sound and split and model_fits(model, modules) and all(layer_fits(layer) for layer in layers)
 
     def sums_parts(self, num_tokens: int) -> bool:
-        """Whether ``logits`` of a step of so many tokens, all of which are read, fills in ``PlainSums``."""
+        """Whether ``logits`` of a step of so many tokens, all of which are read, fills in ``PlainSums``; not where it has adapters."""
         if self._sums is not None or num_tokens > self._max_streamed or not self._enters_plainly:
             return False
         from mcore_inference.decoder._linear import sums_parts
@@ -124,11 +125,12 @@ class FusedDecoder:
         model = self._model
         rotary, window = self._rotary.at(step.positions), self._rotary.at(step.positions, window=True)
         step = dataclasses.replace(step, rotary=rotary, rotary_window=window)
-        if rows_R is None and self._enters_plainly and len(tokens_T) <= self._max_streamed:
+        adapts = any(linear.lora is not None for linear in self._linears)
+        if rows_R is None and self._enters_plainly and len(tokens_T) <= self._max_streamed and not adapts:
             return self._streamed(tokens_T, step, sums)
         assert sums is None, "this step fills in none"
         x = model.embed(tokens_T, step)
-        if self._narrows and len(tokens_T) > FEW_ROWS:
+        if self._narrows and len(tokens_T) > FEW_ROWS and not adapts:
             return self._logits(self._narrowed(x, step), rows_R)
         y = self._norms[0](x)
         for name, layer, feed_forward, norm in zip(self._names, self._layers, self._feed_forwards, self._norms[1:], strict=True):
@@ -280,11 +282,14 @@ def _matrix(linear: nn.Module) -> Tensor | Scaled:
     return layer.products.scaled(weight) if isinstance(layer.products, Fp8Weight) else weight
 
 
+def _linears(layer: TransformerLayer) -> list[ColumnParallelLinear | RowParallelLinear]:
+    """Its linear layers, those of a plain feed-forward included."""
+    attention = cast(SelfAttention, layer.mixer)
+    return cast(Any, [attention.qkv, attention.out, *([layer.mlp.up, layer.mlp.down] if type(layer.mlp) is MLP else [])])
+
+
 def _products(layer: TransformerLayer) -> list[object]:
-    """Of its linear layers, those of a plain feed-forward included."""
-    linears = [cast(SelfAttention, layer.mixer).qkv, cast(SelfAttention, layer.mixer).out]
-    linears += [layer.mlp.up, layer.mlp.down] if type(layer.mlp) is MLP else []
-    return [getattr(linear, "products", None) for linear in linears]
+    return [linear.products for linear in _linears(layer)]
 
 
 def _narrows(layer: TransformerLayer) -> bool:

@@ -55,11 +55,23 @@ class DecodeGraphs:
         builder: of the steps.
         sizes: numbers of rows, rising.
         pool: of the engine's recordings.
+        is_shared: whether other ranks exchange tokens in these steps, and so record when this one does: an engine with adapters records all
+            steps with them then. Else those without are recordings of their own.
     """
 
-    def __init__(self, compute: Callable[[StepInputs], Tensor], builder: StepBuilder, sizes: list[int], pool: RecordingPool) -> None:
-        self._compute, self._builder, self._sizes, self._pool = compute, builder, sizes, pool
+    def __init__(
+        self,
+        compute: Callable[[StepInputs], Tensor],
+        builder: StepBuilder,
+        sizes: list[int],
+        pool: RecordingPool,
+        *,
+        is_shared: bool = False,
+    ) -> None:
+        self._compute, self._builder, self._sizes, self._pool, self._is_shared = compute, builder, sizes, pool, is_shared
         self._recorded: dict[int, Recording] = {}
+        self._adapted: dict[int, Recording] = {}
+        """Of steps in which rows may have adapters."""
         self.request_counts: Counter[int] = Counter()
         """Recorded number of rows to how often it was replayed for requests."""
 
@@ -91,22 +103,40 @@ class DecodeGraphs:
     def record_all(self) -> None:
         """Record the sizes that are not recorded yet, the largest first."""
         for size in reversed(self._sizes):
-            if size not in self._recorded:
-                self.record(size)
+            for adapts in self._kinds:
+                if size not in self._of(adapts):
+                    self.record(size, adapts=adapts)
 
-    def record(self, size: int) -> None:
-        """Record the step of ``size`` rows of padding."""
+    def record(self, size: int, *, adapts: bool = False) -> None:
+        """Record the step of ``size`` rows of padding.
+
+        Args:
+            size: number of rows.
+            adapts: whether rows may have adapters.
+        """
         self._builder.send_decode(padding_step(self._builder), size)
-        self._recorded[size] = self._pool.record(lambda: self._compute(self._builder.decode_inputs(size)))
+        self._of(adapts)[size] = self._pool.record(lambda: self._compute(self._builder.decode_inputs(size, adapts=adapts)))
 
     def clear(self) -> None:
         """Forget the recordings: the cache moves. Their memory comes back with that of the pool."""
         self._recorded.clear()
+        self._adapted.clear()
+
+    @property
+    def _kinds(self) -> tuple[bool, ...]:
+        """Of recordings of each size: whether their rows may have adapters."""
+        has_adapters = self._builder.has_adapters
+        return (True, False) if has_adapters and not self._is_shared else (has_adapters,)
+
+    def _of(self, adapts: bool) -> dict[int, Recording]:
+        return self._adapted if adapts else self._recorded
 
     def _replay(self, host: HostStep, size: int) -> Tensor:
-        if size not in self._recorded:
-            self.record(size)
-        replay, logits_RV = self._recorded[size]
+        adapts = self._builder.adapts(host) if len(self._kinds) > 1 else self._kinds[0]
+        recorded = self._of(adapts)
+        if size not in recorded:
+            self.record(size, adapts=adapts)
+        replay, logits_RV = recorded[size]
         self._builder.send_decode(host, size)
         replay()
         return logits_RV

@@ -235,13 +235,12 @@ class Executor:
                 num_positions=context.max_blocks_per_request * context.block_size,
                 records_routing=execution.record_routing,
                 modules=modules,
-                has_adapters=self._adapters is not None,
             )
         elif not self._batch_invariant and TorchDecoder.fits(model, modules):
             self._decoder = TorchDecoder(model, modules=modules)
         if records:
             sizes = graph_sizes(context.max_requests, execution.num_cuda_graphs)
-            self.graphs = DecodeGraphs(self._decode_logits, context.builder, sizes, self._recordings)
+            self.graphs = DecodeGraphs(self._decode_logits, context.builder, sizes, self._recordings, is_shared=self._shares_experts)
         if records_mixed and records_prompts is not False:
             limits = (context.max_requests, context.max_tokens, context.max_sequence_length)
             sizes = mixed_sizes(*limits, has_states=context.states is not None)
@@ -413,7 +412,8 @@ class Executor:
             inputs = dataclasses.replace(inputs, step=_of_equal_lengths(inputs.step))
         sampler, decoder = self.draws.sampler, self._decoder
         sums, draws = None, inputs.draws if sampler.draws_plainly else None
-        if draws is not None and isinstance(decoder, FusedDecoder) and decoder.sums_parts(len(inputs.tokens_T)):
+        streams = isinstance(decoder, FusedDecoder) and inputs.adapters_T is None and decoder.sums_parts(len(inputs.tokens_T))
+        if draws is not None and streams:
             sums = sampler.plain_sums(draws, self._model.config.vocab_size)
         logits_RV = self._model_logits(inputs, None, sums)
         if draws is not None:
@@ -500,7 +500,11 @@ class Executor:
             counts = doubled_rows(context.max_requests)
             steps += [([self._verified] * count, [behind] * count) for count in counts if count * self._verified <= context.max_tokens]
         for lengths, cached in steps:
-            logits_NV = self._launched_logits(builder.sink_step(lengths, cached), range(len(lengths)))
+            host = builder.sink_step(lengths, cached)
+            if host.adapters_R is not None and not self._shares_experts:
+                # Those of the base take other kernels, where no rank waits for others that have no adapters.
+                self._launched_logits(dataclasses.replace(host, adapters_R=None), range(len(lengths)))
+            logits_NV = self._launched_logits(host, range(len(lengths)))
             if self.drafts is not None:
                 self.drafts.warm_up(lengths, cached)
         self.draws.warm_up(logits_NV)
