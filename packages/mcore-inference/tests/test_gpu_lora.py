@@ -19,6 +19,7 @@ from mcore_inference import (
     PagedAttention,
     SamplingParams,
 )
+from mcore_inference.adapters import adapter_bytes
 from mcore_inference.decoder import FusedDecoder
 from mcore_parallel import ProcessGroups
 from mcore_parallel.models import GPTModel, TransformerConfig
@@ -126,3 +127,14 @@ def test_bfloat16_decode_steps_replay_with_adapters() -> None:
         assert other.prompt_log_probs is not None
         gap = torch.tensor(other.prompt_log_probs[len(record.prompt_tokens) - 1 :]) - torch.tensor(record.generated_log_probs)
         assert gap.abs().mean() < 0.1, (lora, gap)
+
+
+def test_a_cache_that_takes_what_is_left_leaves_the_slots_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, memory = make_model("cuda"), torch.cuda.mem_get_info()
+    # Other processes take and free memory of the same card meanwhile.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: memory)
+    sizes, buffers = {"max_sequence_length": 96, "max_requests": 8, "max_tokens": 128, "buffer_size_gb": None}, []
+    for slots in (None, LoraSlots(max_loras=8, max_lora_rank=512)):
+        context = DynamicInferenceContext.for_model(model, InferenceConfig(lora=slots, **sizes))
+        buffers.append(context.config.buffer_size_gb)
+    assert (buffers[0] - buffers[1]) * 2**30 == pytest.approx(adapter_bytes(model, slots), rel=1e-3)

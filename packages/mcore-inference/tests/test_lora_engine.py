@@ -26,6 +26,7 @@ from mcore_inference import (
     SamplingParams,
     UnknownLoraError,
 )
+from mcore_inference.adapters import LoraTable, adapter_bytes
 from mcore_inference.decoder import FusedDecoder, TorchDecoder
 from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ProcessGroups, named_shards
@@ -503,6 +504,13 @@ def test_models_that_cannot_have_slots_are_refused_at_construction() -> None:
 def test_slots_are_checked(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         LoraSlots(**fields)
+
+
+def test_slots_take_the_memory_that_they_say() -> None:
+    model = make_model()
+    table = LoraTable(model, slots := LoraSlots(max_loras=3, max_lora_rank=5))
+    held = sum(stack.A.nbytes + stack.B.nbytes for _, stack in table._stacks.values())
+    assert adapter_bytes(model, slots) == held > 0 == adapter_bytes(model, None)
 
 
 def test_weights_are_checked() -> None:

@@ -103,7 +103,7 @@ class DecodeGraphs:
     def record_all(self) -> None:
         """Record the sizes that are not recorded yet, the largest first."""
         for size in reversed(self._sizes):
-            for adapts in self._kinds:
+            for adapts in (True, False) if self._has_both else (self._builder.has_adapters,):
                 if size not in self._of(adapts):
                     self.record(size, adapts=adapts)
 
@@ -123,16 +123,15 @@ class DecodeGraphs:
         self._adapted.clear()
 
     @property
-    def _kinds(self) -> tuple[bool, ...]:
-        """Of recordings of each size: whether their rows may have adapters."""
-        has_adapters = self._builder.has_adapters
-        return (True, False) if has_adapters and not self._is_shared else (has_adapters,)
+    def _has_both(self) -> bool:
+        """Whether steps with adapters and without have recordings of their own."""
+        return self._builder.has_adapters and not self._is_shared
 
     def _of(self, adapts: bool) -> dict[int, Recording]:
         return self._adapted if adapts else self._recorded
 
     def _replay(self, host: HostStep, size: int) -> Tensor:
-        adapts = self._builder.adapts(host) if len(self._kinds) > 1 else self._kinds[0]
+        adapts = self._builder.adapts(host) if self._has_both else self._builder.has_adapters
         recorded = self._of(adapts)
         if size not in recorded:
             self.record(size, adapts=adapts)
