@@ -33,7 +33,7 @@ from mcore_parallel import ProcessGroups, named_shards
 from mcore_parallel.backends import choose_backend
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import GatedDeltaNetConfig, LatentAttentionConfig, MambaConfig
-from mcore_parallel.tensor_parallel import LoraConfig, add_lora
+from mcore_parallel.tensor_parallel import LoraConfig, add_lora, is_adapter, merge_lora
 from tests.support.adapters import TARGETS, adaptable, attend_by_torch, merged, random_adapter
 from tests.support.decode_graphs import serve_as_on_a_gpu
 from tests.support.engine_checks import check_idle
@@ -251,6 +251,23 @@ def test_recorded_steps_read_which_adapter_each_token_has(world: Callable[..., l
 @pytest.mark.world(1)
 def test_recorded_steps_that_verify_proposals(world: Callable[..., list[Any]]) -> None:
     assert world(functools.partial(check_recorded, "plain", ExecutionConfig(speculation=NgramSpeculation())))[0][1]
+
+
+@pytest.mark.parametrize("kind", ["plain", "latents"])
+def test_what_was_trained_beside_a_model_is_served_beside_it(kind: str) -> None:
+    model, targets, config = make_model(kind), KINDS[kind][1], LoraConfig(rank=3, alpha=5.0, targets=KINDS[kind][1])
+    trained = merged(model, None)
+    add_lora(trained, config, trained.groups)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: parameter for name, parameter in trained.named_parameters() if is_adapter(name)}
+    with torch.no_grad():
+        for parameter in tensors.values():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    engine = build(model, slots=LoraSlots(targets=targets))
+    engine.load_lora("trained", LoraWeights.of(tensors, rank=config.rank, alpha=config.alpha))
+    records = engine.generate([SHARED, [1, 2]], settings(2), lora="trained")
+    merge_lora(trained)
+    check_equal(records, build(trained).generate([SHARED, [1, 2]], settings(2)))
 
 
 def test_heads_draft_from_adapted_states() -> None:
