@@ -33,12 +33,10 @@ CONTEXT: dict[str, Any] = {"max_sequence_length": 96, "max_requests": 8, "max_to
 
 
 def make_model(device: str, dtype: torch.dtype = torch.float32) -> GPTModel:
-    model = GPTModel(SIZES, ProcessGroups.single(), attention_core=PagedAttention(), dtype=torch.float32, seed=0).eval()
-    if dtype == torch.float32:
-        return model.to(device)
-    other = GPTModel(SIZES, ProcessGroups.single(), attention_core=PagedAttention(), dtype=dtype, device=device, seed=None).eval()
-    other.load_state_dict(model.state_dict())
-    return other
+    model = GPTModel(SIZES, ProcessGroups.single(), attention_core=PagedAttention(), device=device, dtype=dtype, seed=0).eval()
+    if dtype != torch.float32:
+        model.load_state_dict(make_model("cpu").state_dict())
+    return model
 
 
 def adapters() -> dict[str, LoraWeights]:
