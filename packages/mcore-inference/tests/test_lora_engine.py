@@ -4,6 +4,7 @@
 
 import functools
 import random
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ProcessGroups, named_shards
 from mcore_parallel.backends import choose_backend
 from mcore_parallel.models import GPTModel, TransformerConfig
-from mcore_parallel.nn import GatedDeltaNetConfig, LatentAttentionConfig, MambaConfig
+from mcore_parallel.nn import GatedDeltaNetConfig, LatentAttentionConfig, MambaConfig, Step
 from mcore_parallel.tensor_parallel import LoraConfig, add_lora, is_adapter, merge_lora
 from tests.support.adapters import TARGETS, adaptable, attend_by_torch, merged, random_adapter
 from tests.support.decode_graphs import serve_as_on_a_gpu
@@ -501,6 +502,25 @@ def test_models_that_cannot_have_slots_are_refused_at_construction() -> None:
     assert all(layer.lora is not None for layer in adaptable(later).values())
     with pytest.raises(ValueError, match="lora is a dict"):
         InferenceConfig(lora={"max_loras": 2})  # type: ignore[arg-type]
+
+
+def test_another_thread_does_not_compute_with_the_adapters_of_a_step() -> None:
+    model, errors = make_model(), list[str]()
+    table = LoraTable(model, LoraSlots())
+
+    def compute() -> None:
+        try:
+            model(torch.arange(3), Step.causal(1, 3))
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    with table.applied(torch.zeros(3, dtype=torch.int32)):
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+        compute()
+    compute()
+    assert len(errors) == 1 and "another thread computes with the model" in errors[0]
 
 
 @pytest.mark.parametrize(

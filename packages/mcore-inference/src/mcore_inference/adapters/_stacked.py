@@ -2,6 +2,7 @@
 # Copyright (c) 2026 the mcore authors
 """The adapters of one linear layer, stacked into one pair of matrices."""
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,8 @@ class Chosen:
 
     others_TP: Tensor | None = None
     """[T, P] bool, True for the ranks of slots that are not the token's own; None outside of steps."""
+    thread: int = 0
+    """Whose step it is."""
 
 
 @experimental_api
@@ -92,6 +95,11 @@ class StackedAdapters:
     def _own(self, x: Tensor) -> Tensor:
         """[T, P]."""
         others_TP = self._chosen.others_TP
+        if self._chosen.thread != threading.get_ident():
+            raise RuntimeError(
+                "another thread computes with the model of an engine with lora=LoraSlots(...) while that is in a step; give each a model "
+                "of its own"
+            )
         assert others_TP is not None and x.dim() == 2 and len(x) == len(others_TP), "layers with adapters meet all tokens of a step"
         # Not by a product: a token's own numbers are right beside any that are not finite.
         return F.linear(x, self.A).masked_fill_(others_TP, 0.0)

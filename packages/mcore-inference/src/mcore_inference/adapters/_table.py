@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import hashlib
 import json
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -88,8 +89,9 @@ class _Loaded:
 class LoraTable:
     """Adapters of an engine, in slots beside the linear layers of its model.
 
-    A layer has them while a step of the engine runs (``applied``), and not in between: whoever calls the model otherwise gets the base.
-    Tensors keep their addresses; adapters are written in place, behind the steps that were launched before.
+    A layer has them while a step of the engine runs (``applied``), and not in between: whoever calls the model otherwise gets the base. In
+    another thread than the engine's nobody can meanwhile (RuntimeError): engines that step side by side have a model each. Tensors keep
+    their addresses; adapters are written in place, behind the steps that were launched before.
 
     With pp > 1 all stages make it together.
 
@@ -186,7 +188,7 @@ class LoraTable:
                 "the model of an engine with lora=LoraSlots(...) has got adapters from elsewhere, by add_lora or by another engine in a "
                 "step; give each a model of its own"
             )
-        self._chosen.others_TP = slots_T.unsqueeze(1) != self._slot_P
+        self._chosen.others_TP, self._chosen.thread = slots_T.unsqueeze(1) != self._slot_P, threading.get_ident()
         try:
             for layer, stack in self._stacks.values():
                 # A module would look through all that it has, for each layer of each step.

@@ -81,7 +81,7 @@ class FusedDecoder:
         )
         self._narrows = all(map(_narrows, self._layers))
         # Of linear layers; a launch leaves them zero.
-        widths = [cast(SelfAttention, layer.mixer).qkv.weight.flatten(0, -2).shape[0] for layer in self._layers]
+        widths = [_linears(layer)[0].weight.flatten(0, -2).shape[0] for layer in self._layers]
         counters = max(*widths, model.config.hidden_size)
         self._finished = torch.zeros(counters, dtype=torch.int32, device=parameter.device)
         self._max_streamed = self._streamed_rows()
@@ -283,7 +283,7 @@ def _matrix(linear: nn.Module) -> Tensor | Scaled:
 
 
 def _linears(layer: TransformerLayer) -> list[ColumnParallelLinear | RowParallelLinear]:
-    """Its linear layers, those of a plain feed-forward included."""
+    """Its linear layers in the order of their use, those of a plain feed-forward included."""
     attention = cast(SelfAttention, layer.mixer)
     return cast(Any, [attention.qkv, attention.out, *([layer.mlp.up, layer.mlp.down] if type(layer.mlp) is MLP else [])])
 
@@ -298,7 +298,8 @@ def _narrows(layer: TransformerLayer) -> bool:
         return False
     from mcore_inference.decoder._narrow import MAX_WIDTH
 
-    return max(layer.mlp.up.weight.shape[-1], layer.mlp.down.weight.shape[-1]) <= MAX_WIDTH
+    *_, up, down = _linears(layer)
+    return max(up.weight.shape[-1], down.weight.shape[-1]) <= MAX_WIDTH
 
 
 def _narrow_product(x: Scaled, linear: nn.Module, dtype: torch.dtype) -> Tensor:
