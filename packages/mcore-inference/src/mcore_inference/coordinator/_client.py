@@ -15,8 +15,10 @@ from torch import Tensor
 
 from mcore_inference._fields import as_integer, as_number
 from mcore_inference._stability import experimental_api
+from mcore_inference.adapters import LoraInUseError, LoraLoadError, LoraWeights
 from mcore_inference.coordinator._config import SECONDS, CoordinatorSecurity
 from mcore_inference.coordinator._messages import (
+    MAX_LORA_NAME,
     MAX_MESSAGE_BYTES,
     MAX_NUMBER,
     MAX_REQUEST_BYTES,
@@ -32,6 +34,7 @@ from mcore_inference.coordinator._messages import (
     EngineReply,
     Failure,
     Heartbeat,
+    LoadLora,
     LoadWeights,
     Message,
     Partial,
@@ -45,6 +48,7 @@ from mcore_inference.coordinator._messages import (
     Stop,
     SubmitRequest,
     Suspend,
+    UnloadLora,
     Unpause,
     WeightAck,
     WeightBucket,
@@ -61,6 +65,7 @@ from mcore_inference.requests import (
     EngineLostError,
     RequestError,
     StaleWeightsError,
+    UnknownLoraError,
     request_error,
 )
 from mcore_inference.sampling import SamplingParams
@@ -199,28 +204,37 @@ class InferenceClient:
             await asyncio.get_running_loop().run_in_executor(None, self._context.term)
 
     async def submit(
-        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, priority: int = 0, stream: bool = True
+        self,
+        prompt: str | Sequence[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        stream: bool = True,
+        lora: str | None = None,
     ) -> RemoteStream:
         """Send a request and get its stream; iterate it to the end, or ``abort`` it. Engines serve lower priorities first.
 
-        Without ``stream`` one increment comes, at the end; a request of a lost engine goes to another then.
+        Without ``stream`` one increment comes, at the end; a request of a lost engine goes to another then. ``lora`` names the adapter of
+        ``load_lora`` that answers, None the model alone; the stream of one that is not loaded ends with ``UnknownLoraError``.
 
         Raises:
             CoordinatorError: the client is not started, or lost its coordinator.
             RequestError: it is longer than 8 MiB or ``max_message_bytes``.
+            ValueError: ``lora`` is no name.
         """
-        return self._submit(prompt, sampling_params, priority, stream=stream)
+        return self._submit(prompt, sampling_params, priority, lora, stream=stream)
 
     def add_request(
-        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, priority: int = 0
+        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, priority: int = 0, lora: str | None = None
     ) -> "asyncio.Future[DynamicInferenceRequestRecord]":
         """Send a request and get a future of its record, which has the latency seen from here; cancelling it aborts the request.
 
         Raises:
             CoordinatorError: the client is not started, or lost its coordinator.
             RequestError: it is longer than 8 MiB or ``max_message_bytes``.
+            ValueError: ``lora`` is no name.
         """
-        stream, begin = self._submit(prompt, sampling_params, priority, stream=False), time.monotonic()
+        stream, begin = self._submit(prompt, sampling_params, priority, lora, stream=False), time.monotonic()
 
         async def finish() -> DynamicInferenceRequestRecord:
             try:
@@ -293,7 +307,46 @@ class InferenceClient:
         wanted = -1 if version is None else as_integer("version", version, 0, MAX_NUMBER)
         self._check_open()
         number = next(self._numbers)
-        answer: WeightAck = await self._ask(number, LoadWeights(call=number, version=wanted, in_flight=in_flight))
+        answer = await self._send_weights(LoadWeights(call=number, version=wanted, in_flight=in_flight), chunks)
+        if answer.error:
+            raise WeightLoadError(answer.error)
+        return answer.version
+
+    async def load_lora(self, name: str, weights: LoraWeights) -> None:
+        """Load an adapter into all engines, or into none, as ``DynamicInferenceEngine.load_lora``; returns when all have it.
+
+        The coordinator keeps it: engines that come later, or are started again, get requests once they have it. No request may name it
+        before. Buckets are sent as those of ``load_weights``.
+
+        Args:
+            name: by which requests name it.
+            weights: in any dtype, on any device.
+
+        Raises:
+            LoraLoadError: engines refused it, or were lost or late meanwhile, by name; or a loaded one has the name.
+            CoordinatorError: there is no engine, or the coordinator has a control secret which is not this client's.
+            ValueError: the name is none.
+        """
+        self._check_open()
+        number = next(self._numbers)
+        begin = LoadLora(call=number, name=_checked(name), rank=weights.rank, alpha=weights.alpha)
+        _raise_lora_error(await self._send_weights(begin, weights.tensors().items()))
+
+    async def unload_lora(self, name: str) -> None:
+        """Let all engines forget an adapter, or none; returns when all have.
+
+        Raises:
+            UnknownLoraError: it is not loaded.
+            LoraInUseError: requests use it; it stays.
+            CoordinatorError: as of ``load_lora``; or engines were lost meanwhile (named; the others have forgotten it).
+            ValueError: the name is none.
+        """
+        _raise_lora_error(await self._call(lambda number: UnloadLora(call=number, name=_checked(name))))
+
+    async def _send_weights(self, begin: LoadWeights | LoadLora, chunks: Iterable[tuple[str, Tensor | WeightSlice]]) -> WeightAck:
+        """By buckets, each when the one before was taken; the answer that ends the load."""
+        number = begin.call
+        answer: WeightAck = await self._ask(number, begin)
         buckets = pack(chunks, answer.bucket_bytes)
         try:
             while not answer.is_over:
@@ -305,9 +358,7 @@ class InferenceClient:
             with contextlib.suppress(Exception):
                 self._send(WeightBucket(call=number, index=0, chunks=[], end="aborted"))
             raise
-        if answer.error:
-            raise WeightLoadError(answer.error)
-        return answer.version
+        return answer
 
     async def status(self) -> Status:
         """State and load of the engines."""
@@ -322,8 +373,12 @@ class InferenceClient:
         if self._streams.pop(number, None) is not None and self._tasks:
             self._send(Abort(request_id=number))
 
-    def _submit(self, prompt: str | Sequence[int], params: SamplingParams | None, priority: int, *, stream: bool) -> RemoteStream:
+    def _submit(
+        self, prompt: str | Sequence[int], params: SamplingParams | None, priority: int, lora: str | None, *, stream: bool
+    ) -> RemoteStream:
         self._check_open()
+        if lora is not None:
+            _checked(lora)
         priority = as_integer("priority", priority, -(2**31), 2**31 - 1)
         params = SamplingParams() if params is None else params
         settings = params.serialize()
@@ -332,7 +387,8 @@ class InferenceClient:
         number, most = remote.request_id, MAX_TEXT if isinstance(body, str) else MAX_TOKENS
         if len(body) > most:
             raise RequestError(number, f"the prompt has {len(body)} {'characters' if isinstance(body, str) else 'tokens'}, above {most}")
-        frame = encode(SubmitRequest(request_id=number, prompt=body, sampling_params=settings, stream=stream, priority=priority))
+        message = SubmitRequest(request_id=number, prompt=body, sampling_params=settings, stream=stream, priority=priority, lora=lora)
+        frame = encode(message)
         if len(frame) > min(self._max_bytes, MAX_REQUEST_BYTES):
             # The connection would be cut, and with it every other request.
             own = f"max_message_bytes={self._max_bytes}"
@@ -467,6 +523,24 @@ class InferenceClient:
             stream.take(error)
         for number in list(self._calls):
             self._settle(number, error)
+
+
+def _checked(name: str) -> str:
+    """The name of an adapter, as messages take it."""
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_LORA_NAME:
+        raise ValueError(f"lora={str(name)[:80]!r} must be a name of 1 to {MAX_LORA_NAME} characters")
+    return name
+
+
+def _raise_lora_error(answer: WeightAck) -> None:
+    """What went wrong with an adapter."""
+    kind, _, message = answer.error.partition(": ")
+    if kind == UnknownLoraError.__name__:
+        raise UnknownLoraError(None, message)
+    if kind == LoraInUseError.__name__:
+        raise LoraInUseError(message)
+    if kind:
+        raise LoraLoadError(message)
 
 
 def _increment(message: Partial | EngineReply, record: DynamicInferenceRequestRecord | None) -> Increment:

@@ -8,6 +8,7 @@ from mcore_inference.coordinator._admission import NO_CONTROL, Admission
 from mcore_inference.coordinator._config import CoordinatorConfig
 from mcore_inference.coordinator._entries import Client, Engine
 from mcore_inference.coordinator._group import Group, Outbox
+from mcore_inference.coordinator._loras import Loras
 from mcore_inference.coordinator._messages import (
     UNKNOWN,
     Abort,
@@ -21,6 +22,7 @@ from mcore_inference.coordinator._messages import (
     Incoming,
     Leave,
     LeaveAck,
+    LoadLora,
     Message,
     Partials,
     Refusal,
@@ -31,6 +33,7 @@ from mcore_inference.coordinator._messages import (
     SignalAck,
     Status,
     SubmitRequest,
+    UnloadLora,
     WeightAck,
     WeightBucket,
 )
@@ -56,6 +59,7 @@ class CoordinatorCore:
         self._send = self._group.send
         self._requests = OpenRequests(self._group, config, seed=seed)
         self._operations = Operations(self._group, self._requests, config)
+        self._loras = Loras(self._group, self._requests, config, seed=seed)
         self._num_refused_peers = 0
         self.num_refused_messages = 0
         """That were not understood, too long, or of strangers; whoever reads the socket counts them."""
@@ -109,7 +113,7 @@ class CoordinatorCore:
         for peer, client in list(self._group.clients.items()):
             if now - client.heard > limits.client_timeout_s:
                 self._forget_client(peer, now)
-        for peer, reason in self._operations.late(now):
+        for peer, reason in (*self._operations.late(now), *self._loras.late(now)):
             self._lose(peer, reason, now)
         self._requests.fail_late(now)
         return self._group.flush()
@@ -172,6 +176,10 @@ class CoordinatorCore:
             return
         if not self._frees_name(peer, message, now):
             return
+        if (reason := self._loras.refusal(message.worker)) is not None:
+            self._num_refused_peers += 1
+            self._send(peer, Refusal(call=-1, message=reason))
+            return
         self._group.past.check_growth(self._group.past.take_back(message.worker), message.stats)
         self._group.engines[peer] = Engine(
             name=message.name,
@@ -183,9 +191,10 @@ class CoordinatorCore:
             stats=message.stats,
             max_requests=message.max_requests,
             cache_tokens=message.cache_tokens,
+            loras=dict(message.loras),
         )
         self._group.newest = max(self._group.newest, message.weight_version)
-        if not self._group.is_loading and not self._group.eligible():
+        if not self._group.is_loading and not self._group.current():
             _LOG.error(
                 "%s has weights of version %d, and no engine those of version %d, which were loaded last: requests are refused until "
                 "weights are loaded again",
@@ -197,6 +206,7 @@ class CoordinatorCore:
         target = self.state if self._group.operation is None else self._group.operation.target
         for signal in signals_between(GroupState(message.state), target):
             self._send(peer, signal(call=self._group.next_number()))
+        self._loras.add_engine(peer, now)
         self._requests.route_homeless(now)
 
     def _frees_name(self, peer: bytes, message: Register, now: float) -> bool:
@@ -224,12 +234,14 @@ class CoordinatorCore:
             self._send(peer, Refusal(call=-1, message=f"you were given up: {reason}; register again"))
         self._requests.lose(peer, engine, reason, now, tell=tell)
         self._operations.lose(peer, engine, reason, now, has_ended=has_ended, is_drained=is_drained)
+        self._loras.lose(peer, engine, reason, now, is_drained=is_drained)
 
     def _forget_client(self, peer: bytes, now: float) -> None:
         client = self._group.clients.pop(peer, None)
         if client is None:
             return
         self._operations.forget_client(peer, now)
+        self._loras.forget_client(peer, now)
         for request in list(client.requests.values()):
             self._requests.drop(request)
 
@@ -246,15 +258,20 @@ class CoordinatorCore:
                 self._requests.drop(request)
         elif isinstance(message, Heartbeat):
             self._send(peer, Heartbeat())
-        elif isinstance(message, Signal):
-            if client.may_control:
+        elif isinstance(message, Signal | LoadLora | UnloadLora):
+            if not client.may_control:
+                self._send(peer, Refusal(call=message.call, message=f"{name_of(message)} {NO_CONTROL}"))
+            elif isinstance(message, Signal):
                 self._operations.add(peer, message, now)
             else:
-                self._send(peer, Refusal(call=message.call, message=f"{name_of(message)} {NO_CONTROL}"))
+                self._loras.add(peer, message, now)
         elif isinstance(message, AskStatus):
             self._send(peer, self._status(message.call, now))
         elif isinstance(message, WeightBucket):
-            self._operations.take_bucket(peer, message, now)
+            if self._loras.takes(peer, message.call):
+                self._loras.take_bucket(message, now)
+            else:
+                self._operations.take_bucket(peer, message, now)
         elif isinstance(message, Disconnect):
             self._forget_client(peer, now)
 
@@ -268,11 +285,16 @@ class CoordinatorCore:
         elif isinstance(message, EngineReply | Failure):
             self._requests.finish(peer, engine, message, now)
         elif isinstance(message, SignalAck):
-            if not self._operations.acknowledge(peer, engine, message, now) and message.error:
+            is_of_lora, reason = self._loras.acknowledge(peer, engine, message, now)
+            if not is_of_lora and not self._operations.acknowledge(peer, engine, message, now) and message.error:
+                reason = f"a signal failed there: {message.error}"
+            if reason is not None:
                 # It is not what the others are.
-                self._lose(peer, f"a signal failed there: {message.error}", now)
+                self._lose(peer, reason, now)
         elif isinstance(message, WeightAck):
             self._operations.weights_taken(peer, engine, message, now)
+            if (reason := self._loras.weights_taken(peer, engine, message, now)) is not None:
+                self._lose(peer, reason, now)
         elif isinstance(message, Report):
             self._take_report(peer, engine, message, now)
         elif isinstance(message, Heartbeat):
@@ -310,6 +332,7 @@ class CoordinatorCore:
                 "refused_peers": self._num_refused_peers,
                 "refused_messages": self.num_refused_messages,
             },
+            loras=list(self._group.loras),
         )
 
     def _shortest_context(self) -> int:

@@ -4,7 +4,7 @@
 
 from dataclasses import dataclass, field
 
-from mcore_inference.coordinator._messages import EngineStatus, Signal, SubmitRequest
+from mcore_inference.coordinator._messages import EngineStatus, Signal, SubmitRequest, WireChunk
 from mcore_inference.coordinator._routing import EngineLoad
 from mcore_inference.coordinator._states import GroupState, MemberState
 
@@ -28,6 +28,10 @@ class Engine:
     stats: dict[str, float] = field(default_factory=dict)
     """Of its last report."""
     last_step_age_s: float | None = None
+    loras: dict[str, str] = field(default_factory=dict)
+    """Adapters that it has, and the names of their loads."""
+    change: "LoraChange | None" = None
+    """Of its adapters, in progress."""
 
     @property
     def load(self) -> EngineLoad:
@@ -85,6 +89,39 @@ class Load:
     end: str = ""
     """Of the last bucket that was sent."""
     errors: list[str] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Lora:
+    """An adapter, which engines that come later get too."""
+
+    name: str
+    load: str
+    """Tells it from others that had its name."""
+    rank: int
+    alpha: float
+    buckets: list[list[WireChunk]] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+@dataclass(kw_only=True)
+class LoraChange:
+    """What one engine is to do."""
+
+    name: str
+    load: str
+    lora: Lora | None
+    """To load; None to forget what has the name and the load."""
+    number: int
+    """Of the messages to it."""
+    deadline: float
+    index: int = 0
+    """Of the bucket that was sent last."""
+
+    @property
+    def call(self) -> str:
+        """Its name in messages to humans."""
+        return "unload_lora" if self.lora is None else "load_lora"
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from mcore_inference._stability import experimental_api
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Version that both sides name when they meet."""
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Default of the longest message: a record with log-probabilities, the tokens of a step, a bucket of weights."""
@@ -25,6 +25,10 @@ MAX_FIGURES = 128
 """That an engine may report."""
 MAX_NAME = 64
 """Characters of the name of a figure or an engine."""
+MAX_LORA_NAME = 256
+"""Characters of the name of an adapter."""
+MAX_LORAS = 128
+"""Adapters that engines may have beside their model."""
 
 MAX_NUMBER = 2**62
 """Largest integer of a message that something is added to; the wire ends at 2**64 - 1."""
@@ -36,6 +40,9 @@ Number = Annotated[int, Meta(ge=-1, le=MAX_NUMBER)]
 Size = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 Count = Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+LoraName = Annotated[str, Meta(min_length=1, max_length=MAX_LORA_NAME)]
+LoadName = Annotated[str, Meta(max_length=MAX_NAME)]
+"""By which the coordinator tells loads of one name apart."""
 
 _Scalar = None | bool | int | float | str
 _Level1 = _Scalar | list[_Scalar] | dict[str, _Scalar]
@@ -83,6 +90,8 @@ class SubmitRequest(Message, tag=3):
     """Whether tokens are sent as they come."""
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
     """Engines serve lower numbers first."""
+    lora: LoraName | None = None
+    """Adapter that the answer is of; None for the model alone."""
 
 
 class EngineReply(Message, tag=4):
@@ -199,6 +208,8 @@ class Register(Message, tag=17):
     """That it computes at a time; others wait."""
     cache_tokens: Count = MAX_NUMBER
     """That its cache holds, of all requests together."""
+    loras: Annotated[dict[LoraName, LoadName], Meta(max_length=MAX_LORAS)] = {}
+    """Adapters that it had from a coordinator, and the names of their loads."""
 
 
 class Report(Message, tag=25):
@@ -262,6 +273,8 @@ class Status(Message, tag=21):
     engines: list[EngineStatus]
     past: dict[str, float] = {}
     """Sums of the counters of engines that are gone; ``lost_engines`` and ``drained_engines``: how many."""
+    loras: list[str] = []
+    """Adapters that requests may name, in the order of their loads."""
 
 
 class LoadWeights(Signal, tag=22):
@@ -310,6 +323,27 @@ class WeightAck(Message, tag=24):
     is_over: bool = False
 
 
+class LoadLora(Message, tag=28):
+    """An adapter comes, by ``WeightBucket``: from a client with ``control_secret``, or from the coordinator to an engine. Each bucket is
+    acknowledged as those of weights are, the last one when the adapter is loaded."""
+
+    call: Number
+    name: LoraName
+    rank: Count
+    alpha: float
+    load: LoadName = ""
+    """The coordinator's to say."""
+
+
+class UnloadLora(Message, tag=29):
+    """Forget an adapter; engines answer by ``SignalAck``, the coordinator by ``WeightAck``."""
+
+    call: Number
+    name: LoraName
+    load: LoadName = ""
+    """As of ``LoadLora``."""
+
+
 class Partials(Message, tag=14):
     """What one step brought to several requests: a message for each would cost more than its tokens."""
 
@@ -333,12 +367,12 @@ class Partials(Message, tag=14):
 
 Incoming = (
     Connect | SubmitRequest | EngineReply | Pause | SignalAck | Unpause | Suspend | Resume | Stop | Failure | Abort | Partials | Heartbeat
-    | Disconnect | Leave | Register | AskStatus | LoadWeights | WeightBucket | WeightAck | Report
+    | Disconnect | Leave | Register | AskStatus | LoadWeights | WeightBucket | WeightAck | Report | LoadLora | UnloadLora
 )  # fmt: skip
 """What a coordinator may get."""
 ToEngine = (
     SubmitRequest | Pause | Unpause | Suspend | Resume | Stop | Abort | Heartbeat | RegisterAck | LeaveAck | Refusal | LoadWeights
-    | WeightBucket
+    | WeightBucket | LoadLora | UnloadLora
 )  # fmt: skip
 ToClient = ConnectAck | EngineReply | SignalAck | Failure | Partials | Heartbeat | Refusal | Status | WeightAck
 SIGNALS: tuple[type[Signal], ...] = (Pause, Unpause, Suspend, Resume, Stop)

@@ -57,6 +57,9 @@ class OpenRequests:
         elif len(self) >= limit:
             text = f"{limit} requests are open and max_open_requests={limit}; try again later"
             send(peer, Failure(request_id=number, kind="QueueFullError", message=text, is_transient=True))
+        elif message.lora is not None and message.lora not in self._group.loras:
+            text = f"lora={message.lora!r} is not loaded; {self._group.loaded_loras}"
+            send(peer, Failure(request_id=number, kind="UnknownLoraError", message=text, is_transient=False))
         else:
             budget = message.sampling_params.get("num_tokens_to_generate")
             budget = min(budget, _MAX_BUDGET) if isinstance(budget, int) and budget >= 0 else _DEFAULT_BUDGET
@@ -73,6 +76,10 @@ class OpenRequests:
         if settings.get("seed") is None and len(settings) < MAX_FIGURES:
             settings["seed"] = request_seed(self._seed, self._num_seeded)
             self._num_seeded += 1
+
+    def num_using(self, lora: str) -> int:
+        """Open requests of an adapter."""
+        return sum(request.message.lora == lora for request in (*self._attempts.values(), *self._homeless))
 
     def drop(self, request: Request) -> None:
         """Nobody waits for a request any more."""
@@ -147,7 +154,7 @@ class OpenRequests:
 
     def route_homeless(self, now: float) -> None:
         group = self._group
-        if not group.eligible() and (not group.serving or group.is_loading):
+        if not group.eligible() and (not group.serving or group.is_loading or group.current()):
             return
         homeless, self._homeless = self._homeless, deque()
         for request in sorted(homeless, key=lambda request: request.message.priority):
@@ -172,7 +179,7 @@ class OpenRequests:
         if not engines:
             request.engine = None
             request.full_engines.clear()
-            if group.serving and not group.is_loading:
+            if group.serving and not group.is_loading and not group.current():
                 text = f"no engine has the weights of version {group.loaded}, which were loaded last, since one was lost; load them again"
                 self._fail(request, "StaleWeightsError", text)
             else:
@@ -180,7 +187,10 @@ class OpenRequests:
                 self._homeless.append(request)
             return
         loads = {peer: group.engines[peer].load for peer in engines if peer not in request.full_engines}
-        peer = request.engine = self._router.choose(request.message.prompt, loads)
+        lora = request.message.lora
+        # Keys and values are those of one load of an adapter.
+        load = "" if lora is None else group.loras[lora].load
+        peer = request.engine = self._router.choose(request.message.prompt, loads, load)
         request.attempt = group.next_number()
         engine = group.engines[peer]
         # No answer is longer, whatever was asked for.

@@ -9,11 +9,13 @@ from mcore_inference.coordinator._entries import Engine, Load, Operation
 from mcore_inference.coordinator._group import Group
 from mcore_inference.coordinator._messages import (
     MAX_NUMBER,
+    LoadLora,
     LoadWeights,
     Refusal,
     Signal,
     SignalAck,
     Stop,
+    UnloadLora,
     WeightAck,
     WeightBucket,
     WireChunk,
@@ -21,7 +23,7 @@ from mcore_inference.coordinator._messages import (
 from mcore_inference.coordinator._open_requests import OpenRequests
 from mcore_inference.coordinator._states import GroupState, signals_between, state_after
 
-_BUCKET_BYTES = 16 * 2**20
+BUCKET_BYTES = 16 * 2**20
 """Of weights: what each engine and the coordinator hold of a load."""
 _MAX_SIGNALS = 1024
 """Signals that wait for the one in progress."""
@@ -247,9 +249,11 @@ class Operations:
             self._requests.route_homeless(now)
         else:
             operation.deadline = now + self._config.load_timeout_s
-            size = min(_BUCKET_BYTES, self._config.max_message_bytes // 2)
+            size = min(BUCKET_BYTES, self._config.max_message_bytes // 2)
             group.send(operation.client, WeightAck(call=call, index=load.index, version=load.version, bucket_bytes=size))
 
 
-def name_of(signal: Signal) -> str:
-    return "load_weights" if isinstance(signal, LoadWeights) else type(signal).__name__.lower()
+def name_of(signal: Signal | LoadLora | UnloadLora) -> str:
+    """What clients call it by."""
+    named = {LoadWeights: "load_weights", LoadLora: "load_lora", UnloadLora: "unload_lora"}
+    return named.get(type(signal), type(signal).__name__.lower())

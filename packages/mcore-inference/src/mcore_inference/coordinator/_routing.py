@@ -43,14 +43,15 @@ class PrefixRouter:
         """Of each engine, hashes of beginnings; with one all shorter ones are there, and later in the order."""
         self._turn = 0
 
-    def choose(self, prompt: str | Sequence[int], loads: Mapping[bytes, EngineLoad]) -> bytes:
+    def choose(self, prompt: str | Sequence[int], loads: Mapping[bytes, EngineLoad], root: str = "") -> bytes:
         """An engine for a prompt.
 
         Args:
             prompt: text or tokens.
             loads: of every engine that may get it; at least one.
+            root: what else a beginning belongs to, such as a load of an adapter; prompts of another root share nothing.
         """
-        blocks = _blocks(prompt)
+        blocks = _blocks(prompt, root)
         each = max(1, len(blocks))
         costs = {name: (load.share - _WORTH * self._num_known(name, blocks) / each, load.tokens) for name, load in loads.items()}
         best = min(costs.values())
@@ -83,11 +84,11 @@ class PrefixRouter:
             known.popitem(last=False)
 
 
-def _blocks(prompt: str | Sequence[int]) -> list[int]:
+def _blocks(prompt: str | Sequence[int], root: str = "") -> list[int]:
     """Hashes of the beginnings of a prompt, of one whole block, two, and so on."""
     size = _BLOCK_CHARACTERS if isinstance(prompt, str) else _BLOCK_TOKENS
     hashes: list[int] = []
-    before = 0
+    before = hash(root) if root else 0
     for end in range(size, min(len(prompt), size * _MAX_BLOCKS) + 1, size):
         part = prompt[end - size : end]
         before = hash((before, part if isinstance(part, str) else tuple(part)))

@@ -5,13 +5,14 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, Literal
 
 from torch import Tensor
 
 from mcore_inference._figures import counters, together
 from mcore_inference._stability import experimental_api
+from mcore_inference.adapters import LoraWeights
 from mcore_inference.coordinator._client import InferenceClient, RemoteStream
 from mcore_inference.coordinator._config import CoordinatorSecurity
 from mcore_inference.coordinator._messages import MAX_MESSAGE_BYTES, EngineStatus, Status
@@ -58,6 +59,7 @@ class CoordinatedRunner:
         self._status: Status | None = None
         self._counters: dict[str, float] = {}
         """Of the last status."""
+        self._loras: tuple[str, ...] = ()
         self._num_others = 0
         """Requests of other clients, as of the last status."""
         self._ready = threading.Event()
@@ -146,9 +148,16 @@ class CoordinatedRunner:
         }
 
     async def submit(
-        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, priority: int = 0, stream: bool = True
+        self,
+        prompt: str | Sequence[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        stream: bool = True,
+        lora: str | None = None,
     ) -> RequestStream:
         """Send a request and get its stream; lower priorities are served first. Without ``stream`` only the finished record is sent.
+        ``lora`` names the adapter that answers; the stream of one that is not loaded ends with ``UnknownLoraError``.
 
         Raises:
             CoordinatorError: the coordinator is gone, or this runner was closed.
@@ -158,7 +167,7 @@ class CoordinatedRunner:
         increments = RequestStream(self.abort, asyncio.get_running_loop(), whole=not stream)
         loop = self._open_loop()
         try:
-            began = asyncio.run_coroutine_threadsafe(self._begin(prompt, sampling_params, priority, increments), loop)
+            began = asyncio.run_coroutine_threadsafe(self._begin(prompt, sampling_params, priority, lora, increments), loop)
         except RuntimeError:
             raise self._ended() from None
         increments.request_id = await asyncio.wrap_future(began)
@@ -180,6 +189,50 @@ class CoordinatedRunner:
         loop = self._open_loop()
         loading = asyncio.run_coroutine_threadsafe(self._client.load_weights(chunks, version, in_flight=in_flight), loop)
         return await asyncio.wrap_future(loading)
+
+    @property
+    def loras(self) -> tuple[str, ...]:
+        """Adapters that requests may name, as of the last status, in the order of their loads."""
+        return self._loras
+
+    async def find_loras(self) -> tuple[str, ...]:
+        """``loras`` as the coordinator has them now: others may have loaded some.
+
+        Raises:
+            CoordinatorError: as of ``load_weights``, or no answer within two seconds.
+        """
+        await self._in_loop(self._refresh())
+        return self._loras
+
+    async def load_lora(self, name: str, weights: LoraWeights) -> None:
+        """Load an adapter into all engines, or into none; as ``InferenceClient.load_lora``.
+
+        Raises:
+            LoraLoadError: as there.
+            CoordinatorError: as there, or this runner was closed.
+            EngineDeadError: the engines failed for good.
+        """
+        await self._in_loop(self._change_lora(self._client.load_lora(name, weights)))
+
+    async def unload_lora(self, name: str) -> None:
+        """Let all engines forget an adapter, or none; as ``InferenceClient.unload_lora``.
+
+        Raises:
+            UnknownLoraError: as there.
+            LoraInUseError: as there.
+            CoordinatorError: as there, or this runner was closed.
+            EngineDeadError: the engines failed for good.
+        """
+        await self._in_loop(self._change_lora(self._client.unload_lora(name)))
+
+    async def _in_loop(self, work: Coroutine[Any, Any, None]) -> None:
+        """In the loop of the thread."""
+        try:
+            done = asyncio.run_coroutine_threadsafe(work, self._open_loop())
+        except BaseException:
+            work.close()
+            raise
+        await asyncio.wrap_future(done)
 
     def abort(self, request_id: int) -> None:
         """End a request, from any thread; nothing happens when it has ended."""
@@ -238,19 +291,36 @@ class CoordinatedRunner:
             except (CoordinatorError, TimeoutError):
                 self._status = None
 
+    async def _change_lora(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        finally:
+            # Whoever waited for it names it, or names it no more, at once.
+            with contextlib.suppress(CoordinatorError):
+                await self._refresh()
+
+    async def _refresh(self) -> None:
+        try:
+            self._take_status(await asyncio.wait_for(self._client.status(), _STATUS_TIMEOUT_S))
+        except TimeoutError:
+            raise CoordinatorError(f"the coordinator did not say its state within {_STATUS_TIMEOUT_S:g} s; try again later") from None
+
     def _take_status(self, status: Status) -> None:
         merged = _merged(status)
+        self._loras = tuple(status.loras)
         self._counters, self._status = counters(merged), status
         # Ends come before a status that does not count them.
         self._num_others = max(0, status.waiting_requests + int(merged["open_requests"]) - len(self._open))
 
-    async def _begin(self, prompt: str | Sequence[int], params: SamplingParams | None, priority: int, stream: RequestStream) -> int:
+    async def _begin(
+        self, prompt: str | Sequence[int], params: SamplingParams | None, priority: int, lora: str | None, stream: RequestStream
+    ) -> int:
         def take(item: Increment | Exception) -> None:
             if isinstance(item, Exception) or item.record is not None:
                 self._open.pop(remote.request_id, None)
             self._add((stream, item))
 
-        remote = await self._client.submit(prompt, params, priority=priority, stream=not stream.whole)
+        remote = await self._client.submit(prompt, params, priority=priority, stream=not stream.whole, lora=lora)
         remote.take = take
         self._open[remote.request_id] = (remote, stream)
         return remote.request_id

@@ -4,12 +4,13 @@
 
 import math
 import queue
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from mcore_inference.coordinator._messages import LoadWeights, WeightBucket, WireChunk
+from mcore_inference.adapters import LoraWeights
+from mcore_inference.coordinator._messages import LoadLora, LoadWeights, WeightBucket, WireChunk
 from mcore_inference.engine import WeightLoadError, WeightSlice
 
 _HEAD_BYTES = 256
@@ -68,6 +69,55 @@ def unpack(chunk: WireChunk) -> tuple[str, Tensor | WeightSlice]:
     tensor = torch.frombuffer(bytearray(chunk.data), dtype=dtype) if chunk.data else torch.empty(0, dtype=dtype)
     tensor = tensor.view(chunk.shape)
     return chunk.name, (tensor if chunk.offsets is None else WeightSlice(tensor=tensor, offsets=tuple(chunk.offsets)))
+
+
+class LoraReceiver:
+    """The buckets of an adapter that a worker takes.
+
+    Args:
+        message: that began the load.
+    """
+
+    def __init__(self, message: LoadLora) -> None:
+        self.message = message
+        self._chunks: list[WireChunk] = []
+
+    def put(self, bucket: WeightBucket) -> bool:
+        """Whether it is the last one."""
+        self._chunks += bucket.chunks
+        return bucket.end == "whole"
+
+    def weights(self) -> LoraWeights:
+        """The adapter, in host memory.
+
+        Raises:
+            ValueError: parts of a matrix are missing or overlap, or matrices do not make an adapter.
+            WeightLoadError: as of ``unpack``.
+        """
+        parts: dict[str, list[WeightSlice]] = {}
+        for name, part in map(unpack, self._chunks):
+            box = part if isinstance(part, WeightSlice) else WeightSlice(tensor=part, offsets=(0,) * part.dim())
+            parts.setdefault(name, []).append(box)
+        self._chunks = []
+        tensors = {name: _joined(name, boxes) for name, boxes in parts.items()}
+        return LoraWeights.of(tensors, rank=self.message.rank, alpha=self.message.alpha)
+
+
+def _joined(name: str, boxes: Sequence[WeightSlice]) -> Tensor:
+    """A matrix of its parts, which reach to its end."""
+    first = boxes[0].tensor
+    if len(boxes) == 1 and not any(boxes[0].offsets):
+        return first
+    ends = [[at + size for at, size in zip(box.offsets, box.tensor.shape, strict=True)] for box in boxes]
+    shape = [max(sizes) for sizes in zip(*ends, strict=True)]
+    if math.prod(shape) != sum(box.tensor.numel() for box in boxes):
+        raise ValueError(f"{name} came in parts that are not a tensor of shape {shape}")
+    # Where parts overlap others are missing, and no adapter has NaN.
+    whole = torch.full(shape, math.nan, dtype=first.dtype)
+    for box in boxes:
+        region = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.tensor.shape, strict=True))
+        whole[region] = box.tensor
+    return whole
 
 
 class WeightReceiver:

@@ -29,6 +29,7 @@ from mcore_inference.coordinator._messages import (
     Failure,
     Leave,
     LeaveAck,
+    LoadLora,
     LoadWeights,
     Message,
     Partial,
@@ -41,6 +42,7 @@ from mcore_inference.coordinator._messages import (
     SignalAck,
     Stop,
     SubmitRequest,
+    UnloadLora,
     WeightAck,
     WeightBucket,
     decode_for_engine,
@@ -50,6 +52,7 @@ from mcore_inference.coordinator._messages import (
 from mcore_inference.coordinator._peer import Silence, connect, reconnect
 from mcore_inference.coordinator._states import GroupState, MemberState, state_after
 from mcore_inference.coordinator._weights import WeightReceiver
+from mcore_inference.coordinator._worker_loras import WorkerLoras
 from mcore_inference.engine import EngineHealth, EngineRunner, Increment, RequestStream
 from mcore_inference.requests import EngineDeadError, RequestError
 from mcore_inference.sampling import SamplingParams
@@ -131,6 +134,7 @@ class EngineWorker:
         self._bucket: int | None = None
         """Number of the bucket that is not acknowledged."""
         self._loading: asyncio.Task[None] | None = None
+        self._loras = WorkerLoras(runner)
         self._refusal: str | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended: asyncio.Event | None = None
@@ -261,6 +265,7 @@ class EngineWorker:
             registration=self._registration,
             max_requests=context.max_requests,
             cache_tokens=context.cache_tokens,
+            loras=self._loras.loads,
         )
 
     def _stats(self) -> dict[str, float]:
@@ -322,7 +327,12 @@ class EngineWorker:
         elif isinstance(message, LoadWeights):
             await self._begin_load(message)
         elif isinstance(message, WeightBucket):
-            await self._take_bucket(message)
+            if not await self._loras.take(message, self._send):
+                await self._take_bucket(message)
+        elif isinstance(message, LoadLora):
+            await self._loras.begin(message, self._send)
+        elif isinstance(message, UnloadLora):
+            self._loras.unload(message, self._send)
         elif isinstance(message, Signal):
             await self._obey(message)
         return isinstance(message, Stop)
@@ -444,7 +454,9 @@ class EngineWorker:
         number = message.request_id
         try:
             params = SamplingParams.deserialize(message.sampling_params)
-            stream = await self.runner.submit(message.prompt, params, priority=message.priority, stream=message.stream)
+            stream = await self.runner.submit(
+                message.prompt, params, priority=message.priority, stream=message.stream, lora=message.lora
+            )
         except Exception as error:
             self._fail(number, error)
         else:

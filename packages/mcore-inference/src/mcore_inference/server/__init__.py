@@ -8,6 +8,7 @@ with brought_by("server", "fastapi", "h11", "prometheus_client", "pydantic", "st
     from mcore_inference.server._connection import ConnectionLimits
     from mcore_inference.server._group import GroupMember, ServerGroup
     from mcore_inference.server._limits import ServerLimits
+    from mcore_inference.server._loras import LoraFolders
     from mcore_inference.server._runner import Runner
     from mcore_inference.server._server import InferenceServer, serve, serve_runner
     from mcore_inference.server._signals import StopSignals
@@ -17,6 +18,7 @@ __all__ = [
     "ConnectionLimits",
     "GroupMember",
     "InferenceServer",
+    "LoraFolders",
     "Runner",
     "ServerGroup",
     "ServerLimits",

@@ -25,7 +25,9 @@ from mcore_inference.server._errors import ApiError
 from mcore_inference.server._format import TextOffsets, chat_log_probs, completion_log_probs, usage
 from mcore_inference.server._group import ServerCounts
 from mcore_inference.server._hosts import AllowedHosts
+from mcore_inference.server._loras import LoraRoutes
 from mcore_inference.server._metrics import ServerMetrics
+from mcore_inference.server._models import ServedModels
 from mcore_inference.server._openapi import openapi_document
 from mcore_inference.server._playground import Playground
 from mcore_inference.server._prompts import PromptEncoder
@@ -75,7 +77,8 @@ class Routes:
 
     Args:
         runner: what generates.
-        reader: reads bodies, and names the one model of the server.
+        reader: reads bodies.
+        models: that are served.
         encoder: text to tokens and back.
         token: clients must bring it as bearer token; None for open access.
         metrics: what ``/metrics`` answers.
@@ -84,6 +87,7 @@ class Routes:
         seed: choice n of all without a seed is drawn with one of this and n.
         tool_format: how the model writes calls of tools; None to refuse tools.
         weights: takes new weights from folders; None for no such route.
+        loras: takes adapters from folders; None for no such routes.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class Routes:
         runner: Runner,
         *,
         reader: BodyReader,
+        models: ServedModels,
         encoder: PromptEncoder,
         token: str | None,
         metrics: ServerMetrics,
@@ -99,13 +104,13 @@ class Routes:
         seed: int,
         tool_format: ToolFormat | None = None,
         weights: WeightRoute | None = None,
+        loras: LoraRoutes | None = None,
     ) -> None:
-        self._runner = runner
-        self._weights = weights
+        self._runner, self._models = runner, models
+        self._weights, self._loras = weights, loras
         self._reader = reader
         self._encoder = encoder
         self._tokenizer, self._token_bytes = encoder.tokenizer, TokenBytes(encoder.tokenizer)
-        self._model_name = reader.model_name
         self._token = BearerToken(token)
         self._needs_token = token is not None
         self._metrics = metrics
@@ -138,6 +143,10 @@ class Routes:
         if self._weights is not None:
             own_guard = self._weights.guard or guard
             app.add_api_route("/update_weights_from_disk", self._weights.update, methods=["POST"], dependencies=own_guard)
+        if self._loras is not None:
+            own_guard = self._loras.guard or guard
+            app.add_api_route("/v1/load_lora_adapter", self._loras.load, methods=["POST"], dependencies=own_guard)
+            app.add_api_route("/v1/unload_lora_adapter", self._loras.unload, methods=["POST"], dependencies=own_guard)
         return RequestIds(app, self._counts.count_response)
 
     def _guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
@@ -158,26 +167,34 @@ class Routes:
         return JSONResponse(body, 200 if health.alive else 503)
 
     async def openapi(self) -> JSONResponse:
-        return JSONResponse(openapi_document(self._model_name, needs_token=self._needs_token, takes_weights=self._weights is not None))
+        document = openapi_document(
+            [self._models.base, *self._models.loras],
+            needs_token=self._needs_token,
+            takes_weights=self._weights is not None,
+            takes_loras=self._loras is not None,
+        )
+        return JSONResponse(document)
 
     async def metrics(self, request: Request) -> Response:
         write, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(write(self._metrics.registry), media_type=content_type)
 
     async def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [self._model()]}
+        return {"object": "list", "data": [self._model(name) for name in (self._models.base, *self._models.loras)]}
 
     async def model(self, name: str) -> dict[str, Any]:
-        self._reader.check_model(name)
-        return self._model()
+        await self._models.check(name)
+        return self._model(name)
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, name: str) -> dict[str, Any]:
+        """The model, or an adapter, whose parent it is."""
         return {
-            "id": self._model_name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "mcore",
             "max_model_len": self._runner.max_sequence_length,
+            "parent": None if name == self._models.base else self._models.base,
         }
 
     # -- generation --------------------------------------------------------------------------------------------------
@@ -250,16 +267,17 @@ class Routes:
             if record.status is Status.FAILED:
                 raise _named(call, ApiError.of_failure(record.error))
         choices = [call.choice(call, index, record) for index, record in enumerate(records)]
-        answer = call.envelope(call.kind, self._model_name)
+        answer = call.envelope(call.kind, call.body.model or self._models.base)
         return JSONResponse({**answer, "choices": choices, "usage": usage(records, call.body.num_choices)})
 
     async def _submit(self, call: _GenerationCall) -> list[RequestStream]:
         streams: list[RequestStream] = []
+        lora = self._models.lora_of(call.body.model)
         try:
             for index, params in enumerate(call.params):
                 prompt, priority = call.prompts[index // call.body.num_choices], call.body.priority or 0
                 streamed = bool(call.body.stream)
-                streams.append(await self._runner.submit(prompt, params, priority=priority, stream=streamed))
+                streams.append(await self._runner.submit(prompt, params, priority=priority, stream=streamed, lora=lora))
         except BaseException as error:
             _abort(streams)
             if isinstance(error, Exception):
@@ -277,7 +295,7 @@ class Routes:
 
         with_usage = call.body.stream_options is not None and call.body.stream_options.include_usage
         # All but the choices is the same in each. While usage is asked for, OpenAI sends it as null with every chunk but the last.
-        begin = json.dumps(call.envelope(call.chunk_kind, self._model_name))[:-1] + ', "choices": ['
+        begin = json.dumps(call.envelope(call.chunk_kind, call.body.model or self._models.base))[:-1] + ', "choices": ['
         end = '], "usage": null}' if with_usage else "]}"
 
         def chunk(choice: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from mcore_inference.server._errors import ApiError
+from mcore_inference.server._models import ServedModels
 from mcore_inference.server._schema import MAX_MODEL_NAME, DetokenizeBody
 from mcore_inference.server._stream import read_body
 from mcore_parallel.graphs import collection_paused
@@ -25,13 +26,13 @@ class BodyReader:
     """Bodies of bounded length, checked field by field.
 
     Args:
-        model_name: the one model of the server.
+        models: that a body may name.
         max_body_bytes: longest body.
         max_sequence_length: gives the most tokens of a prompt; 0 while no engine is there.
     """
 
-    def __init__(self, model_name: str, max_body_bytes: int, max_sequence_length: Callable[[], int]) -> None:
-        self.model_name = model_name
+    def __init__(self, models: ServedModels, max_body_bytes: int, max_sequence_length: Callable[[], int]) -> None:
+        self._models = models
         self._max_body_bytes, self._max_sequence_length = max_body_bytes, max_sequence_length
 
     async def read(self, request: Request, model: type[Body]) -> Body:
@@ -49,19 +50,8 @@ class BodyReader:
         body = _read(model, raw, self._max_sequence_length())
         if isinstance(body, ApiError):
             raise body
-        self.check_model(getattr(body, "model", ""))
+        await self._models.check(getattr(body, "model", ""))
         return body
-
-    def check_model(self, name: str) -> None:
-        """Refuse a model that is not served here.
-
-        Raises:
-            ApiError: 404.
-        """
-        if name not in ("", self.model_name):
-            raise ApiError(
-                404, f"model={name!r} is not served here; the model is {self.model_name!r}", code="model_not_found", param="model"
-            )
 
 
 def _read(model: type[Body], raw: bytes, longest: int) -> Body | ApiError:

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from mcore_inference.adapters import LoraInUseError
 from mcore_inference.requests import (
     ContextOverflowError,
     CoordinatorError,
@@ -15,6 +16,7 @@ from mcore_inference.requests import (
     QueueFullError,
     RequestError,
     StructuredOutputError,
+    UnknownLoraError,
 )
 
 _MAX_FAULTS = 100
@@ -61,6 +63,11 @@ class ApiError(Exception):
             return cls(429, text, code=type(error).__name__)
         if isinstance(error, RequestError) and error.is_transient:
             return cls(503, text, code=type(error).__name__)
+        if isinstance(error, UnknownLoraError):
+            # OpenAI's own code.
+            return cls(404, text, code="model_not_found", param="model")
+        if isinstance(error, LoraInUseError):
+            return cls(409, text, code=type(error).__name__)
         if isinstance(error, StructuredOutputError):
             return cls(400, text, code=type(error).__name__, param="response_format")
         if isinstance(error, RequestError | ValueError):

@@ -2,40 +2,52 @@
 # Copyright (c) 2026 the mcore authors
 """The OpenAPI document of the server: bodies as they are checked, answers as they are written."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from mcore_inference.server._schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, UpdateWeightsBody
+from mcore_inference.server._schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    LoadLoraBody,
+    TokenizeBody,
+    UnloadLoraBody,
+    UpdateWeightsBody,
+)
 
 _REFS = "#/components/schemas/{model}"
-_BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, UpdateWeightsBody)
+_BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, UpdateWeightsBody, LoadLoraBody, UnloadLoraBody)
 _STRING, _INTEGER, _NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
 _ANY_OBJECT = {"type": "object"}
 
 
-def openapi_document(model_name: str, *, needs_token: bool, takes_weights: bool = False) -> dict[str, Any]:
+def openapi_document(
+    model_names: Sequence[str], *, needs_token: bool, takes_weights: bool = False, takes_loras: bool = False
+) -> dict[str, Any]:
     """The document, OpenAPI 3.1.
 
     Args:
-        model_name: the one model.
+        model_names: the model, and its adapters.
         needs_token: whether clients bring a bearer token.
         takes_weights: whether there is the route for new weights.
+        takes_loras: whether there are the routes for adapters.
     """
     _, bodies = models_json_schema([(model, "validation") for model in _BODIES], ref_template=_REFS)
     for name in _BODIES:
-        bodies["$defs"][name.__name__]["properties"]["model"] = {"enum": ["", model_name], "default": ""}
+        if "model" in bodies["$defs"][name.__name__]["properties"]:
+            bodies["$defs"][name.__name__]["properties"]["model"] = {"enum": ["", *model_names], "default": ""}
     guarded = [{"bearer": []}] if needs_token else []
     codes = {"400", "404", "413", "415", "422", "429", "500", "503"}
     paths = {
         "/health": _get("health", "Whether the engine makes progress", {"200": _ref("Health"), "503": _ref("Health")}),
         "/metrics": _get("metrics", "Prometheus metrics", {"200": None}, needs_token),
-        "/v1/models": _get("list_models", "The models: there is one", {"200": _ref("ModelList")}, needs_token),
+        "/v1/models": _get("list_models", "The model, and its adapters", {"200": _ref("ModelList")}, needs_token),
         "/v1/models/{model}": {
             "get": {
                 **_get("retrieve_model", "A model", {"200": _ref("Model"), "404": _ref("Error")}, needs_token)["get"],
-                "parameters": [{"name": "model", "in": "path", "required": True, "schema": {"const": model_name}}],
+                "parameters": [{"name": "model", "in": "path", "required": True, "schema": {"enum": [*model_names]}}],
             }
         },
         "/v1/completions": _post("create_completion", "Continue prompts", CompletionBody, "Completion", codes, needs_token, streams=True),
@@ -47,6 +59,14 @@ def openapi_document(model_name: str, *, needs_token: bool, takes_weights: bool 
         refusals = codes - {"429"}
         paths["/update_weights_from_disk"] = _post(
             "update_weights", "Take the weights of a folder", UpdateWeightsBody, "WeightUpdate", refusals, needs_token
+        )
+    if takes_loras:
+        refusals = codes - {"429"}
+        paths["/v1/load_lora_adapter"] = _post(
+            "load_lora", "Take the adapter of a folder", LoadLoraBody, "LoraChange", refusals, needs_token
+        )
+        paths["/v1/unload_lora_adapter"] = _post(
+            "unload_lora", "Forget an adapter", UnloadLoraBody, "LoraChange", refusals | {"409"}, needs_token
         )
     for item in paths.values():
         for operation in item.values():
@@ -116,6 +136,7 @@ def _answers() -> dict[str, dict[str, Any]]:
     envelope = {"id": _STRING, "created": _INTEGER, "model": _STRING, "usage": usage}
     error = {"message": _STRING, "type": _STRING, "param": _or_null(_STRING), "code": _or_null(_STRING), "request_id": _or_null(_STRING)}
     model = {"id": _STRING, "object": {"const": "model"}, "created": _INTEGER, "owned_by": _STRING, "max_model_len": _INTEGER}
+    model["parent"] = _or_null(_STRING)
     return {
         "Error": _object({"error": _object(error)}),
         "Health": _object(
@@ -135,5 +156,6 @@ def _answers() -> dict[str, dict[str, Any]]:
         ),
         "Tokens": _object({"count": _INTEGER, "max_model_len": _INTEGER, "tokens": tokens, "token_strs": _or_null(_array(_STRING))}),
         "Detokenized": _object({"prompt": _STRING}),
+        "LoraChange": _object({"success": {"const": True}, "message": _STRING}),
         "WeightUpdate": _object({"success": {"const": True}, "message": _STRING, "weight_version": _INTEGER}),
     }

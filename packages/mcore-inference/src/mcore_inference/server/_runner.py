@@ -15,9 +15,16 @@ class Runner(Protocol):
     """One engine in its thread (``EngineRunner``), or the engines of a coordinator (``CoordinatedRunner``)."""
 
     async def submit(
-        self, prompt: Sequence[int], sampling_params: SamplingParams | None = None, *, priority: int = 0, stream: bool = True
+        self,
+        prompt: Sequence[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        stream: bool = True,
+        lora: str | None = None,
     ) -> RequestStream:
-        """Queue a request and get its stream; lower priorities are served first. Without ``stream`` one increment comes, at the end."""
+        """Queue a request and get its stream; lower priorities are served first. Without ``stream`` one increment comes, at the end.
+        ``lora`` names an adapter of ``loras``, where the runner has some; None for the model alone."""
         ...
 
     @property

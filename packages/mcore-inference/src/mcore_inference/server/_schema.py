@@ -43,6 +43,7 @@ def _prompt_kind(prompt: object) -> str:
 
 
 ModelName = Annotated[str, StringConstraints(max_length=MAX_MODEL_NAME)]
+LoraName = Annotated[str, StringConstraints(min_length=1, max_length=MAX_MODEL_NAME)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 # JSON's names of fields are strings; one spelling of each id, so that none comes twice.
@@ -276,3 +277,22 @@ class UpdateWeightsBody(BaseModel):
     """That tokens of these weights are reported with."""
     in_flight: Literal["recompute", "keep", "drain"] = "recompute"
     """What answers in flight do."""
+
+
+class LoadLoraBody(BaseModel):
+    """Body of ``/v1/load_lora_adapter``."""
+
+    model_config = EXACT
+
+    lora_name: LoraName
+    """That requests name as their model."""
+    lora_path: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+    """Folder below the server's root of adapters; a relative one begins there."""
+
+
+class UnloadLoraBody(BaseModel):
+    """Body of ``/v1/unload_lora_adapter``."""
+
+    model_config = EXACT
+
+    lora_name: LoraName

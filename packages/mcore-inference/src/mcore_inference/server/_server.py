@@ -19,8 +19,11 @@ from mcore_inference.server._app import Routes
 from mcore_inference.server._bodies import BodyReader
 from mcore_inference.server._connection import ConnectionGuard
 from mcore_inference.server._group import GroupMember, ServerGroup
+from mcore_inference.server._folders import check_guard
 from mcore_inference.server._limits import ServerLimits
+from mcore_inference.server._loras import LoraFolders, LoraLoader, LoraRoutes
 from mcore_inference.server._metrics import ServerMetrics
+from mcore_inference.server._models import ServedModels
 from mcore_inference.server._prompts import PromptEncoder, check_tool_template
 from mcore_inference.server._runner import Runner
 from mcore_inference.server._signals import StopSignals
@@ -162,6 +165,7 @@ def serve(
     limits: ServerLimits | None = None,
     tool_call_parser: str | None = None,
     weights: WeightFolders | None = None,
+    loras: LoraFolders | None = None,
 ) -> InferenceServer:
     """Serve ``/v1/completions``, ``/v1/chat/completions``, ``/v1/models``, ``/health``, ``/metrics`` and a playground in the background.
 
@@ -178,14 +182,16 @@ def serve(
             ``tools``. The tokenizer's chat template has to write tools.
         weights: folders whose weights a client may have loaded by ``/update_weights_from_disk``, which needs a token: one of its own, or
             on loopback the server's; None for no such route.
+        loras: folders whose adapters a client may have loaded by ``/v1/load_lora_adapter``, and unloaded by ``/v1/unload_lora_adapter``,
+            with a token as ``weights``; None for no such routes. Adapters that the engine has, from wherever, are served in either case.
 
     Returns:
         The server, accepting requests.
 
     Raises:
-        ValueError: no tokenizer; an address beyond loopback or ``weights`` without token, or ``weights`` there without one of its own; an
-            empty token; a port or limit out of range; another rank than the first; an unknown parser, or a chat template that leaves tools
-            out.
+        ValueError: no tokenizer; an address beyond loopback, ``weights`` or ``loras`` without token, or the latter there without one of
+            their own; an empty token; a port or limit out of range; another rank than the first; an unknown parser, or a chat template
+            that leaves tools out; an adapter of the engine has the name of the model.
         PortInUseError: names the port.
         OSError: the address is not one of this machine; names it.
     """
@@ -204,7 +210,7 @@ def serve(
 
     return serve_runner(
         run, tokenizer, host=host, port=port, token=token, model_name=model_name, limits=limits, tool_call_parser=tool_call_parser,
-        weights=weights,
+        weights=weights, loras=loras,
     )  # fmt: skip
 
 
@@ -220,6 +226,7 @@ def serve_runner(
     limits: ServerLimits | None = None,
     tool_call_parser: str | None = None,
     weights: WeightFolders | None = None,
+    loras: LoraFolders | None = None,
     member: GroupMember | None = None,
 ) -> InferenceServer:
     """``serve`` over what generates elsewhere, such as ``mcore_inference.coordinator.CoordinatedRunner``.
@@ -234,6 +241,7 @@ def serve_runner(
         limits: those on bodies and connections count here; those on the queue and the engine are the engines' own.
         tool_call_parser: as of ``serve``.
         weights: as of ``serve``; the runner needs ``load_weights``.
+        loras: as of ``serve``; the runner needs ``load_lora`` and ``unload_lora``.
         member: one of several servers at one address, which takes the place of ``host`` and ``port``; None for a server alone. The limit on
             connections and the answers that ``/metrics`` counts are those of all of them.
 
@@ -250,15 +258,9 @@ def serve_runner(
         raise ValueError("token='' is empty; give a secret, or None on a loopback address")
     if token is None and not is_loopback(host):
         raise ValueError(f"host={host!r} is reachable from other machines; give a token, or bind to 127.0.0.1")
-    if token is None and weights is not None and weights.token is None:
-        raise ValueError(f"weights={weights.root} lets clients replace the model; give a token, to it or to the server")
-    if weights is not None and weights.token is None and not is_loopback(host):
-        raise ValueError(
-            f"host={host!r} is reachable from other machines, and weights={weights.root} has no token of its own; give WeightFolders one, "
-            "other than the server's, or bind to 127.0.0.1"
-        )
-    if weights is not None and weights.token is not None and weights.token == token:
-        raise ValueError("the token of weights is that of the server, whose clients would replace the model; give it one of its own")
+    for field, folders in (("weights", weights), ("loras", loras)):
+        if folders is not None:
+            check_guard(field, folders, token, host)
     limits = ServerLimits() if limits is None else limits
     form = None if tool_call_parser is None else tool_format(tool_call_parser)
     if form is not None:
@@ -271,18 +273,20 @@ def serve_runner(
         group.close()
         raise
     hosts = ["127.0.0.1", "localhost", "[::1]", host] if token is None else None
-    if weights is not None and not isinstance(runner, WeightLoader):
+    models = ServedModels(model_name, runner)
+    reader = BodyReader(models, limits.max_body_bytes, lambda: runner.max_sequence_length)
+    try:
+        route, lora_routes = _routes_of_folders(runner, reader, models, weights, loras)
+    except ValueError:
         runner.close()
         group.close()
-        raise ValueError(f"weights={weights.root}: a {type(runner).__name__} has no load_weights; leave it out")
+        raise
     counts = group.counts(index)
-    reader = BodyReader(model_name, limits.max_body_bytes, lambda: runner.max_sequence_length)
     encoder = PromptEncoder(tokenizer, lambda: runner.max_sequence_length, limits.max_characters_per_token)
-    route = WeightRoute(reader, runner, weights) if weights is not None and isinstance(runner, WeightLoader) else None
     routes = Routes(
-        runner, reader=reader, encoder=encoder, token=token, metrics=ServerMetrics(runner, counts), counts=counts, created=group.created,
+        runner, reader=reader, models=models, encoder=encoder, token=token, metrics=ServerMetrics(runner, counts), counts=counts, created=group.created,
         # Another one at each start, which would repeat the answers of the last one.
-        seed=secrets.randbits(63), tool_format=form, weights=route,
+        seed=secrets.randbits(63), tool_format=form, weights=route, loras=lora_routes,
     )  # fmt: skip
     protocol = ConnectionGuard(limits.connections, counts)
     config = uvicorn.Config(
@@ -303,3 +307,24 @@ def serve_runner(
         server.close()
         raise
     return server
+
+
+def _routes_of_folders(
+    runner: Runner, reader: BodyReader, models: ServedModels, weights: WeightFolders | None, loras: LoraFolders | None
+) -> tuple[WeightRoute | None, LoraRoutes | None]:
+    """Routes by which clients have weights and adapters loaded.
+
+    Raises:
+        ValueError: the runner takes none, or an adapter has the name of the model.
+    """
+    models.check_names()
+    route, lora_routes = None, None
+    if weights is not None:
+        if not isinstance(runner, WeightLoader):
+            raise ValueError(f"weights={weights.root}: a {type(runner).__name__} has no load_weights; leave it out")
+        route = WeightRoute(reader, runner, weights)
+    if loras is not None:
+        if not isinstance(runner, LoraLoader):
+            raise ValueError(f"loras={loras.root}: a {type(runner).__name__} has no load_lora; leave it out")
+        lora_routes = LoraRoutes(reader, models, runner, loras)
+    return route, lora_routes

@@ -16,6 +16,7 @@ from mcore_inference._stability import experimental_api
 from mcore_inference.engine import WeightLoadError, WeightSlice
 from mcore_inference.server._bodies import BodyReader
 from mcore_inference.server._errors import ApiError
+from mcore_inference.server._folders import check_folders, find_folder
 from mcore_inference.server._schema import UpdateWeightsBody
 from mcore_inference.server._tokens import BearerToken
 
@@ -40,25 +41,7 @@ class WeightFolders:
     """Bearer token of this route alone, so that who may generate cannot replace the model; None for the server's, on loopback only."""
 
     def __post_init__(self) -> None:
-        if self.token is not None and not self.token:
-            raise ValueError("token='' is empty; give a secret, or None for the token of the server")
-        if not self.root.is_dir():
-            raise ValueError(f"root={str(self.root)!r} is no folder; make it, or name the one that the trainer writes to")
-
-    def find(self, name: str) -> Path:
-        """The folder of that name, or of that path below the root.
-
-        Raises:
-            ApiError: 400; it is not there, or not below the root.
-        """
-        try:
-            folder = (self.root / name).resolve(strict=True)
-        except (OSError, ValueError, RuntimeError) as error:
-            # Links in a circle are a RuntimeError.
-            raise ApiError(400, f"model_path={name!r} cannot be read here: {error}", param="model_path") from error
-        if not folder.is_dir() or self.root.resolve() not in folder.parents:
-            raise ApiError(400, f"model_path={name!r} is no folder below {self.root}", param="model_path")
-        return folder
+        check_folders(self.root, self.token)
 
 
 @runtime_checkable
@@ -92,7 +75,7 @@ class WeightRoute:
     async def update(self, request: Request) -> dict[str, Any]:
         """Load a folder between two steps."""
         body = await self._reader.read(request, UpdateWeightsBody)
-        folder = self._folders.find(body.model_path)
+        folder = find_folder(self._folders.root, body.model_path, "model_path")
         async with self._turn:
             try:
                 chunks = await asyncio.to_thread(self._folders.read, folder)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Folders that a client may have read, and who is such a client."""
+
+from pathlib import Path
+from typing import Protocol
+
+from mcore_inference._fields import is_loopback
+from mcore_inference.server._errors import ApiError
+
+
+class GuardedFolders(Protocol):
+    """``WeightFolders`` and ``LoraFolders``."""
+
+    @property
+    def root(self) -> Path: ...
+
+    @property
+    def token(self) -> str | None: ...
+
+
+def check_folders(root: Path, token: str | None) -> None:
+    """See that there is a root, and a token that is not empty.
+
+    Raises:
+        ValueError: names the field.
+    """
+    if token is not None and not token:
+        raise ValueError("token='' is empty; give a secret, or None for the token of the server")
+    if not root.is_dir():
+        raise ValueError(f"root={str(root)!r} is no folder; make it, or name the one that the trainer writes to")
+
+
+def check_guard(field: str, folders: GuardedFolders, token: str | None, host: str) -> None:
+    """See that not everybody who reaches a server may change its model.
+
+    Args:
+        field: of ``serve``, whose folders they are.
+        folders: with a token of their own, or none.
+        token: of the server.
+        host: address of the server.
+
+    Raises:
+        ValueError: there is no token, none but the server's beyond loopback, or both are one.
+    """
+    place = f"{field}={folders.root}"
+    if token is None and folders.token is None:
+        raise ValueError(f"{place} lets clients replace the model; give a token, to it or to the server")
+    if folders.token is None and not is_loopback(host):
+        raise ValueError(
+            f"host={host!r} is reachable from other machines, and {place} has no token of its own; give {type(folders).__name__} one, "
+            "other than the server's, or bind to 127.0.0.1"
+        )
+    if folders.token is not None and folders.token == token:
+        raise ValueError(f"the token of {field} is that of the server, whose clients would replace the model; give it one of its own")
+
+
+def find_folder(root: Path, name: str, param: str) -> Path:
+    """The folder of that name, or of that path below the root.
+
+    Args:
+        root: links out of it are not followed.
+        name: as the client wrote it.
+        param: field that it wrote it in.
+
+    Raises:
+        ApiError: 400; it is not there, or not below the root.
+    """
+    try:
+        folder = (root / name).resolve(strict=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        # Links in a circle are a RuntimeError.
+        raise ApiError(400, f"{param}={name!r} cannot be read here: {error}", param=param) from error
+    if not folder.is_dir() or root.resolve() not in folder.parents:
+        raise ApiError(400, f"{param}={name!r} is no folder below {root}", param=param)
+    return folder
