@@ -59,7 +59,13 @@ class ScriptedRunner:
         self.text, self.reason, self.prompt, self.params = "", FinishReason.STOP, "", SamplingParams()
 
     async def submit(
-        self, prompt: Sequence[int], sampling_params: SamplingParams | None = None, *, priority: int = 0, stream: bool = True
+        self,
+        prompt: Sequence[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        stream: bool = True,
+        lora: str | None = None,
     ) -> RequestStream:
         assert sampling_params is not None
         self.prompt, self.params = TOKENIZER.detokenize(list(prompt)), sampling_params

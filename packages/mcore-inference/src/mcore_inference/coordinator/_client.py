@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mcore_inference._fields import as_integer, as_number
 from mcore_inference._stability import experimental_api
-from mcore_inference.adapters import LoraInUseError, LoraLoadError, LoraWeights
+from mcore_inference.adapters import LoraLoadError, LoraWeights
 from mcore_inference.coordinator._config import SECONDS, CoordinatorSecurity
 from mcore_inference.coordinator._messages import (
     MAX_LORA_NAME,
@@ -57,7 +57,7 @@ from mcore_inference.coordinator._messages import (
 )
 from mcore_inference.coordinator._peer import connect, reconnect
 from mcore_inference.coordinator._weights import pack
-from mcore_inference.engine import EndingQueue, Increment, WeightLoadError, WeightSlice
+from mcore_inference.engine import EndingQueue, Increment, LoraInUseError, WeightLoadError, WeightSlice
 from mcore_inference.requests import (
     CoordinatorError,
     DynamicInferenceRequestRecord,

@@ -133,7 +133,9 @@ class Loras:
             if client not in self._group.clients:
                 continue
             if self._group.state is GroupState.STOPPED or not self._group.serving:
-                text = "the engines are stopped" if self._group.state is GroupState.STOPPED else "there is no engine that could have adapters"
+                text = (
+                    "the engines are stopped" if self._group.state is GroupState.STOPPED else "there is no engine that could have adapters"
+                )
                 self._group.send(client, Refusal(call=message.call, message=text))
             elif isinstance(message, LoadLora):
                 self._begin_load(client, message, now)

@@ -454,9 +454,7 @@ class EngineWorker:
         number = message.request_id
         try:
             params = SamplingParams.deserialize(message.sampling_params)
-            stream = await self.runner.submit(
-                message.prompt, params, priority=message.priority, stream=message.stream, lora=message.lora
-            )
+            stream = await self.runner.submit(message.prompt, params, priority=message.priority, stream=message.stream, lora=message.lora)
         except Exception as error:
             self._fail(number, error)
         else:

@@ -6,10 +6,9 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from mcore_inference.adapters import LoraInUseError
 from mcore_inference.coordinator._messages import LoadLora, Message, SignalAck, UnloadLora, WeightAck, WeightBucket
 from mcore_inference.coordinator._weights import LoraReceiver
-from mcore_inference.engine import EngineRunner
+from mcore_inference.engine import EngineRunner, LoraInUseError
 from mcore_inference.requests import EngineDeadError, UnknownLoraError
 
 _LEAVE_S = 5.0

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mcore_inference.adapters import LoraInUseError
+from mcore_inference.engine import LoraInUseError
 from mcore_inference.requests import (
     ContextOverflowError,
     CoordinatorError,

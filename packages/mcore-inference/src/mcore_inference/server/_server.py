@@ -18,8 +18,8 @@ from mcore_inference.requests import EngineDeadError
 from mcore_inference.server._app import Routes
 from mcore_inference.server._bodies import BodyReader
 from mcore_inference.server._connection import ConnectionGuard
-from mcore_inference.server._group import GroupMember, ServerGroup
 from mcore_inference.server._folders import check_guard
+from mcore_inference.server._group import GroupMember, ServerGroup
 from mcore_inference.server._limits import ServerLimits
 from mcore_inference.server._loras import LoraFolders, LoraLoader, LoraRoutes
 from mcore_inference.server._metrics import ServerMetrics
@@ -284,7 +284,8 @@ def serve_runner(
     counts = group.counts(index)
     encoder = PromptEncoder(tokenizer, lambda: runner.max_sequence_length, limits.max_characters_per_token)
     routes = Routes(
-        runner, reader=reader, models=models, encoder=encoder, token=token, metrics=ServerMetrics(runner, counts), counts=counts, created=group.created,
+        runner, reader=reader, models=models, encoder=encoder, token=token, metrics=ServerMetrics(runner, counts), counts=counts,
+        created=group.created,
         # Another one at each start, which would repeat the answers of the last one.
         seed=secrets.randbits(63), tool_format=form, weights=route, loras=lora_routes,
     )  # fmt: skip
