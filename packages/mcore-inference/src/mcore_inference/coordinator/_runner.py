@@ -5,7 +5,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
@@ -201,7 +201,7 @@ class CoordinatedRunner:
         Raises:
             CoordinatorError: as of ``load_weights``, or no answer within two seconds.
         """
-        await self._in_loop(self._refresh())
+        await self._in_loop(self._refresh)
         return self._loras
 
     async def load_lora(self, name: str, weights: LoraWeights) -> None:
@@ -212,7 +212,7 @@ class CoordinatedRunner:
             CoordinatorError: as there, or this runner was closed.
             EngineDeadError: the engines failed for good.
         """
-        await self._in_loop(self._change_lora(self._client.load_lora(name, weights)))
+        await self._in_loop(lambda: self._change_lora(self._client.load_lora(name, weights)))
 
     async def unload_lora(self, name: str) -> None:
         """Let all engines forget an adapter, or none; as ``InferenceClient.unload_lora``.
@@ -223,16 +223,12 @@ class CoordinatedRunner:
             CoordinatorError: as there, or this runner was closed.
             EngineDeadError: the engines failed for good.
         """
-        await self._in_loop(self._change_lora(self._client.unload_lora(name)))
+        await self._in_loop(lambda: self._change_lora(self._client.unload_lora(name)))
 
-    async def _in_loop(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _in_loop(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """In the loop of the thread."""
-        try:
-            done = asyncio.run_coroutine_threadsafe(work, self._open_loop())
-        except BaseException:
-            work.close()
-            raise
-        await asyncio.wrap_future(done)
+        loop = self._open_loop()
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), loop))
 
     def abort(self, request_id: int) -> None:
         """End a request, from any thread; nothing happens when it has ended."""

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright (c) 2026 the mcore authors
+"""Adapters for all engines of a coordinator, over real sockets."""
+
+import asyncio
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("zmq")
+
+from mcore_inference import (
+    CoordinatorError,
+    EngineRunner,
+    LoraInUseError,
+    LoraLoadError,
+    LoraSlots,
+    LoraWeights,
+    SamplingParams,
+    UnknownLoraError,
+)
+from mcore_inference.coordinator import (
+    CoordinatedRunner,
+    CoordinatorConfig,
+    CoordinatorSecurity,
+    DataParallelInferenceCoordinator,
+    InferenceClient,
+)
+from mcore_inference.coordinator._messages import LoadLora, WeightBucket
+from mcore_inference.coordinator._weights import LoraReceiver, pack
+from mcore_parallel.data import ByteTokenizer
+from mcore_parallel.models import GPTModel
+from tests.support.adapters import merged, random_adapter
+from tests.support.coordinated_engines import QUICK, join, serve, until
+
+Make = Callable[..., Any]
+SLOTS = LoraSlots(max_loras=2, max_lora_rank=4)
+TEN = SamplingParams(temperature=0.0, num_tokens_to_generate=10, ignore_eos=True)
+LONG = SamplingParams(num_tokens_to_generate=80, ignore_eos=True, seed=1)
+
+
+@pytest.fixture(scope="module")
+def model(make_model: Make) -> GPTModel:
+    return make_model(vocab_size=272, dtype=torch.float64, layers=1).eval()
+
+
+@pytest.fixture(scope="module")
+def adapters(model: GPTModel) -> dict[str, LoraWeights]:
+    return {name: random_adapter(model, rank, rank) for name, rank in (("sql", 2), ("chat", 4))}
+
+
+@pytest.fixture(scope="module")
+def answers(model: GPTModel, adapters: dict[str, LoraWeights], make_engine: Make) -> dict[str | None, list[int]]:
+    """What models with merged weights generate."""
+    found = {}
+    for name in (None, "sql", "chat"):
+        engine = make_engine(merged(model, None if name is None else adapters[name]), ByteTokenizer())
+        found[name] = engine.generate(["abc"], TEN)[0].generated_tokens
+    assert len({tuple(tokens) for tokens in found.values()}) == 3
+    return found
+
+
+@pytest.fixture
+def engines(model: GPTModel, make_engine: Make) -> Iterator[Callable[[], EngineRunner]]:
+    """Makes runners, each with a model of its own."""
+    with ExitStack() as stack:
+
+        def make(**sizes: Any) -> EngineRunner:
+            engine = make_engine(copy.deepcopy(model), ByteTokenizer(), **{"lora": SLOTS, "run_ahead": True, **sizes})
+            return stack.enter_context(EngineRunner(engine, stall_timeout_s=100.0))
+
+        yield make
+
+
+async def check(client: InferenceClient, answers: dict[str | None, list[int]], *names: str | None) -> None:
+    for _ in range(2):
+        records = await asyncio.gather(*(client.add_request("abc", TEN, lora=name) for name in names * 2))
+        assert [record.generated_tokens for record in records] == [answers[name] for name in names * 2]
+        assert [record.lora for record in records] == list(names * 2)
+
+
+def test_adapters_reach_all_engines_in_parts_and_leave_them(
+    engines: Callable[..., EngineRunner], adapters: dict[str, LoraWeights], answers: dict[str | None, list[int]]
+) -> None:
+    runners = [engines(), engines()]
+
+    async def main(address: str) -> None:
+        async with InferenceClient(address) as client:
+            with pytest.raises(UnknownLoraError, match="lora='sql' is not loaded; no adapter is loaded"):
+                await client.add_request("abc", TEN, lora="sql")
+            await client.load_lora("sql", adapters["sql"])
+            # Beside requests that run.
+            streams = [await client.submit(f"{index}", LONG, lora="sql") for index in range(4)]
+            for stream in streams:
+                await anext(aiter(stream))
+            await client.load_lora("chat", adapters["chat"])
+            assert (await client.status()).loras == ["sql", "chat"] == list(runners[0].loras) == list(runners[1].loras)
+            await check(client, answers, "sql", None, "chat")
+            with pytest.raises(LoraInUseError, match="lora='sql' is used by 4 requests"):
+                await client.unload_lora("sql")
+            for stream in streams:
+                stream.abort()
+            # The engines may still compute what was aborted.
+            await client.unload_lora("sql")
+            assert runners[0].loras == runners[1].loras == ("chat",)
+            with pytest.raises(UnknownLoraError, match="lora='sql' is not loaded; loaded are 'chat'"):
+                await client.unload_lora("sql")
+            with pytest.raises(LoraLoadError, match="lora='chat' is loaded; unload it first"):
+                await client.load_lora("chat", adapters["sql"])
+            for name in ("", "x" * 257, 3):
+                with pytest.raises(ValueError, match="must be a name of 1 to 256 characters"):
+                    await client.load_lora(name, adapters["sql"])  # type: ignore[arg-type]
+                with pytest.raises(ValueError, match="must be a name of 1 to 256 characters"):
+                    await client.submit("abc", TEN, lora=name)  # type: ignore[arg-type]
+            # The name comes again with another adapter: nothing cached of the first serves it.
+            await client.load_lora("sql", adapters["chat"])
+            [record] = await asyncio.gather(client.add_request("abc", TEN, lora="sql"))
+            assert record.generated_tokens == answers["chat"]
+
+    with ExitStack() as stack:
+        # Matrices go in many parts.
+        asyncio.run(main(serve(stack, runners, max_message_bytes=8192).address))
+
+
+def test_what_one_engine_refuses_none_has(
+    engines: Callable[..., EngineRunner], adapters: dict[str, LoraWeights], answers: dict[str | None, list[int]]
+) -> None:
+    runners = [engines(), engines(lora=LoraSlots(max_loras=2, max_lora_rank=2))]
+
+    async def main(address: str) -> None:
+        async with InferenceClient(address) as client:
+            with pytest.raises(LoraLoadError, match=r"no engine has lora='chat' \(dp-1: LoraLoadError: .*max_lora_rank=2"):
+                await client.load_lora("chat", adapters["chat"])
+            await client.load_lora("sql", adapters["sql"])
+            assert runners[0].loras == runners[1].loras == ("sql",)
+            with pytest.raises(LoraLoadError, match="dp-0: LoraLoadError: .*dp-1: LoraLoadError: "):
+                await client.load_lora(" ", adapters["sql"])
+            await check(client, answers, "sql", None)
+        others = CoordinatorSecurity(secret="job")
+        async with InferenceClient(guarded.address, security=others) as client:
+            for call in (client.load_lora("sql", adapters["sql"]), client.unload_lora("sql")):
+                with pytest.raises(CoordinatorError, match="_lora needs control_secret"):
+                    await call
+
+    with ExitStack() as stack:
+        own = CoordinatorSecurity(secret="job", control_secret="key")
+        guarded = stack.enter_context(DataParallelInferenceCoordinator(CoordinatorConfig(security=own)))
+        asyncio.run(main(serve(stack, runners).address))
+
+
+def test_engines_that_come_later_have_the_adapters_and_those_of_another_coordinator_are_forgotten(
+    engines: Callable[..., EngineRunner], adapters: dict[str, LoraWeights], answers: dict[str | None, list[int]]
+) -> None:
+    first, second, bare = engines(), engines(), engines(lora=None)
+
+    async def ask(address: str, *names: str | None) -> None:
+        async with InferenceClient(address) as client:
+            await check(client, answers, *names)
+
+    async def load(address: str, name: str) -> None:
+        async with InferenceClient(address) as client:
+            await client.load_lora(name, adapters[name])
+
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(DataParallelInferenceCoordinator(CoordinatorConfig(**QUICK)))
+        with join(stack, first, coordinator, "dp-0"):
+            coordinator.wait_for_engines(1)
+            asyncio.run(load(coordinator.address, "sql"))
+            asyncio.run(load(coordinator.address, "chat"))
+            join(stack, second, coordinator, "dp-1")
+            coordinator.wait_for_engines(2)
+        # The first one is gone.
+        asyncio.run(ask(coordinator.address, "chat", "sql", None))
+        assert second.loras == ("sql", "chat")
+        # One that cannot have them is not served from, and says why.
+        unfit = join(stack, bare, coordinator, "dp-2")
+        until(lambda: unfit.refusal is not None and "it cannot take the adapter 'sql'" in unfit.refusal, "it is refused")
+        assert "LoraSlots" in (unfit.refusal or "")
+        # In the hands of a coordinator that has none, an engine forgets what it was given; what its process loaded stays.
+        address = coordinator.address
+        coordinator.close()
+        host, port = address.removeprefix("tcp://").split(":")
+        other = stack.enter_context(DataParallelInferenceCoordinator(CoordinatorConfig(**QUICK, host=host, port=int(port))))
+        until(lambda: second.loras == (), "the adapters are forgotten", 60.0)
+        until(lambda: other.num_engines == 2, "the other one may come again", 60.0)
+        asyncio.run(ask(address, None))
+
+
+def test_an_engine_that_was_given_up_for_a_while_comes_back_with_its_adapters(
+    engines: Callable[..., EngineRunner], adapters: dict[str, LoraWeights], answers: dict[str | None, list[int]]
+) -> None:
+    runner = engines()
+
+    async def main(address: str) -> None:
+        async with InferenceClient(address) as client:
+            await client.load_lora("sql", adapters["sql"])
+            loads: list[str] = []
+            load = runner.load_lora
+
+            async def counted(name: str, weights: LoraWeights) -> None:
+                loads.append(name)
+                await load(name, weights)
+
+            runner.load_lora = counted  # type: ignore[method-assign]
+            coordinator.lose_engine("dp-0", "a test says so")
+            await check(client, answers, "sql", None)
+            assert not loads
+            await client.suspend_engines()
+            await client.load_lora("chat", adapters["chat"])
+            await client.resume_engines()
+            await check(client, answers, "sql", None, "chat")
+            assert loads == ["chat"]
+
+    with ExitStack() as stack:
+        coordinator = serve(stack, [runner])
+        asyncio.run(main(coordinator.address))
+
+
+def test_a_coordinated_runner_names_adapters_from_any_loop(
+    engines: Callable[..., EngineRunner], adapters: dict[str, LoraWeights], answers: dict[str | None, list[int]]
+) -> None:
+    async def main(ours: CoordinatedRunner, others: CoordinatedRunner) -> None:
+        assert ours.loras == ()
+        await ours.load_lora("sql", adapters["sql"])
+        assert ours.loras == ("sql",) == await others.find_loras() == others.loras
+        record = await (await others.submit("abc", TEN, lora="sql")).record()
+        assert (record.generated_tokens, record.lora) == (answers["sql"], "sql")
+        with pytest.raises(UnknownLoraError, match="lora='chat' is not loaded; loaded are 'sql'"):
+            await (await ours.submit("abc", TEN, lora="chat", stream=False)).record()
+        with pytest.raises(LoraLoadError, match="is loaded"):
+            await others.load_lora("sql", adapters["sql"])
+        await others.unload_lora("sql")
+        assert others.loras == ()
+        ours.close()
+        with pytest.raises(CoordinatorError, match="the runner was closed"):
+            await ours.load_lora("sql", adapters["sql"])
+
+    with ExitStack() as stack:
+        address = serve(stack, [engines()]).address
+        first, second = (stack.enter_context(CoordinatedRunner(address)) for _ in range(2))
+        asyncio.run(main(first, second))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_matrices_are_the_same_behind_the_wire_however_they_are_cut(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    pair = torch.randn(3, 37, generator=generator).to(dtype), torch.randn(2, 11, 3, generator=generator).to(dtype)
+    weights = LoraWeights(rank=3, alpha=6.0, matrices={"layers.0.mlp.up": pair})
+    for size in (2**20, 600, 300):
+        receiver = LoraReceiver(LoadLora(call=0, name="x", rank=3, alpha=6.0))
+        for chunks in pack(weights.tensors().items(), size):
+            assert not receiver.put(WeightBucket(call=0, index=1, chunks=chunks))
+        assert receiver.put(WeightBucket(call=0, index=1, chunks=[], end="whole"))
+        got = receiver.weights()
+        assert (got.rank, got.alpha) == (3, 6.0)
+        assert all(torch.equal(a, b) and a.dtype == dtype for a, b in zip(got.matrices["layers.0.mlp.up"], pair, strict=True))
+    # A part that is missing is found.
+    receiver = LoraReceiver(LoadLora(call=0, name="x", rank=3, alpha=6.0))
+    first, *_, last = pack(weights.tensors().items(), 300)
+    for chunks in (first, last):
+        receiver.put(WeightBucket(call=0, index=1, chunks=chunks))
+    with pytest.raises(ValueError, match=r"layers.0.mlp.up.lora.\w"):
+        receiver.weights()
