@@ -22,6 +22,7 @@ from mcore_inference.coordinator._messages import (
     Heartbeat,
     Incoming,
     Leave,
+    LoadLora,
     LoadWeights,
     Message,
     Partials,
@@ -31,6 +32,7 @@ from mcore_inference.coordinator._messages import (
     Stop,
     SubmitRequest,
     Suspend,
+    UnloadLora,
     Unpause,
     WeightAck,
     WeightBucket,
@@ -46,10 +48,13 @@ _ODD = (*_INTEGERS, 1.5, float("inf"), float("nan"), "", "running", "x" * 100, b
 
 def samples(draw: random.Random, numbers: list[int]) -> list[Message]:
     """One valid message of each kind; numbers are often those that the coordinator gave last."""
-    number = draw.choice(numbers)
+    number, name = draw.choice(numbers), draw.choice(["sql", "chat"])
+    loras = {name: "other"} if draw.random() < 0.2 else {}
     return [
-        connect(), register(f"dp-{draw.randrange(4)}", worker=f"w{draw.randrange(4)}", weight_version=draw.randrange(3)),
-        submit(draw.randrange(8), draw.choice(["text", [1, 2, 3]]), stream=draw.random() < 0.5), reply(number), partials(number),
+        connect(), register(f"dp-{draw.randrange(4)}", worker=f"w{draw.randrange(4)}", weight_version=draw.randrange(3), loras=loras),
+        submit(draw.randrange(8), draw.choice(["text", [1, 2, 3]]), stream=draw.random() < 0.5, lora=draw.choice([None, name])),
+        reply(number), partials(number), LoadLora(call=9, name=name, rank=2, alpha=1.0), UnloadLora(call=10, name=name),
+        bucket(draw.randrange(3), draw.choice(["", "whole", "whole", "aborted"]), call=9),
         Failure(request_id=number, kind="RequestError", message="x", is_transient=False), Abort(request_id=draw.randrange(8)),
         Pause(call=1), Unpause(call=2), Suspend(call=3), Resume(call=4), SignalAck(call=number), Heartbeat(), AskStatus(call=5),
         load(6, draw.choice([-1, 3])), bucket(draw.randrange(3), draw.choice(["", "whole", "aborted"]), call=6),
@@ -126,7 +131,7 @@ class _Fuzz:
                 self.take(self.core.receive(peer, register(f"dp-{index}", worker=f"w{index}"), self.now))
 
 
-_OF_CLIENTS = (SubmitRequest, Abort, Pause, Unpause, Suspend, Resume, Stop, AskStatus, LoadWeights, WeightBucket)
+_OF_CLIENTS = (SubmitRequest, Abort, Pause, Unpause, Suspend, Resume, Stop, AskStatus, LoadWeights, WeightBucket, LoadLora, UnloadLora)
 
 
 @pytest.mark.journey

@@ -14,8 +14,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 
-from mcore_inference.server import InferenceServer, WeightFolders, serve
+from mcore_inference import LoraSlots
+from mcore_inference.server import InferenceServer, LoraFolders, WeightFolders, serve
 from mcore_parallel.data import ByteTokenizer
+from tests.support.adapters import random_adapter
 
 schemathesis = pytest.importorskip("schemathesis")
 
@@ -30,6 +32,8 @@ LABELS = {
     "POST /tokenize": 25,
     "POST /detokenize": 25,
     "POST /update_weights_from_disk": 20,
+    "POST /v1/load_lora_adapter": 20,
+    "POST /v1/unload_lora_adapter": 10,
 }
 """Requests to each; by default half as many."""
 GOOD: dict[str, dict[str, Any]] = {
@@ -37,9 +41,12 @@ GOOD: dict[str, dict[str, Any]] = {
     "POST /v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
     "POST /tokenize": {"prompt": "x"},
     "POST /detokenize": {"tokens": [97]},
+    "POST /v1/unload_lora_adapter": {"lora_name": "sql"},
 }
 """What is answered for certain, as nothing is refused: of the bodies that a schema makes now and then all are refused for what it does
 not say."""
+FOLDERS = {"POST /update_weights_from_disk": "model_path", "POST /v1/load_lora_adapter": "lora_path"}
+"""What names a folder."""
 OF_TOOLS = {"POST /v1/chat/completions", "POST /tokenize"}
 """What answers otherwise where there are tools; all else is asked where there are."""
 TOKEN = {"Authorization": "Bearer secret"}
@@ -83,9 +90,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(has_tools: bool, folder: Path, make_model: Make, make_engine: Make) -> Iterator[InferenceServer]:
     tokenizer = ToolTokenizer() if has_tools else ByteTokenizer()
     model = make_model(vocab_size=272, dtype=torch.float32, layers=1)
-    engine = make_engine(model, tokenizer, max_sequence_length=256)
+    engine = make_engine(model, tokenizer, max_sequence_length=256, lora=LoraSlots(max_loras=64, max_lora_rank=1))
+    loras = LoraFolders(root=folder.parent, read=lambda _: random_adapter(model, 1, 0))
     weights = WeightFolders(root=folder.parent, read=lambda _: [(name, tensor.detach()) for name, tensor in model.named_parameters()])
-    with serve(engine, token="secret", tool_call_parser="hermes" if has_tools else None, weights=weights) as running:
+    with serve(engine, token="secret", tool_call_parser="hermes" if has_tools else None, weights=weights, loras=loras) as running:
         yield running
 
 
@@ -140,7 +148,10 @@ def test_answers_are_those_of_the_document(server: InferenceServer, folder: Path
             continue
         strategy = operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode))
         # The one folder that can be loaded, which no schema says.
-        fields = {"model_path": str(folder)} if mode == "positive" and label == "POST /update_weights_from_disk" else {}
+        fields = {FOLDERS[label]: str(folder)} if mode == "positive" and label in FOLDERS else {}
+        if mode == "positive" and label == "POST /v1/unload_lora_adapter":
+            body = {"lora_name": "sql", "lora_path": str(folder)}
+            assert httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, headers=TOKEN, timeout=30).status_code == 200
         statuses = answers(strategy, math.ceil(share * LABELS[label]), fields, excluded_checks=unsaid)
         if label.startswith("POST") and not fields:
             case = operation.Case(body=GOOD[label] if mode == "positive" else {}, media_type="application/json")
