@@ -95,8 +95,9 @@ class _Fuzz:
     def take(self, outbox: list[tuple[bytes, Message]]) -> None:
         for peer, message in outbox:
             encode(message)
-            if isinstance(message, SubmitRequest) and message.lora and (engine := self.core._group.engines.get(peer)):
-                assert message.lora in engine.loras
+            engine = self.core._group.engines.get(peer)
+            if isinstance(message, SubmitRequest) and engine is not None and message.request_id in engine.requests:
+                assert message.lora is None or message.lora in engine.loras
             self.numbers += [number for name in ("call", "request_id") if isinstance(number := getattr(message, name, None), int)]
         self.numbers = self.numbers[-8:]
 
