@@ -20,7 +20,7 @@ from mcore_tools._quiet_pipe import quiet_pipe
 from mcore_tools.arguments import Parser, integer, number, secret
 from mcore_tools.exit_code import exit_code
 from mcore_tools.generate import add_model_arguments
-from mcore_tools.serving import open_engine
+from mcore_tools.serving import ONE_LORA, add_lora_argument, open_engine, read_lora
 from mcore_tools.terminal import Answers, AnswerSettings, Conversation, EngineAnswers, ServerAnswers, StandardTerminal, Terminal
 from mcore_tools.torchrun import report_error
 from mcore_tools.training import device_of
@@ -30,10 +30,13 @@ def _answers(options: argparse.Namespace) -> Answers:
     """Who answers: a server or an engine."""
     settings = AnswerSettings(max_tokens=options.max_tokens, temperature=options.temperature)
     if options.checkpoint.startswith(("http://", "https://")):
+        if options.lora is not None:
+            raise ValueError("--lora is for an engine of this process; at a server name the adapter by --model")
         token = options.token_file or ""
         return ServerAnswers(options.checkpoint, settings, model=options.model, token=token)
     if options.model or options.token_file is not None:
         raise ValueError(f"--model and --token-file are for a server, and {options.checkpoint} is no http:// address; leave them out")
+    loras = {} if options.lora is None else {ONE_LORA: read_lora(options.checkpoint, options.lora)}
     device = device_of("cuda" if torch.cuda.is_available() else "cpu")
     return EngineAnswers(
         open_engine(
@@ -44,8 +47,10 @@ def _answers(options: argparse.Namespace) -> Answers:
             cache_gb=options.cache_gb,
             kv_cache_dtype=options.kv_cache_dtype,
             weight_dtype=options.weight_dtype,
+            loras=loras,
         ),
         settings,
+        next(iter(loras), None),
     )
 
 
@@ -54,6 +59,7 @@ def main(arguments: Sequence[str] | None = None, terminal: Terminal | None = Non
     """The command; ``terminal`` is None for standard input and output."""
     parser = Parser("mcore chat", __doc__)
     add_model_arguments(parser)
+    add_lora_argument(parser)
     parser.add_argument("--system", default="", help="what the model is told first")
     parser.add_argument("--max-tokens", type=integer(1), default=512, help="of an answer (default: 512)")
     parser.add_argument("--temperature", type=number(least=0), default=0.7, help="of an answer; 0 for the likeliest token (default: 0.7)")

@@ -25,7 +25,7 @@ from mcore_tools.arguments import Parser, file, folder, integer, new_file
 from mcore_tools.evaluation import Scorer, read_choices, read_texts, score_choices, score_texts
 from mcore_tools.exit_code import exit_code, under_way
 from mcore_tools.generate import add_model_arguments
-from mcore_tools.serving import open_engine, served_length
+from mcore_tools.serving import ONE_LORA, add_lora_argument, open_engine, read_lora, served_length
 from mcore_tools.torchrun import report_error
 from mcore_tools.training import device_of
 
@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = Parser("mcore eval", __doc__)
     add_model_arguments(parser)
+    add_lora_argument(parser)
     parser.add_argument(
         "--text", metavar="FILE", type=file, action="append", default=[], help="text to predict; of a .jsonl the field text of each line"
     )
@@ -77,6 +78,7 @@ def _evaluate(options: argparse.Namespace) -> dict[str, Any]:
         from mcore_tools.evaluation.harness import Tasks
 
         tasks = Tasks([name for name in options.tasks.split(",") if name], include=options.include)
+    loras = {} if options.lora is None else {ONE_LORA: read_lora(options.checkpoint, options.lora)}
     device = device_of("cuda" if torch.cuda.is_available() else "cpu")
     scorer = Scorer(
         open_engine(
@@ -87,7 +89,9 @@ def _evaluate(options: argparse.Namespace) -> dict[str, Any]:
             cache_gb=options.cache_gb,
             kv_cache_dtype=options.kv_cache_dtype,
             weight_dtype=options.weight_dtype,
-        )
+            loras=loras,
+        ),
+        next(iter(loras), None),
     )
     results: dict[str, Any] = {}
     with under_way():

@@ -17,12 +17,13 @@ failed several times in a row, or hangs.
 """
 
 import argparse
+import asyncio
 import contextlib
 import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from mcore_inference import (
     ExecutionConfig,
     ExpertBalancing,
     FinishReason,
+    LoraWeights,
     RequestError,
     UnifiedMemoryUnsupportedError,
 )
@@ -50,13 +52,16 @@ from mcore_tools.arguments import Parser, file, integer, number
 from mcore_tools.exit_code import exit_code, under_way
 from mcore_tools.recipes import RunConfig
 from mcore_tools.serving import (
+    LORA_OPTIONS,
     NUM_TOKENS,
+    ONE_LORA,
     PROGRAM,
     EngineLayout,
     EngineRanks,
     Outcome,
     PromptFile,
     add_engine_arguments,
+    add_lora_argument,
     add_sampling_arguments,
     add_score_arguments,
     chat_encoder,
@@ -67,14 +72,17 @@ from mcore_tools.serving import (
     engine_execution,
     engine_option_names,
     engine_sizes,
+    lora_address,
     open_engine,
     open_served_tokenizer,
     params_of,
+    read_lora,
     sampling_params,
     sampling_settings,
     served_address,
     served_length,
     served_model,
+    settle_lora_slots,
     speculating,
     uses_coordinator,
 )
@@ -84,7 +92,7 @@ from mcore_tools.training import device_of
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 _ENGINE_OPTIONS = (
     "cache_gb", "max_requests", "tp", "pp", "max_length", "kv_cache_dtype", "weight_dtype", "speculation", "speculation_tokens",
-    "redundant_experts", "rebalance_steps",
+    "redundant_experts", "rebalance_steps", *LORA_OPTIONS,
 )  # fmt: skip
 """That an engine in a process of its own gets, beside those of ``add_engine_arguments``."""
 
@@ -97,7 +105,8 @@ def generate(engine: DynamicInferenceEngine, options: argparse.Namespace) -> int
     longest = engine.context.max_sequence_length
     # All ranks make the same calls, and get the same tokens.
     params = sampling_params(options, longest)
-    records = engine.generate(list(options.prompt), [params_of(params, number) for number in range(len(options.prompt))])
+    each = [params_of(params, number) for number in range(len(options.prompt))]
+    records = engine.generate(list(options.prompt), each, lora=_lora_of(options))
     if not engine.model.groups.tp_pp.is_first:
         return 0
     return _show(_repeated(options), records, longest)
@@ -110,11 +119,16 @@ def continue_coordinated(options: argparse.Namespace) -> int:
     with _coordinated_runner(options) as runner:
         longest = runner.max_sequence_length
         params = sampling_params(options, longest)
-        continue_prompts(runner, dict(enumerate(options.prompt)), params, results.__setitem__)
+        continue_prompts(runner, dict(enumerate(options.prompt)), params, results.__setitem__, lora=_lora_of(options))
     shown: list[DynamicInferenceRequestRecord | RequestError] = []
     for _, result in sorted(results.items()):
         shown += [result] * params.n if isinstance(result, RequestError) else result
     return _show(_repeated(options), shown, longest)
+
+
+def _lora_of(options: argparse.Namespace) -> str | None:
+    """Name of the adapter that prompts go through."""
+    return next(iter(options.loras), None)
 
 
 def _repeated(options: argparse.Namespace) -> list[str]:
@@ -130,6 +144,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
         **sampling_settings(options),
         "--weight-dtype": options.weight_dtype,
         "--kv-cache-dtype": options.kv_cache_dtype,
+        "--lora": None if options.lora is None else lora_address(options.lora),
     }
 
 
@@ -154,7 +169,23 @@ def _coordinated_runner(options: argparse.Namespace) -> Iterator[CoordinatedRunn
     with coordinated(engine_words(options), count=1, layout=layout) as run:
         assert run is not None, "nobody stops it"
         with run() as runner:
+            load_loras(runner, options.loras)
             yield runner
+
+
+def load_loras(runner: CoordinatedRunner, loras: Mapping[str, LoraWeights]) -> None:
+    """Load adapters into all engines.
+
+    Raises:
+        LoraLoadError: one of them does not fit.
+        CoordinatorError: the engines are gone.
+    """
+
+    async def load() -> None:
+        for name, weights in loras.items():
+            await runner.load_lora(name, weights)
+
+    asyncio.run(load())
 
 
 def engine_words(options: argparse.Namespace, *more: str) -> list[str]:
@@ -277,6 +308,7 @@ def opened(
                 execution=lambda config, groups: _execution(options, config, groups, device),
                 sizes=engine_sizes(options),
                 attention_backend=options.attention_backend,
+                loras=options.loras,
             )
         except UnifiedMemoryUnsupportedError as error:
             raise ValueError(f"--unified-memory-level {options.unified_memory_level}: {error}") from error
@@ -309,6 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_engine_arguments(parser)
     add_prompt_arguments(parser)
     add_score_arguments(parser)
+    add_lora_argument(parser)
     parser.add_argument("--input", metavar="FILE", type=file, help="continue the prompts of a file: a line each, or objects (.jsonl)")
     parser.add_argument("--output", metavar="FILE", type=Path, help="where the continuations of --input go; what it has is not done again")
     words = sys.argv[1:] if arguments is None else list(arguments)
@@ -320,6 +353,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.log_interval_steps is not None:
         logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     try:
+        options.loras = {} if options.lora is None else {ONE_LORA: read_lora(options.checkpoint, options.lora)}
+        settle_lora_slots(options, options.loras)
         if options.input is None:
             check_scores(options)
             return _continue(options, words, None)
@@ -355,7 +390,7 @@ def _continue_file(engine: DynamicInferenceEngine, options: argparse.Namespace, 
     assert engine.tokenizer is not None, "of a checkpoint or a folder"
     try:
         with under_way(), EngineRunner(engine) as runner:
-            prompts.run(runner, params, chat_encoder(engine.tokenizer))
+            prompts.run(runner, params, chat_encoder(engine.tokenizer), _lora_of(options))
     except EngineDeadError as error:
         print(f"error: {error}; the same command goes on where this one ended", file=sys.stderr)
         return STALLED_EXIT_CODE
@@ -365,7 +400,8 @@ def _continue_file(engine: DynamicInferenceEngine, options: argparse.Namespace, 
 def _continue_file_coordinated(options: argparse.Namespace, prompts: PromptFile) -> int:
     check_length(options)
     with _coordinated_runner(options) as runner, under_way():
-        prompts.run(runner, sampling_params(options, runner.max_sequence_length), chat_encoder(open_served_tokenizer(options.checkpoint)))
+        encode = chat_encoder(open_served_tokenizer(options.checkpoint))
+        prompts.run(runner, sampling_params(options, runner.max_sequence_length), encode, _lora_of(options))
     return 0 if prompts.has_all_texts else 1
 
 

@@ -32,12 +32,13 @@ from torch import Tensor
 
 from mcore_ckpt import CheckpointingException
 from mcore_ckpt.hf import import_hf
-from mcore_inference import DynamicInferenceEngine, EngineDeadError, EngineRunner
+from mcore_inference import CoordinatorError, DynamicInferenceEngine, EngineDeadError, EngineRunner, LoraWeights
 from mcore_inference.coordinator import CoordinatedRunner, is_loopback
 from mcore_inference.server import (
     ConnectionLimits,
     GroupMember,
     InferenceServer,
+    LoraFolders,
     ServerGroup,
     ServerLimits,
     StopSignals,
@@ -61,6 +62,7 @@ from mcore_tools.generate import (
     continue_coordinated,
     engine_words,
     generate,
+    load_loras,
     opened,
 )
 from mcore_tools.serving import (
@@ -70,13 +72,18 @@ from mcore_tools.serving import (
     EngineLayout,
     Job,
     add_engine_arguments,
+    add_lora_arguments,
     coordinated,
     end_process,
     frozen_heap,
     given_up_when_hung,
+    lora_slots,
     open_served_tokenizer,
+    read_lora,
+    read_loras,
     sampling_names,
     served_model,
+    settle_lora_slots,
     short_turns,
     uses_coordinator,
     work_for,
@@ -93,6 +100,7 @@ _USES = {
     "port": [_SERVER],
     "drain_seconds": ["--join", _SERVER],
     "tool_call_parser": [_SERVER],
+    "lora_folder": [_SERVER],
     "token_file": [_SERVER],
     "served_model_name": [_SERVER],
     "max_refused_per_s": [_SERVER],
@@ -112,6 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_speculation_arguments(parser)
     add_expert_arguments(parser)
     add_engine_arguments(parser)
+    add_lora_arguments(parser)
     add_prompt_arguments(parser)
     parser.add_argument("--host", help="address (default: 127.0.0.1); other than loopback it needs --token-file")
     parser.add_argument("--port", type=integer(0, 65_535), help="0 for a free one (default: 8000)")
@@ -143,10 +152,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "and beyond loopback --weights-token-file",
     )
     parser.add_argument(
+        "--lora-folder",
+        metavar="FOLDER",
+        type=Path,
+        help="clients may have adapters of folders below it loaded by POST /v1/load_lora_adapter, and unloaded; needs secrets as "
+        "--weights-folder",
+    )
+    parser.add_argument(
         "--weights-token-file",
         metavar="FILE",
         type=secret,
-        help="file with a secret of --weights-folder's own: the one of --token-file generates, and replaces no weights then",
+        help="file with a secret of --weights-folder's and --lora-folder's own: the one of --token-file generates, and changes no model "
+        "then",
     )
     parser.add_argument("--token-file", metavar="FILE", type=secret, help="file with the secret that clients must send")
     parser.add_argument(
@@ -193,13 +210,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _settle(options)
         _check_layout(options)
-        token, weights = options.token_file, _weights(options)
+        options.loras = _read_loras(options)
+        token, weights, loras = options.token_file, _weights(options), _lora_folders(options)
         if not (options.prompt or options.join or int(os.environ.get("RANK", "0"))):
             _check_address(options.host, options.port, token)
         if not options.join and _is_coordinated(options):
             if options.prompt:
                 return continue_coordinated(options)
-            return _serve_replicas(options, token, weights)
+            return _serve_replicas(options, token, weights, loras)
         with opened("serve", words, options, num_sharing=options.data_parallel) as (engine, ranks):
             if not options.prompt and engine.context.device.type == "cuda":
                 engine.warm_up()
@@ -212,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 with frozen_heap():
                     code = work_for(engine, options.join, options.name, _limits(options), drain_s=options.drain_seconds)
             else:
-                code = _serve(engine, options, token, weights)
+                code = _serve(engine, options, token, weights, loras)
             if ranks is not None:
                 ranks.leave(engine, code)
         return end_process(code)
@@ -292,26 +310,58 @@ def _check_address(host: str, port: int, token: str | None) -> None:
 def _weights(options: argparse.Namespace) -> WeightFolders | None:
     """Where new weights may come from; refused before a model is loaded."""
     if options.weights_folder is None:
-        if options.weights_token_file is not None:
-            raise ValueError("--weights-token-file guards --weights-folder; give both, or neither")
+        if options.weights_token_file is not None and options.lora_folder is None:
+            raise ValueError("--weights-token-file guards --weights-folder and --lora-folder; give one of them, or leave it out")
         return None
+    _check_guard(options, "--weights-folder")
+    return WeightFolders(root=options.weights_folder, read=_read_weights, token=options.weights_token_file)
+
+
+def _lora_folders(options: argparse.Namespace) -> LoraFolders | None:
+    """Where adapters may come from; refused before a model is loaded."""
+    if options.lora_folder is None:
+        return None
+    _check_guard(options, "--lora-folder")
+    return LoraFolders(root=options.lora_folder, read=functools.partial(read_lora, options.checkpoint), token=options.weights_token_file)
+
+
+def _check_guard(options: argparse.Namespace, flag: str) -> None:
+    """Refuse what would let everybody change the model."""
     if options.token_file is None or options.prompt or options.join or options.expert_parallel:
         raise ValueError(
-            "--weights-folder lets a client of the server replace the model; give --token-file, and leave out --prompt, --join and "
-            "--expert-parallel"
+            f"{flag} lets a client of the server replace the model; give --token-file, and leave out --prompt, --join and --expert-parallel"
         )
     if options.weights_token_file is None and not is_loopback(options.host):
         raise ValueError(
-            f"--weights-folder on --host {options.host} lets other machines replace the model; give --weights-token-file, a secret other "
-            "than that of --token-file, or --host 127.0.0.1"
+            f"{flag} on --host {options.host} lets other machines replace the model; give --weights-token-file, a secret other than that "
+            "of --token-file, or --host 127.0.0.1"
         )
     if options.weights_token_file == options.token_file:
         raise ValueError("--weights-token-file has the secret of --token-file, whose clients would replace the model; give it another")
-    return WeightFolders(root=options.weights_folder, read=_read_weights, token=options.weights_token_file)
 
 
 def _read_weights(folder: Path) -> Iterable[tuple[str, Tensor]]:
     return import_hf(folder).tensors
+
+
+def _read_loras(options: argparse.Namespace) -> dict[str, LoraWeights]:
+    """The adapters of the command, and what is settled by them; refused before a model is loaded."""
+    if options.lora and options.join:
+        raise ValueError("--lora is of a server, whose coordinator brings adapters to engines that join it; leave it out")
+    if options.prompt and len(options.lora) > 1:
+        raise ValueError(f"--prompt goes through one adapter, and --lora names {len(options.lora)}; give one")
+    name = _name_of_model(options)
+    if any(name == lora for lora, _ in options.lora):
+        raise ValueError(f"--lora {name}=... has the name of the model; give it another, or the model by --served-model-name")
+    loras = read_loras(options.checkpoint, options.lora)
+    settle_lora_slots(options, loras)
+    if options.expert_parallel and lora_slots(options) is not None:
+        raise ValueError("--expert-parallel shares experts between engines, which have no adapters then; leave out one of the two")
+    return loras
+
+
+def _name_of_model(options: argparse.Namespace) -> str:
+    return options.served_model_name or Path(options.checkpoint).name
 
 
 def _limits(options: argparse.Namespace) -> ServerLimits:
@@ -326,7 +376,13 @@ def _model_name(text: str) -> str:
     return text
 
 
-def _serve(engine: DynamicInferenceEngine, options: argparse.Namespace, token: str | None, weights: WeightFolders | None) -> int:
+def _serve(
+    engine: DynamicInferenceEngine,
+    options: argparse.Namespace,
+    token: str | None,
+    weights: WeightFolders | None,
+    loras: LoraFolders | None,
+) -> int:
     """Serve until a signal comes, or the engine is given up."""
     # Listened to before the port opens, so that no client sees a server which a signal would cut off.
     with StopSignals() as signals:
@@ -335,10 +391,11 @@ def _serve(engine: DynamicInferenceEngine, options: argparse.Namespace, token: s
             host=options.host,
             port=options.port,
             token=token,
-            model_name=options.served_model_name or Path(options.checkpoint).name,
+            model_name=_name_of_model(options),
             limits=_limits(options),
             tool_call_parser=options.tool_call_parser,
             weights=weights,
+            loras=loras,
         )
         with contextlib.ExitStack() as stack:
             if isinstance(server.runner, EngineRunner):
@@ -346,7 +403,7 @@ def _serve(engine: DynamicInferenceEngine, options: argparse.Namespace, token: s
             return _wait(server, signals, options)
 
 
-def _serve_replicas(options: argparse.Namespace, token: str | None, weights: WeightFolders | None) -> int:
+def _serve_replicas(options: argparse.Namespace, token: str | None, weights: WeightFolders | None, loras: LoraFolders | None) -> int:
     """Serve by engines in processes of their own."""
     check_length(options)
     layout = EngineLayout(tp=options.tp, pp=options.pp, num_sharing=options.data_parallel if options.expert_parallel else 1)
@@ -359,11 +416,12 @@ def _serve_replicas(options: argparse.Namespace, token: str | None, weights: Wei
     shown = functools.partial(
         _serve_member,
         checkpoint=options.checkpoint,
-        model_name=options.served_model_name or Path(options.checkpoint).name,
+        model_name=_name_of_model(options),
         token=token,
         limits=_limits(options),
         tool_call_parser=options.tool_call_parser,
         weights=weights,
+        loras=loras,
     )
     engines = functools.partial(
         coordinated,
@@ -377,9 +435,22 @@ def _serve_replicas(options: argparse.Namespace, token: str | None, weights: Wei
     with StopSignals() as signals, contextlib.closing(ServerGroup(options.host, options.port, count)) as group:
         if count == 1:
             with engines(is_stopped=lambda: signals.count > 0) as run:
-                return 0 if run is None else _wait(shown(run, group.member(0)), signals, options)
+                return 0 if run is None else _wait(shown(_loaded(run, options), group.member(0)), signals, options)
         with ApiServers(shown, group, drain_s=options.drain_seconds) as servers, engines(is_stopped=lambda: signals.count > 0) as run:
-            return 0 if run is None else _wait_for_all(servers, run, group, signals, options)
+            return 0 if run is None else _wait_for_all(servers, _loaded(run, options), group, signals, options)
+
+
+def _loaded(engines: CoordinatedEngines, options: argparse.Namespace) -> CoordinatedEngines:
+    """Engines with the adapters of the command, which those get that are started again."""
+    if options.loras:
+        try:
+            with engines() as runner:
+                load_loras(runner, options.loras)
+        except (CoordinatorError, EngineDeadError) as error:
+            raise ValueError(f"the adapters of --lora cannot be loaded: {error}") from error
+        # The coordinator keeps them.
+        options.loras = {}
+    return engines
 
 
 def _serve_member(
@@ -392,6 +463,7 @@ def _serve_member(
     limits: ServerLimits,
     tool_call_parser: str | None,
     weights: WeightFolders | None,
+    loras: LoraFolders | None,
 ) -> InferenceServer:
     """A server of this process, over engines of others."""
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
@@ -403,6 +475,7 @@ def _serve_member(
         limits=limits,
         tool_call_parser=tool_call_parser,
         weights=weights,
+        loras=loras,
         member=member,
     )
 

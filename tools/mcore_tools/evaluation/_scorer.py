@@ -18,14 +18,16 @@ class Scorer:
 
     Args:
         engine: idle; its tokenizer reads the texts.
+        lora: adapter of the engine that is measured; None for the model alone.
     """
 
-    def __init__(self, engine: DynamicInferenceEngine) -> None:
+    def __init__(self, engine: DynamicInferenceEngine, lora: str | None = None) -> None:
         tokenizer = engine.tokenizer
         if tokenizer is None:
             raise ValueError("the engine has no tokenizer; open it with mcore_tools.serving.open_engine")
         self.engine, self.tokenizer = engine, cast(Tokenizer, tokenizer)
         self.max_length: int = engine.context.max_sequence_length
+        self._lora = lora
 
     @property
     def first(self) -> int:
@@ -52,7 +54,7 @@ class Scorer:
         scores: list[list[float]] = []
         for begin in range(0, len(pairs), _BATCH):
             batch = pairs[begin : begin + _BATCH]
-            records = self.engine.generate([self._fit(context, text) for context, text in batch], params)
+            records = self.engine.generate([self._fit(context, text) for context, text in batch], params, lora=self._lora)
             for record, (_, text) in zip(records, batch, strict=True):
                 if record.error is not None:
                     raise ValueError(f"the engine refused a text: {record.error}; {REMEDY}")
@@ -65,7 +67,7 @@ class Scorer:
         """The likeliest token after each context, again and again, so many times; fewer where the text ended."""
         params = [SamplingParams(temperature=0.0, num_tokens_to_generate=length, ignore_eos=True) for length in lengths]
         prompts = [list(context)[-(self.max_length - length) :] for context, length in zip(contexts, lengths, strict=True)]
-        return [list(record.generated_tokens) for record in self.engine.generate(prompts, params)]
+        return [list(record.generated_tokens) for record in self.engine.generate(prompts, params, lora=self._lora)]
 
     def _fit(self, context: Sequence[int], text: Sequence[int]) -> list[int]:
         if not context or not text:

@@ -10,6 +10,18 @@ from mcore_tools.serving._files import Outcome, PromptFile, chat_encoder, contin
 from mcore_tools.serving._hang import given_up_when_hung
 from mcore_tools.serving._job import Job
 from mcore_tools.serving._layout import EngineLayout
+from mcore_tools.serving._loras import (
+    LORA_OPTIONS,
+    ONE_LORA,
+    add_lora_argument,
+    add_lora_arguments,
+    lora_address,
+    lora_slots,
+    read_lora,
+    read_loras,
+    settle_lora_slots,
+    slots_for,
+)
 from mcore_tools.serving._open import open_engine, open_served_tokenizer, served_address, served_length, served_model
 from mcore_tools.serving._ranks import PROGRAM, EngineRanks, end_process
 from mcore_tools.serving._replicas import work_for
@@ -25,7 +37,9 @@ from mcore_tools.serving._sampling import (
 from mcore_tools.serving._speculation import speculating
 
 __all__ = [
+    "LORA_OPTIONS",
     "NUM_TOKENS",
+    "ONE_LORA",
     "PROGRAM",
     "ApiServers",
     "ApiServersError",
@@ -37,6 +51,8 @@ __all__ = [
     "PromptFile",
     "Served",
     "add_engine_arguments",
+    "add_lora_argument",
+    "add_lora_arguments",
     "add_sampling_arguments",
     "add_score_arguments",
     "build_engine",
@@ -50,9 +66,13 @@ __all__ = [
     "engine_sizes",
     "frozen_heap",
     "given_up_when_hung",
+    "lora_address",
+    "lora_slots",
     "open_engine",
     "open_served_tokenizer",
     "params_of",
+    "read_lora",
+    "read_loras",
     "sampling_names",
     "sampling_params",
     "sampling_settings",
@@ -60,7 +80,9 @@ __all__ = [
     "served_address",
     "served_length",
     "served_model",
+    "settle_lora_slots",
     "short_turns",
+    "slots_for",
     "speculating",
     "uses_coordinator",
     "work_for",

@@ -10,6 +10,7 @@ import torch
 from mcore_inference import ExecutionConfig, InferenceConfig
 from mcore_tools.arguments import add_fields, given_flags, option_name
 from mcore_tools.serving._engine import default_requests
+from mcore_tools.serving._loras import lora_slots
 
 _SIZES = {
     "--max-step-tokens": ("max_tokens", "of one step, which bounds how long a prompt delays the others (default: 8192)"),
@@ -59,7 +60,8 @@ def engine_sizes(options: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(
             f"--max-step-tokens {options.max_step_tokens} is less than the {requests} requests of a step; raise it, or lower --max-requests"
         )
-    return {_SIZES[flag][0]: value for flag, value in given_flags(options, _SIZES)}
+    slots = lora_slots(options)
+    return {_SIZES[flag][0]: value for flag, value in given_flags(options, _SIZES)} | ({} if slots is None else {"lora": slots})
 
 
 def engine_execution(options: argparse.Namespace) -> dict[str, Any]:

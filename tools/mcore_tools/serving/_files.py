@@ -56,7 +56,13 @@ def chat_encoder(tokenizer: Tokenizer) -> Encode:
 
 
 def continue_prompts(
-    runner: AnyRunner, prompts: Mapping[int, str | Messages], params: SamplingParams, on_end: End, encode: Encode | None = None
+    runner: AnyRunner,
+    prompts: Mapping[int, str | Messages],
+    params: SamplingParams,
+    on_end: End,
+    encode: Encode | None = None,
+    *,
+    lora: str | None = None,
 ) -> None:
     """Continue many prompts at once.
 
@@ -66,13 +72,14 @@ def continue_prompts(
         params: of all, with the seed that ``params_of`` makes theirs of; each prompt has ``n`` continuations.
         on_end: gets each prompt's number, and its records or why it was refused, as they end.
         encode: of ``chat_encoder``; None where all prompts are texts.
+        lora: adapter that they go through; None for the model alone.
 
     Raises:
         EngineLostError: an engine was lost with tokens of a prompt.
         EngineDeadError: the engine is given up.
         ValueError: the engine cannot take these settings.
     """
-    asyncio.run(_continue(runner, prompts, params, on_end, encode))
+    asyncio.run(_continue(runner, prompts, params, on_end, encode, lora))
 
 
 def params_of(params: SamplingParams, number: int) -> SamplingParams:
@@ -81,7 +88,12 @@ def params_of(params: SamplingParams, number: int) -> SamplingParams:
 
 
 async def _continue(
-    runner: AnyRunner, prompts: Mapping[int, str | Messages], params: SamplingParams, on_end: End, encode: Encode | None
+    runner: AnyRunner,
+    prompts: Mapping[int, str | Messages],
+    params: SamplingParams,
+    on_end: End,
+    encode: Encode | None,
+    lora: str | None,
 ) -> None:
     waiting = iter(prompts.items())
 
@@ -90,7 +102,7 @@ async def _continue(
             try:
                 text = prompt if encode is None else encode(prompt)
                 assert isinstance(text, str) or encode is not None, "conversations are encoded"
-                records = await _records(runner, text, params_of(params, number))
+                records = await _records(runner, text, params_of(params, number), lora)
             except RequestError as error:
                 on_end(number, error)
             else:
@@ -110,12 +122,12 @@ def _request_error(error: Exception) -> RequestError:
     return error if isinstance(error, RequestError) else RequestError(None, str(error))
 
 
-async def _records(runner: AnyRunner, prompt: Any, params: SamplingParams) -> list[DynamicInferenceRequestRecord]:
+async def _records(runner: AnyRunner, prompt: Any, params: SamplingParams, lora: str | None) -> list[DynamicInferenceRequestRecord]:
     """Of all continuations of a prompt; where one is refused, no other goes on."""
     streams = []
     try:
         for choice in params.choices():
-            streams.append(await runner.submit(prompt, choice, stream=False))
+            streams.append(await runner.submit(prompt, choice, stream=False, lora=lora))
         return [await stream.record() for stream in streams]
     except RequestError:
         for stream in streams:
@@ -272,7 +284,7 @@ class PromptFile:
         """Whether no prompt was refused or postponed, once none is left to ``run``."""
         return not self.num_refused and not self.num_postponed
 
-    def run(self, runner: AnyRunner, params: SamplingParams, encode: Encode) -> None:
+    def run(self, runner: AnyRunner, params: SamplingParams, encode: Encode, lora: str | None = None) -> None:
         """Continue what is left, a line of the target each, and tell the progress on standard error. Raises as ``continue_prompts``.
 
         Prompts that an error ended that may pass, such as a step that ran out of memory, are left to the next call.
@@ -311,7 +323,7 @@ class PromptFile:
                     rate = num_tokens / max(now - begin, 1e-9)
                     print(f"{num_done} of {len(self._prompts)} prompts, {rate:,.0f} tokens/s", file=sys.stderr, flush=True)
 
-            continue_prompts(runner, self.left, params, end, encode)
+            continue_prompts(runner, self.left, params, end, encode, lora=lora)
         if self.num_postponed:
             print(
                 f"{num_done} of {len(self._prompts)} prompts; {self.num_postponed} ended with errors that may pass, such as: {why}; "

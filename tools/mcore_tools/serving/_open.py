@@ -15,7 +15,7 @@ from mcore_ckpt.hf import StoredAdapter
 from mcore_ckpt.inspect import resolve_folder
 from mcore_ckpt.manifest import read_manifest
 from mcore_ckpt.storage import Folder
-from mcore_inference import DynamicInferenceEngine, ExecutionConfig
+from mcore_inference import DynamicInferenceEngine, ExecutionConfig, LoraWeights
 from mcore_moe import MoEConfig
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import Tokenizer
@@ -25,6 +25,7 @@ from mcore_tools.assembly import open_tokenizer
 from mcore_tools.chat import TemplateTokenizer, find_template
 from mcore_tools.recipes import RunConfig, TrainConfig, read_config
 from mcore_tools.serving._engine import build_engine
+from mcore_tools.serving._loras import slots_for
 from mcore_tools.training import HuggingFaceFolder, fill_model, is_huggingface, stored_model
 
 _LONGEST = 4096
@@ -43,6 +44,7 @@ def open_engine(
     execution: Callable[[RunConfig, ProcessGroups], ExecutionConfig] | None = None,
     sizes: Mapping[str, Any] | None = None,
     attention_backend: str | None = None,
+    loras: Mapping[str, LoraWeights] | None = None,
 ) -> DynamicInferenceEngine:
     """An engine with the model, weights and tokenizer of a checkpoint.
 
@@ -59,11 +61,16 @@ def open_engine(
         execution: how the engine drives the device, by the run and the groups that split its model; None for the defaults.
         sizes: further fields of ``InferenceConfig``.
         attention_backend: as of ``PagedAttention``.
+        loras: adapters that are loaded into it (``read_lora``), for which it has as many slots as they need, or those of
+            ``sizes["lora"]``.
 
     Raises:
+        LoraLoadError: an adapter does not fit the model or its slots.
         CheckpointingException: no checkpoint, a damaged one, or one without the files that say what it is.
         ValueError: a model that generates nothing, settings that it refuses, or more positions than a published model has.
     """
+    if loras and "lora" not in (sizes or {}):
+        sizes = {**(sizes or {}), "lora": slots_for(loras)}
     if is_huggingface(checkpoint):
         source: HuggingFaceFolder | Folder = HuggingFaceFolder(directory=Path(checkpoint))
         config, tokenizer = _read_huggingface(source, device, max_length)
@@ -93,6 +100,8 @@ def open_engine(
     )
     if adapter is not None:
         engine.load_weights(adapter.merged())
+    for name, weights in (loras or {}).items():
+        engine.load_lora(name, weights)
     return engine
 
 

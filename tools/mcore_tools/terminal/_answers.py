@@ -63,10 +63,12 @@ class EngineAnswers:
     Args:
         engine: with a tokenizer; nobody else steps it.
         settings: how they are drawn.
+        lora: adapter of the engine that answers; None for the model alone.
     """
 
-    def __init__(self, engine: DynamicInferenceEngine, settings: AnswerSettings) -> None:
+    def __init__(self, engine: DynamicInferenceEngine, settings: AnswerSettings, lora: str | None = None) -> None:
         assert engine.tokenizer is not None, "open_engine gives it one"
+        self._lora = lora
         self._engine, self._tokenizer = engine, engine.tokenizer
         self._params = SamplingParams(temperature=settings.temperature, num_tokens_to_generate=settings.max_tokens)
         self._is_cut = False
@@ -78,7 +80,7 @@ class EngineAnswers:
     def stream(self, messages: Messages) -> Iterator[str]:
         engine, self._is_cut = self._engine, False
         try:
-            number = engine.add_request(chat_tokens(self._tokenizer, messages), self._params)
+            number = engine.add_request(chat_tokens(self._tokenizer, messages), self._params, lora=self._lora)
         except ContextOverflowError:
             length = engine.context.max_sequence_length
             raise AnswerError(f"the conversation does not fit {length} tokens; /reset forgets it, --max-length makes room") from None
