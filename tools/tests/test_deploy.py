@@ -203,7 +203,7 @@ def test_behind_the_published_proxy_tokens_stream_and_nothing_internal_shows(
         going.set()
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert client.get("/v1/models").status_code == 401 and client.get("/v1/models", headers=token).status_code == 200
-    for path in ("/metrics", "/update_weights_from_disk"):
+    for path in ("/metrics", "/update_weights_from_disk", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
         assert client.get(path, headers=token).status_code == 403
     assert client.post("/v1/completions", content=b" " * (5 << 20), headers=token).status_code == 413
     assert "<title>mcore playground</title>" in client.get("/").text

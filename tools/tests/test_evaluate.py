@@ -230,7 +230,7 @@ def test_what_goes_wrong_behind_the_loading_is_a_failure(
     monkeypatch.setattr("mcore_tools.evaluate.open_engine", lambda *arguments, **more: None)
     for name in ("score_texts", "score_choices"):
         monkeypatch.setattr(f"mcore_tools.evaluate.{name}", refuse)
-    monkeypatch.setattr("mcore_tools.evaluate.Scorer", lambda engine: engine)
+    monkeypatch.setattr("mcore_tools.evaluate.Scorer", lambda engine, lora: engine)
     assert main(["eval", str(tmp_path), f"--{option}", f"{tmp_path}/file.jsonl"]) == 1
     assert capsys.readouterr().err == "error: the engine refused a text\n"
 

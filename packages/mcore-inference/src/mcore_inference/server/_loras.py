@@ -43,6 +43,14 @@ class LoraFolders:
     def __post_init__(self) -> None:
         check_folders(self.root, self.token)
 
+    def find(self, name: str) -> Path:
+        """The folder of that name, or of that path below the root.
+
+        Raises:
+            ApiError: 400; it is not there, or not below the root.
+        """
+        return find_folder(self.root, name, "lora_path")
+
 
 @runtime_checkable
 class LoraLoader(Protocol):
@@ -74,7 +82,7 @@ class LoraRoutes:
         body = await self._reader.read(request, LoadLoraBody)
         if body.lora_name == self._models.base:
             raise ApiError(400, f"lora_name={body.lora_name!r} is the model's; give the adapter another name", param="lora_name")
-        folder = find_folder(self._folders.root, body.lora_path, "lora_path")
+        folder = self._folders.find(body.lora_path)
         async with self._turn:
             try:
                 weights = await asyncio.to_thread(self._folders.read, folder)

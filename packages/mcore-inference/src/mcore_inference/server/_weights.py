@@ -43,6 +43,14 @@ class WeightFolders:
     def __post_init__(self) -> None:
         check_folders(self.root, self.token)
 
+    def find(self, name: str) -> Path:
+        """The folder of that name, or of that path below the root.
+
+        Raises:
+            ApiError: 400; it is not there, or not below the root.
+        """
+        return find_folder(self.root, name, "model_path")
+
 
 @runtime_checkable
 class WeightLoader(Protocol):
@@ -75,7 +83,7 @@ class WeightRoute:
     async def update(self, request: Request) -> dict[str, Any]:
         """Load a folder between two steps."""
         body = await self._reader.read(request, UpdateWeightsBody)
-        folder = find_folder(self._folders.root, body.model_path, "model_path")
+        folder = self._folders.find(body.model_path)
         async with self._turn:
             try:
                 chunks = await asyncio.to_thread(self._folders.read, folder)
