@@ -25,6 +25,8 @@ from mcore_inference.coordinator._messages import (
     UnloadLora,
     WeightAck,
     WeightBucket,
+    encode,
+    is_greeting,
 )
 from tests.support.coordinator_core import Group, acknowledge, bucket, load, register, reply, submit
 
@@ -280,6 +282,18 @@ def test_an_engine_that_cannot_take_the_adapters_of_the_others_is_refused_by_nam
     obey(group, b"e0")
     group.send(b"e1", hello)
     assert group.core.num_engines == 2
+
+
+def test_adapters_and_their_names_are_bounded() -> None:
+    group = Group(engines=1, clients=1)
+    for number in range(1, 41):
+        send_lora(group, f"{number:03}" + "\N{SNOWMAN}" * 250, call=number)
+        obey(group, b"e0")
+    group.send(b"c0", load_lora(41, "x" * 256))
+    assert answer(group).is_over and "the names of 41 adapters are too long together" in answer(group).error
+    # All of them are in the greeting of an engine that comes back.
+    engine = group.core._group.engines[b"e0"]
+    assert is_greeting(encode(register("x" * 64, stats={f"{at:064}": 1e17 for at in range(128)}, loras=engine.loras)))
 
 
 def test_adapters_need_an_engine_and_a_client_that_may() -> None:

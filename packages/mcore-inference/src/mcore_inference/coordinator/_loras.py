@@ -8,7 +8,16 @@ from dataclasses import dataclass, field
 from mcore_inference.coordinator._config import CoordinatorConfig
 from mcore_inference.coordinator._entries import Engine, Lora, LoraChange
 from mcore_inference.coordinator._group import Group
-from mcore_inference.coordinator._messages import MAX_LORAS, LoadLora, Refusal, SignalAck, UnloadLora, WeightAck, WeightBucket
+from mcore_inference.coordinator._messages import (
+    GREETING_BYTES,
+    MAX_LORAS,
+    LoadLora,
+    Refusal,
+    SignalAck,
+    UnloadLora,
+    WeightAck,
+    WeightBucket,
+)
 from mcore_inference.coordinator._open_requests import OpenRequests
 from mcore_inference.coordinator._operations import BUCKET_BYTES
 from mcore_inference.coordinator._states import GroupState, MemberState
@@ -17,6 +26,8 @@ _MAX_WAITING = 1024
 """Calls that wait for the one in progress."""
 _MAX_BYTES = 64 * 2**30
 """Of all adapters, which are kept for engines that come later."""
+_LOAD_BYTES = 64
+"""Of the name of a load, at most."""
 _MAX_UNFIT = 256
 """Workers that are remembered to lack an adapter."""
 
@@ -150,6 +161,9 @@ class Loras:
             self._refuse(f"lora={message.name!r} is loaded; unload it first, or load under another name", now)
         elif len(loras) >= MAX_LORAS:
             self._refuse(f"{MAX_LORAS} adapters are loaded, and no coordinator has more; unload one", now)
+        elif sum(len(name.encode()) + _LOAD_BYTES for name in (*loras, message.name)) > GREETING_BYTES // 2:
+            # Engines that register name all of theirs.
+            self._refuse(f"the names of {len(loras) + 1} adapters are too long together; give shorter ones", now)
         else:
             self._group.send(client, WeightAck(call=message.call, index=0, bucket_bytes=self._bucket_bytes))
 

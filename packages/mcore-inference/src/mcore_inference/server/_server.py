@@ -323,7 +323,7 @@ def _routes_of_folders(
     if weights is not None:
         if not isinstance(runner, WeightLoader):
             raise ValueError(f"weights={weights.root}: a {type(runner).__name__} has no load_weights; leave it out")
-        route = WeightRoute(reader, runner, weights)
+        route = WeightRoute(reader, models, runner, weights)
     if loras is not None:
         if not isinstance(runner, LoraLoader):
             raise ValueError(f"loras={loras.root}: a {type(runner).__name__} has no load_lora; leave it out")

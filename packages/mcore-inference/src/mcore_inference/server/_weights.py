@@ -17,6 +17,7 @@ from mcore_inference.engine import WeightLoadError, WeightSlice
 from mcore_inference.server._bodies import BodyReader
 from mcore_inference.server._errors import ApiError
 from mcore_inference.server._folders import check_folders, find_folder
+from mcore_inference.server._models import ServedModels
 from mcore_inference.server._schema import UpdateWeightsBody
 from mcore_inference.server._tokens import BearerToken
 
@@ -70,12 +71,13 @@ class WeightRoute:
 
     Args:
         reader: reads bodies.
+        models: whose base gets the weights.
         runner: takes the weights.
         folders: where they may come from.
     """
 
-    def __init__(self, reader: BodyReader, runner: WeightLoader, folders: WeightFolders) -> None:
-        self._reader, self._runner, self._folders = reader, runner, folders
+    def __init__(self, reader: BodyReader, models: ServedModels, runner: WeightLoader, folders: WeightFolders) -> None:
+        self._reader, self._models, self._runner, self._folders = reader, models, runner, folders
         self._turn = asyncio.Lock()
         self.guard: list[Dependency] = [] if folders.token is None else [Depends(BearerToken(folders.token))]
         """In place of the server's; empty for that one."""
@@ -83,6 +85,9 @@ class WeightRoute:
     async def update(self, request: Request) -> dict[str, Any]:
         """Load a folder between two steps."""
         body = await self._reader.read(request, UpdateWeightsBody)
+        if self._models.lora_of(body.model) is not None:
+            message = f"model={body.model!r} is an adapter, which keeps its weights; name {self._models.base!r}, or leave model out"
+            raise ApiError(400, message, param="model")
         folder = self._folders.find(body.model_path)
         async with self._turn:
             try:
