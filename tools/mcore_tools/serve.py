@@ -77,7 +77,6 @@ from mcore_tools.serving import (
     end_process,
     frozen_heap,
     given_up_when_hung,
-    lora_slots,
     open_served_tokenizer,
     read_lora,
     read_loras,
@@ -313,6 +312,10 @@ def _weights(options: argparse.Namespace) -> WeightFolders | None:
         if options.weights_token_file is not None and options.lora_folder is None:
             raise ValueError("--weights-token-file guards --weights-folder and --lora-folder; give one of them, or leave it out")
         return None
+    if options.expert_parallel:
+        raise ValueError(
+            "--weights-folder gives each engine all weights, and with --expert-parallel they load together; leave out one of the two"
+        )
     _check_guard(options, "--weights-folder")
     return WeightFolders(root=options.weights_folder, read=_read_weights, token=options.weights_token_file)
 
@@ -327,10 +330,8 @@ def _lora_folders(options: argparse.Namespace) -> LoraFolders | None:
 
 def _check_guard(options: argparse.Namespace, flag: str) -> None:
     """Refuse what would let everybody change the model."""
-    if options.token_file is None or options.prompt or options.join or options.expert_parallel:
-        raise ValueError(
-            f"{flag} lets a client of the server replace the model; give --token-file, and leave out --prompt, --join and --expert-parallel"
-        )
+    if options.token_file is None or options.prompt or options.join:
+        raise ValueError(f"{flag} lets a client of the server replace the model; give --token-file, and leave out --prompt and --join")
     if options.weights_token_file is None and not is_loopback(options.host):
         raise ValueError(
             f"{flag} on --host {options.host} lets other machines replace the model; give --weights-token-file, a secret other than that "
@@ -355,8 +356,6 @@ def _read_loras(options: argparse.Namespace) -> dict[str, LoraWeights]:
         raise ValueError(f"--lora {name}=... has the name of the model; give it another, or the model by --served-model-name")
     loras = read_loras(options.checkpoint, options.lora)
     settle_lora_slots(options, loras)
-    if options.expert_parallel and lora_slots(options) is not None:
-        raise ValueError("--expert-parallel shares experts between engines, which have no adapters then; leave out one of the two")
     return loras
 
 

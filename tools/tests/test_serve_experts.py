@@ -29,8 +29,9 @@ from mcore_tools.assembly import build_model
 from mcore_tools.generate import main as generate
 from mcore_tools.recipes import DataConfig, override, recipe
 from mcore_tools.serve import main
-from mcore_tools.serving import EngineLayout, open_engine
+from mcore_tools.serving import EngineLayout, open_engine, read_lora
 from mcore_tools.training import run_assets
+from tests.support.adapters import random_adapter
 from tests.support.commands import Command, torchrun_environment
 
 PROMPTS = ["what a", "needs", "checkpoint", "all", "server"]
@@ -48,8 +49,8 @@ def save(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def ask(url: str, prompt: str) -> str:
-    body = json.dumps({"prompt": prompt, "max_tokens": 8, "temperature": 0}).encode()
+def ask(url: str, prompt: str, model: str = "") -> str:
+    body = json.dumps({"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0}).encode()
     request = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=100) as response:
         return json.load(response)["choices"][0]["text"]
@@ -68,6 +69,27 @@ def test_weights_of_experts_are_rounded(tmp_path: Path, capsys: pytest.CaptureFi
     for choice in ("fp8", "fp8_weight_only"):
         assert generate([str(folder), "--prompt", "what a", "--max-tokens", "8", "--weight-dtype", choice]) == 0
         assert capsys.readouterr().out.startswith("what a")
+
+
+@pytest.mark.journey
+@pytest.mark.timeout(180)
+def test_engines_that_share_experts_answer_by_adapters(tmp_path: Path) -> None:
+    folder = save(tmp_path, "moe_tiny")
+    whole = open_engine(folder, "cpu", cache_gb=0.01)
+    adapter = random_adapter(whole.model, 2, 1, ("qkv", "out"))
+    extra = {"lora": {"rank": adapter.rank, "alpha": adapter.alpha}, "lora_base": str(folder)}
+    CheckpointManager(tmp_path / "ours").save(1, adapter.tensors(), extra)
+    whole = open_engine(folder, "cpu", cache_gb=0.01, loras={"ours": read_lora(folder, tmp_path / "ours")})
+    expected = {name: [record.generated_text for record in whole.generate(PROMPTS, PARAMS, lora=name)] for name in ("ours", None)}
+    assert expected["ours"] != expected[None]
+    words = [str(folder), "--port", "0", "--cache-gb", "0.01", "--data-parallel", "2", "--expert-parallel"]
+    with Command(main, [*words, "--lora", f"ours={tmp_path / 'ours'}"]) as command:
+        url = command.until("serving ", 120.0).split(" on ")[1].split(";")[0]
+        with ThreadPoolExecutor(8) as pool:
+            for name, texts in expected.items():
+                assert list(pool.map(lambda prompt, model=name or "": ask(url, prompt, model), PROMPTS)) == texts
+        command.terminate()
+        assert command.wait() == 0, command.errors
 
 
 SPLIT = {"tp2": ["--tp", "2"], "pp2": ["--pp", "2"]}

@@ -184,7 +184,6 @@ def test_conversations_and_measures_go_through_an_adapter(base: Path, adapters: 
         ("--lora a=BASE", "holds a whole model; name the folder of an adapter"),
         ("--lora a=SQL --lora b=CHAT --prompt x", "--prompt goes through one adapter, and --lora names 2; give one"),
         ("--lora a=SQL --join tcp://127.0.0.1:1", "--lora is of a server, whose coordinator brings adapters to engines that join it"),
-        ("--lora a=SQL --data-parallel 2 --expert-parallel", "--expert-parallel shares experts between engines"),
         ("--lora-folder FOLDER", "--lora-folder lets a client of the server replace the model; give --token-file"),
         ("--lora-folder FOLDER --prompt x", "--lora-folder is of a server over HTTP, and --prompt starts none"),
     ],
