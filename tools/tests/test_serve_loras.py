@@ -215,8 +215,12 @@ def ask(url: str, call: str, **body: Any) -> Any:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "more",
-    [["0"], pytest.param(["1", "--data-parallel", "2", "--api-server-count", "2"], marks=pytest.mark.journey)],
-    ids=["alone", "many"],
+    [
+        ["0"],
+        pytest.param(["0", "--tp", "2"], marks=pytest.mark.journey),
+        pytest.param(["1", "--data-parallel", "2", "--api-server-count", "2"], marks=pytest.mark.journey),
+    ],
+    ids=["alone", "split", "many"],
 )
 def test_a_server_answers_by_the_adapters_of_its_command_and_of_its_folder(
     more: list[str], base: Path, adapters: Path, texts: dict[str, str], tmp_path: Path
