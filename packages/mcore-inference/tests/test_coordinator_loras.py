@@ -290,7 +290,7 @@ def test_adapters_and_their_names_are_bounded() -> None:
         send_lora(group, f"{number:03}" + "\N{SNOWMAN}" * 250, call=number)
         obey(group, b"e0")
     group.send(b"c0", load_lora(41, "x" * 256))
-    assert answer(group).is_over and "the names of 41 adapters are too long together" in answer(group).error
+    assert answer(group).is_over and "is the last of 41 names that are too long together" in answer(group).error
     # All of them are in the greeting of an engine that comes back.
     engine = group.core._group.engines[b"e0"]
     assert is_greeting(encode(register("x" * 64, stats={f"{at:064}": 1e17 for at in range(128)}, loras=engine.loras)))
@@ -328,6 +328,38 @@ def test_draining_engines_are_not_waited_for_and_a_stop_ends_a_load() -> None:
     group.send(b"e0", SignalAck(call=stop.call))
     group.wait(1.0)
     assert (answer(group).call, answer(group).is_over) == (3, True) and "the engines were stopped" in answer(group).error
+
+
+def test_as_many_as_may_wait_are_refused_one_behind_the_other() -> None:
+    group = loaded(1)
+    group.send(b"c0", load_lora(2, "chat"))
+    for call in range(3, 1027):
+        group.send(b"c0", UnloadLora(call=call, name="nothing") if call % 2 else load_lora(call))
+    group.send(b"c0", load_lora(2000, "one more"))
+    assert "1024 changes of adapters wait already" in group.got(b"c0", Refusal)[-1].message
+    assert answer(group).call == 2
+    group.send(b"c0", bucket(0, "aborted", call=2))
+    answers = group.got(b"c0", WeightAck)[-1024:]
+    assert [message.call for message in answers] == list(range(3, 1027)) and all(message.error and message.is_over for message in answers)
+    send_lora(group, "chat", call=3000)
+    obey(group, b"e0")
+    assert answer(group).call == 3000 and not answer(group).error
+
+
+def test_an_engine_that_begins_to_drain_is_waited_for_no_longer_than_for_what_it_has_begun() -> None:
+    group = loaded(1, "sql", "chat")
+    group.send(b"e1", register("dp-1"))
+    send_lora(group, "third", call=5)
+    obey(group, b"e0")
+    # It has yet to get the two of the others.
+    assert not answer(group).is_over and group.got(b"e1", LoadLora)[-1].name == "sql"
+    group.send(b"e1", Leave(call=1))
+    group.wait(0.1)
+    assert not answer(group).is_over
+    obey(group, b"e1", error="LoraLoadError: it has no room")
+    assert (answer(group).call, answer(group).is_over, answer(group).error) == (5, True, "")
+    # Requests that it has go on.
+    assert not group.got(b"e1", Refusal) and len(group.got(b"e1", LoadLora)) == 1
 
 
 def test_weights_and_signals_go_on_beside_a_load_of_an_adapter() -> None:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from mcore_inference._fields import as_integer, as_number
 from mcore_inference._stability import experimental_api
-from mcore_inference.adapters import LoraLoadError, LoraWeights
+from mcore_inference.adapters import LoraWeights
 from mcore_inference.coordinator._config import SECONDS, CoordinatorSecurity
+from mcore_inference.coordinator._lora_answers import checked_name, raise_fault
 from mcore_inference.coordinator._messages import (
-    MAX_LORA_NAME,
     MAX_MESSAGE_BYTES,
     MAX_NUMBER,
     MAX_REQUEST_BYTES,
@@ -57,7 +57,7 @@ from mcore_inference.coordinator._messages import (
 )
 from mcore_inference.coordinator._peer import connect, reconnect
 from mcore_inference.coordinator._weights import pack
-from mcore_inference.engine import EndingQueue, Increment, LoraInUseError, WeightLoadError, WeightSlice
+from mcore_inference.engine import EndingQueue, Increment, WeightLoadError, WeightSlice
 from mcore_inference.requests import (
     CoordinatorError,
     DynamicInferenceRequestRecord,
@@ -65,7 +65,6 @@ from mcore_inference.requests import (
     EngineLostError,
     RequestError,
     StaleWeightsError,
-    UnknownLoraError,
     request_error,
 )
 from mcore_inference.sampling import SamplingParams
@@ -329,8 +328,8 @@ class InferenceClient:
         """
         self._check_open()
         number = next(self._numbers)
-        begin = LoadLora(call=number, name=_checked(name), rank=weights.rank, alpha=weights.alpha)
-        _raise_lora_error(await self._send_weights(begin, weights.tensors().items()))
+        begin = LoadLora(call=number, name=checked_name(name), rank=weights.rank, alpha=weights.alpha)
+        raise_fault((await self._send_weights(begin, weights.tensors().items())).error)
 
     async def unload_lora(self, name: str) -> None:
         """Let all engines forget an adapter, or none; returns when all have.
@@ -341,7 +340,8 @@ class InferenceClient:
             CoordinatorError: as of ``load_lora``; or engines were lost meanwhile (named; the others have forgotten it).
             ValueError: the name is none.
         """
-        _raise_lora_error(await self._call(lambda number: UnloadLora(call=number, name=_checked(name))))
+        answer: WeightAck = await self._call(lambda number: UnloadLora(call=number, name=checked_name(name)))
+        raise_fault(answer.error)
 
     async def _send_weights(self, begin: LoadWeights | LoadLora, chunks: Iterable[tuple[str, Tensor | WeightSlice]]) -> WeightAck:
         """By buckets, each when the one before was taken; the answer that ends the load."""
@@ -378,7 +378,7 @@ class InferenceClient:
     ) -> RemoteStream:
         self._check_open()
         if lora is not None:
-            _checked(lora)
+            checked_name(lora)
         priority = as_integer("priority", priority, -(2**31), 2**31 - 1)
         params = SamplingParams() if params is None else params
         settings = params.serialize()
@@ -523,24 +523,6 @@ class InferenceClient:
             stream.take(error)
         for number in list(self._calls):
             self._settle(number, error)
-
-
-def _checked(name: str) -> str:
-    """The name of an adapter, as messages take it."""
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_LORA_NAME:
-        raise ValueError(f"lora={str(name)[:80]!r} must be a name of 1 to {MAX_LORA_NAME} characters")
-    return name
-
-
-def _raise_lora_error(answer: WeightAck) -> None:
-    """What went wrong with an adapter."""
-    kind, _, message = answer.error.partition(": ")
-    if kind == UnknownLoraError.__name__:
-        raise UnknownLoraError(None, message)
-    if kind == LoraInUseError.__name__:
-        raise LoraInUseError(message)
-    if kind:
-        raise LoraLoadError(message)
 
 
 def _increment(message: Partial | EngineReply, record: DynamicInferenceRequestRecord | None) -> Increment:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from mcore_inference.coordinator._config import CoordinatorConfig
 from mcore_inference.coordinator._entries import Engine, Lora, LoraChange
 from mcore_inference.coordinator._group import Group
+from mcore_inference.coordinator._lora_answers import LoraFault, fault
 from mcore_inference.coordinator._messages import (
     GREETING_BYTES,
     MAX_LORAS,
@@ -55,10 +56,6 @@ class _Call:
     def reasons(self) -> str:
         return "; ".join(sorted([*self.failed.values(), *self.lost]))
 
-    @property
-    def name(self) -> str:
-        return "load_lora" if self.loads else "unload_lora"
-
 
 class Loras:
     """Leads every engine to the adapters of the group, one change at a time, and answers clients that change these.
@@ -77,6 +74,8 @@ class Loras:
         self._group, self._requests, self._config, self._seed = group, requests, config, seed
         self._call: _Call | None = None
         self._waiting: deque[tuple[bytes, LoadLora | UnloadLora]] = deque()
+        self._is_beginning = False
+        """Whether one of those that waited is looked at: the next comes behind it, not within it."""
         self._unfit: OrderedDict[str, tuple[str, str]] = OrderedDict()
         """By worker: the load that it could not take, and why."""
 
@@ -131,7 +130,7 @@ class Loras:
         elif call is not None and (stopped := call.waiting - self._group.engines.keys()):
             call.waiting -= stopped
             call.lost.append("the engines were stopped")
-            self._settle(now)
+        self._settle(now)
         return [
             (peer, f"it did not answer {change.call} of {change.name!r} within {self._timeout_s(change):g} s")
             for peer, engine in sorted(self._group.engines.items())
@@ -139,48 +138,55 @@ class Loras:
         ]
 
     def _begin_next(self, now: float) -> None:
+        """Begin what waits until something has to wait for buckets or engines."""
+        if self._is_beginning:
+            return
+        self._is_beginning = True
         while self._waiting and self._call is None:
             client, message = self._waiting.popleft()
             if client not in self._group.clients:
                 continue
-            if self._group.state is GroupState.STOPPED or not self._group.serving:
-                text = (
-                    "the engines are stopped" if self._group.state is GroupState.STOPPED else "there is no engine that could have adapters"
-                )
-                self._group.send(client, Refusal(call=message.call, message=text))
+            if self._group.state is GroupState.STOPPED:
+                self._group.send(client, Refusal(call=message.call, message="the engines are stopped"))
+            elif not self._group.serving:
+                self._group.send(client, Refusal(call=message.call, message="there is no engine that could have adapters"))
             elif isinstance(message, LoadLora):
                 self._begin_load(client, message, now)
             else:
                 self._begin_unload(client, message, now)
+        self._is_beginning = False
 
     def _begin_load(self, client: bytes, message: LoadLora, now: float) -> None:
         loras, number = self._group.loras, self._group.next_number()
-        lora = Lora(name=message.name, load=f"{self._seed:x}-{number:x}", rank=message.rank, alpha=message.alpha)
-        self._call = _Call(client=client, call=message.call, lora=lora, loads=True, deadline=now + self._config.load_timeout_s)
         if message.name in loras:
-            self._refuse(f"lora={message.name!r} is loaded; unload it first, or load under another name", now)
+            self._answer(client, message, "LoraLoadError", "is loaded; unload it first, or load under another name")
         elif len(loras) >= MAX_LORAS:
-            self._refuse(f"{MAX_LORAS} adapters are loaded, and no coordinator has more; unload one", now)
+            self._answer(client, message, "LoraLoadError", f"is one more than the {MAX_LORAS} that a coordinator has; unload one")
         elif sum(len(name.encode()) + _LOAD_BYTES for name in (*loras, message.name)) > GREETING_BYTES // 2:
             # Engines that register name all of theirs.
-            self._refuse(f"the names of {len(loras) + 1} adapters are too long together; give shorter ones", now)
+            text = f"is the last of {len(loras) + 1} names that are too long together; give shorter ones"
+            self._answer(client, message, "LoraLoadError", text)
         else:
+            lora = Lora(name=message.name, load=f"{self._seed:x}-{number:x}", rank=message.rank, alpha=message.alpha)
+            self._call = _Call(client=client, call=message.call, lora=lora, loads=True, deadline=now + self._config.load_timeout_s)
             self._group.send(client, WeightAck(call=message.call, index=0, bucket_bytes=self._bucket_bytes))
 
     def _begin_unload(self, client: bytes, message: UnloadLora, now: float) -> None:
         lora = self._group.loras.get(message.name)
         if lora is None:
-            text = f"lora={message.name!r} is not loaded; {self._group.loaded_loras}"
-            self._group.send(client, WeightAck(call=message.call, index=0, error=f"UnknownLoraError: {text}", is_over=True))
-            return
-        if (count := self._requests.num_using(message.name)) > 0:
-            text = f"lora={message.name!r} is used by {count} requests; unload it when they have ended"
-            self._group.send(client, WeightAck(call=message.call, index=0, error=f"LoraInUseError: {text}", is_over=True))
-            return
-        # From here on no request may name it.
-        del self._group.loras[message.name]
-        self._call = _Call(client=client, call=message.call, lora=lora, loads=False, deadline=now)
-        self._reach_engines(self._call, now)
+            self._answer(client, message, "UnknownLoraError", f"is not loaded; {self._group.loaded_loras}")
+        elif (count := self._requests.num_using(message.name)) > 0:
+            self._answer(client, message, "LoraInUseError", f"is used by {count} requests; unload it when they have ended")
+        else:
+            # From here on no request may name it.
+            del self._group.loras[message.name]
+            self._call = _Call(client=client, call=message.call, lora=lora, loads=False, deadline=now)
+            self._reach_engines(self._call, now)
+
+    def _answer(self, client: bytes, message: LoadLora | UnloadLora, kind: LoraFault, text: str) -> None:
+        """Refuse what cannot begin."""
+        error = fault(kind, f"lora={message.name!r} {text}")
+        self._group.send(client, WeightAck(call=message.call, index=0, error=error, is_over=True))
 
     def _reach_engines(self, call: _Call, now: float) -> None:
         call.is_whole = True
@@ -251,7 +257,7 @@ class Loras:
             call.waiting.discard(peer)
             if error:
                 call.failed[peer] = f"{engine.name}: {error}"
-        elif error:
+        elif error and engine.state is MemberState.SERVING:
             if change.lora is not None and engine.worker:
                 self._unfit[engine.worker] = change.load, f"it cannot take the adapter {change.name!r} that other engines have: {error}"
                 if len(self._unfit) > _MAX_UNFIT:
@@ -294,19 +300,23 @@ class Loras:
             call.waiting.discard(peer)
 
     def _settle(self, now: float) -> None:
-        """End the call in progress once no engine is waited for."""
+        """End the call in progress once no engine is waited for; one that drains is told nothing more."""
         group, call = self._group, self._call
-        if call is None or not call.is_whole or call.waiting:
+        if call is None or not call.is_whole:
+            return
+        engines = group.engines
+        call.waiting -= {peer for peer in call.waiting & engines.keys() if engines[peer].change is None and peer not in group.serving}
+        if call.waiting:
             return
         name, number = call.lora.name, call.call
         if (call.loads and not call.reasons) or (not call.loads and call.failed):
             group.loras[name] = call.lora
         if call.loads and call.reasons:
-            text = f"LoraLoadError: no engine has lora={name!r} ({call.reasons})"
-            group.send(call.client, WeightAck(call=number, index=call.index, error=text, is_over=True))
+            error = fault("LoraLoadError", f"no engine has lora={name!r} ({call.reasons})")
+            group.send(call.client, WeightAck(call=number, index=call.index, error=error, is_over=True))
         elif call.failed:
-            text = f"LoraInUseError: all engines keep lora={name!r} ({call.reasons})"
-            group.send(call.client, WeightAck(call=number, index=0, error=text, is_over=True))
+            error = fault("LoraInUseError", f"all engines keep lora={name!r} ({call.reasons})")
+            group.send(call.client, WeightAck(call=number, index=0, error=error, is_over=True))
         elif call.lost:
             text = f"unload_lora took effect without engines that were lost ({call.reasons})"
             group.send(call.client, Refusal(call=number, message=text))
@@ -318,7 +328,7 @@ class Loras:
         """End a load that no engine has begun."""
         call = self._call
         assert call is not None, "it is in progress"
-        error = f"LoraLoadError: {reason}"
+        error = fault("LoraLoadError", reason)
         self._group.send(call.client, WeightAck(call=call.call, index=call.index, error=error, is_over=True))
         self._end(now)
 
@@ -326,6 +336,8 @@ class Loras:
         """Of the call; engines that are not what the group is by it are led back."""
         self._call = None
         self._lead_all(now)
+        # Some engines may lack an adapter that is no longer theirs to have.
+        self._requests.route_homeless(now)
         self._begin_next(now)
 
     def _timeout_s(self, change: LoraChange) -> float:
