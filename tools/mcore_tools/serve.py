@@ -4,6 +4,7 @@
 
 mcore serve runs/moe_tiny --port 8000
 mcore serve path/to/Qwen3-0.6B --max-length 8192
+mcore serve path/to/Qwen3-0.6B --lora sql=runs/sql --lora chat=path/to/adapter      # requests name the model or an adapter
 mcore serve runs/moe_tiny/checkpoints/step_00001000 --port 8000 --token-file secret
 
 The folder of a run, of its steps (the newest is taken), one checkpoint that keeps ``run.yaml`` and a tokenizer, or a Hugging Face folder.

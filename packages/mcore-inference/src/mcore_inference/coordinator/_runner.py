@@ -200,6 +200,7 @@ class CoordinatedRunner:
 
         Raises:
             CoordinatorError: as of ``load_weights``, or no answer within two seconds.
+            EngineDeadError: the engines failed for good.
         """
         await self._in_loop(self._refresh)
         return self._loras

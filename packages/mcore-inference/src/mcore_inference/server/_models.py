@@ -5,7 +5,7 @@
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from mcore_inference.requests import CoordinatorError
+from mcore_inference.requests import CoordinatorError, EngineDeadError
 from mcore_inference.server._errors import ApiError
 
 
@@ -66,7 +66,7 @@ class ServedModels:
             try:
                 if name in await self._runner.find_loras():
                     return
-            except CoordinatorError as error:
+            except (CoordinatorError, EngineDeadError) as error:
                 raise ApiError.of(error) from error
         more = f", its adapters are {', '.join(map(repr, loras))}" if (loras := self.loras) else ""
         message = f"model={name!r} is not served here; the model is {self.base!r}{more}"
