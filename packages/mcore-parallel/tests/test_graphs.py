@@ -313,6 +313,54 @@ def test_parameters_and_buffers_that_a_module_holds_instead_are_recorded_anew() 
     assert graphs._forwards == recorded and graphs.report().graphs == 2
 
 
+class Extended(nn.Module):
+    """May lack its shift."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3, bias=False)
+        self.register_parameter("shift", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return y if self.shift is None else y + self.shift
+
+
+def replaced_inner(block: Extended) -> None:
+    block.inner = nn.Linear(3, 3, bias=False)
+
+
+def given_shift(block: Extended) -> None:
+    block.shift = nn.Parameter(torch.ones(3))
+
+
+def given_bias(block: Extended) -> None:
+    block.inner.bias = nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.parametrize("change", [replaced_inner, given_shift, given_bias])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_block_with_another_submodule_or_one_more_member_is_recorded_anew(change: Callable[[Extended], None], grad: bool) -> None:
+    block, x = Extended(), torch.ones(2, 3, requires_grad=True)
+    capture = TapeCapture()
+    graphs = ModuleGraphs(block, CudaGraphConfig(warmup_steps=0, capture_forward_only=True), capture=capture)
+
+    def result() -> list[float]:
+        y = block(x)
+        if grad:
+            y.sum().backward()
+        return y.detach().flatten().tolist()
+
+    with torch.set_grad_enabled(grad):
+        before = result()
+        change(block)
+        after = result()
+        recorded = capture.recorded
+        assert result() == after == graphs._forward(x).flatten().tolist() != before
+    assert capture.recorded == recorded and graphs.report().graphs == 1
+    assert not grad or all(parameter.grad is not None for parameter in block.parameters())
+
+
 def test_calls_that_cannot_be_replayed_run_as_ever_and_tell_why() -> None:
     block = Block()
     graphs = block.enable_cuda_graphs(CudaGraphConfig(warmup_steps=0), capture=TapeCapture())

@@ -120,33 +120,42 @@ class _Replay(torch.autograd.Function):
 class _Bound:
     """What a recording refers to by its address."""
 
-    tensors: tuple[tuple[Tensor, int], ...]
-    """Main gradients and their addresses."""
+    tensors: tuple[Tensor, ...]
+    """Parameters, buffers and main gradients."""
+    addresses: list[int]
     attributes: tuple[tuple[nn.Module, str, Any], ...]
-    members: tuple[tuple[dict[str, Any], str, Tensor, int], ...]
-    """Parameters and buffers of each part: where it keeps them, name, tensor and address."""
+    """Main gradients, and dicts of them."""
+    members: tuple[tuple[dict[str, Any], str, Any], ...]
+    """Submodules, parameters and buffers of each part, None where a name has nothing."""
+    places: tuple[dict[str, Any], ...]
+    """Where the parts keep them."""
+    sizes: list[int]
 
     @classmethod
     def of(cls, module: nn.Module, *, with_gradients: bool = True) -> "_Bound":
-        """Parameters, buffers and, of a recording with a backward, main gradients."""
+        """Submodules, parameters and buffers and, of a recording with a backward, main gradients."""
         attributes = tuple(_main_gradients(module)) if with_gradients else ()
+        places = tuple(place for part in module.modules() for place in (part._modules, part._parameters, part._buffers))
+        members = tuple((place, name, member) for place in places for name, member in place.items())
         totals = [grad.total for _, _, value in attributes for grad in _members(value)]
-        members = tuple(
-            (place, name, tensor, tensor.data_ptr())
-            for part in module.modules()
-            for place in (part._parameters, part._buffers)
-            for name, tensor in place.items()
-            if tensor is not None
+        tensors = (*totals, *(member for _, _, member in members if isinstance(member, Tensor)))
+        return cls(
+            tensors=tensors,
+            addresses=[tensor.data_ptr() for tensor in tensors],
+            attributes=attributes,
+            members=members,
+            places=places,
+            sizes=[*map(len, places)],
         )
-        return cls(tuple((tensor, tensor.data_ptr()) for tensor in totals), attributes, members)
 
     @property
     def holds(self) -> bool:
-        """Whether everything is where it was, and the module still has it."""
+        """Whether the module has what it had and nothing else, where it was."""
         return (
             all(vars(part).get(name) is value for part, name, value in self.attributes)
-            and all(tensor.data_ptr() == address for tensor, address in self.tensors)
-            and all(place.get(name) is tensor and tensor.data_ptr() == address for place, name, tensor, address in self.members)
+            and [*map(len, self.places)] == self.sizes
+            and all(place.get(name, place) is member for place, name, member in self.members)
+            and [tensor.data_ptr() for tensor in self.tensors] == self.addresses
         )
 
 
