@@ -361,6 +361,30 @@ def test_a_block_with_another_submodule_or_one_more_member_is_recorded_anew(chan
     assert not grad or all(parameter.grad is not None for parameter in block.parameters())
 
 
+def test_calls_with_a_gradient_are_recorded_anew_where_other_parameters_need_one() -> None:
+    block, x = nn.Linear(3, 3), torch.ones(2, 3)
+    capture = TapeCapture()
+    graphs = ModuleGraphs(block, CudaGraphConfig(warmup_steps=0, capture_forward_only=True), capture=capture)
+
+    def both(*wanted: str) -> None:
+        block.zero_grad()
+        with torch.no_grad():
+            block(x)
+        block(x).sum().backward()
+        assert {name for name, parameter in block.named_parameters() if parameter.grad is not None} == set(wanted)
+
+    block.weight.requires_grad_(False)
+    both("bias")
+    # As behind an adapter that was merged.
+    block.requires_grad_(True)
+    both("weight", "bias")
+    both("weight", "bias")
+    block.bias.requires_grad_(False)
+    both("weight")
+    # A pair and once what needs no gradient.
+    assert graphs.report().graphs == 2 and capture.recorded == 3 * 2 + 1
+
+
 def test_calls_that_cannot_be_replayed_run_as_ever_and_tell_why() -> None:
     block = Block()
     graphs = block.enable_cuda_graphs(CudaGraphConfig(warmup_steps=0), capture=TapeCapture())

@@ -159,8 +159,8 @@ class ModuleGraphs:
     Hooks, of data parallelism for instance, run on the module itself, and are refused inside it.
 
     Graphs read parameters, buffers and main gradients by their addresses. Each call sees whether these are where they were; where one has
-    moved, as gradients do whose memory was given back meanwhile, or the block or a part of it has another parameter, buffer or submodule
-    than at the capture, the call is captured anew.
+    moved, as gradients do whose memory was given back meanwhile, the block or a part of it has another parameter, buffer or submodule than
+    at the capture, or another parameter needs a gradient, the call is captured anew.
 
     Calls inside a backward or a recomputation, with tensors on the host or, unless ``CudaGraphConfig.capture_forward_only`` asks for them,
     without a gradient run as ever; ``report`` tells why.

@@ -123,6 +123,8 @@ class _Bound:
     tensors: tuple[Tensor, ...]
     """Parameters, buffers and main gradients."""
     addresses: list[int]
+    trainable: list[bool] | None
+    """Which tensors need a gradient; None of a recording without a backward."""
     attributes: tuple[tuple[nn.Module, str, Any], ...]
     """Main gradients, and dicts of them."""
     members: tuple[tuple[dict[str, Any], str, Any], ...]
@@ -133,7 +135,7 @@ class _Bound:
 
     @classmethod
     def of(cls, module: nn.Module, *, with_gradients: bool = True) -> "_Bound":
-        """Submodules, parameters and buffers and, of a recording with a backward, main gradients."""
+        """Submodules, parameters and buffers and, of a recording with a backward, main gradients and which tensors need a gradient."""
         attributes = tuple(_main_gradients(module)) if with_gradients else ()
         places = tuple(place for part in module.modules() for place in (part._modules, part._parameters, part._buffers))
         members = tuple((place, name, member) for place in places for name, member in place.items())
@@ -142,6 +144,7 @@ class _Bound:
         return cls(
             tensors=tensors,
             addresses=[tensor.data_ptr() for tensor in tensors],
+            trainable=[tensor.requires_grad for tensor in tensors] if with_gradients else None,
             attributes=attributes,
             members=members,
             places=places,
@@ -150,12 +153,13 @@ class _Bound:
 
     @property
     def holds(self) -> bool:
-        """Whether the module has what it had and nothing else, where it was."""
+        """Whether the module has what it had and nothing else, where it was, and the same tensors need a gradient."""
         return (
             all(vars(part).get(name) is value for part, name, value in self.attributes)
             and [*map(len, self.places)] == self.sizes
             and all(place.get(name, place) is member for place, name, member in self.members)
             and [tensor.data_ptr() for tensor in self.tensors] == self.addresses
+            and (self.trainable is None or [tensor.requires_grad for tensor in self.tensors] == self.trainable)
         )
 
 
