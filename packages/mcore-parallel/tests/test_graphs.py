@@ -385,6 +385,27 @@ def test_calls_with_a_gradient_are_recorded_anew_where_other_parameters_need_one
     assert graphs.report().graphs == 2 and capture.recorded == 3 * 2 + 1
 
 
+def test_parameters_are_judged_as_they_are_at_the_call() -> None:
+    config, x = CudaGraphConfig(warmup_steps=0), torch.ones(2, 3)
+    late = nn.Linear(3, 3, device="meta")
+    graphs = ModuleGraphs(late, config, capture=TapeCapture())
+    late.load_state_dict({"weight": torch.eye(3), "bias": torch.zeros(3)}, assign=True)
+    late(x).sum().backward()
+    assert (graphs.report().graphs, graphs.report().replays, graphs.report().eager) == (1, 1, {})
+
+    block = nn.Linear(3, 3, bias=False)
+    graphs = ModuleGraphs(block, config, capture=TapeCapture())
+    for trainable in (False, True, False):
+        block.weight = nn.Parameter(torch.eye(3), requires_grad=trainable)
+        y = block(x)
+        assert y.requires_grad == trainable
+        if trainable:
+            y.sum().backward()
+            assert block.weight.grad is not None
+    assert (graphs.report().graphs, graphs.report().replays) == (0, 1), "of one that needs no gradient any more no pair is kept"
+    assert graphs.report().eager == {"nothing needs a gradient": 2}
+
+
 def test_calls_that_cannot_be_replayed_run_as_ever_and_tell_why() -> None:
     block = Block()
     graphs = block.enable_cuda_graphs(CudaGraphConfig(warmup_steps=0), capture=TapeCapture())

@@ -196,7 +196,6 @@ class ModuleGraphs:
                 f"{type(module).__name__} has its forward replaced already; remove the other graphs, or take it before torch.compile"
             )
         check_inside(module, recompute=self.config.recompute)
-        self._parameters = tuple(module.parameters())
         self._forward = module.forward
         # As an attribute of the instance, so that names, parameters and hooks stay as they are.
         module.forward = self._run
@@ -230,12 +229,14 @@ class ModuleGraphs:
                 reason = str(error)
         # A layer is another one in evaluation, and memory of the inference mode is of no use outside of it.
         key = None if tree is None else (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), self.module.training, tree.key)
-        if tree is not None and not reason:
+        graph = None if tree is None or reason else self._held(key)
+        if graph is None and tree is not None and not reason:
             reason = self._unfit(tree, key)
         if tree is None or reason:
             self._eager[reason] += 1
             return self._forward(*inputs, **options)
-        graph = self._free_pair(tree, key) if torch.is_grad_enabled() else self._forward_only(tree, key)
+        if graph is None:
+            graph = self._captured_pair(tree, key) if torch.is_grad_enabled() else self._captured_forward(tree, key)
         self._replays += 1
         return graph.run(tree.tensors)
 
@@ -252,46 +253,50 @@ class ModuleGraphs:
             return "the caller recomputes or offloads it; set CudaGraphConfig.recompute instead"
         return ""
 
+    def _held(self, key: Hashable) -> Pair | ExternalPair | ForwardOnly | None:
+        """What was captured of such calls, refers to what the module has now, and waits for no backward."""
+        if not torch.is_grad_enabled():
+            graph = self._forwards.get(key)
+            return graph if graph is not None and graph.bound.holds else None
+        pairs = self._pairs.get(key, [])
+        pairs[:] = [pair for pair in pairs if pair.bound.holds]
+        return next((pair for pair in pairs if not pair.busy), None)
+
     def _unfit(self, tree: Tree, key: Hashable) -> str:
-        """Why these inputs cannot be replayed."""
-        if key not in self._pairs and key not in self._forwards and tree.holds_function:
+        """Why a call of such inputs cannot be captured."""
+        if tree.holds_function:
             return "an input is a function, which a replay does not call"
-        if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in (*tree.tensors, *self._parameters)):
+        tensors = (*tree.tensors, *self.module.parameters())
+        if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors):
             return "nothing needs a gradient"
-        homes = {tensor.device for tensor in (*tree.tensors, *self._parameters)}
+        homes = {tensor.device for tensor in tensors}
         if len(homes) > 1:
             return f"inputs lie on {', '.join(sorted(map(str, homes)))}"
         self._calls[key] += 1
         return "warm-up" if self._calls[key] <= self.config.warmup_steps else ""
 
-    def _free_pair(self, tree: Tree, key: Hashable) -> Pair | ExternalPair:
-        # What was captured reads parameters and main gradients where they were.
-        pairs = self._pairs[key] = [pair for pair in self._pairs.get(key, ()) if pair.bound.holds]
-        pair = next((pair for pair in pairs if not pair.busy), None)
-        if pair is None:
-            assert self._capture is not None
-            check_inside(self.module, recompute=self.config.recompute)
-            before = _allocated(tree.tensors)
-            if isinstance(self._capture, ExternalCapture):
-                pair = self._capture.pair(self._work(), self.module, tree)
-            else:
-                pair = capture_pair(self._capture, self._work(), self.module, tree)
-            pair.memory_bytes = _allocated(tree.tensors) - before
-            pairs.append(pair)
+    def _captured_pair(self, tree: Tree, key: Hashable) -> Pair | ExternalPair:
+        assert self._capture is not None
+        check_inside(self.module, recompute=self.config.recompute)
+        before = _allocated(tree.tensors)
+        if isinstance(self._capture, ExternalCapture):
+            pair = self._capture.pair(self._work(), self.module, tree)
+        else:
+            pair = capture_pair(self._capture, self._work(), self.module, tree)
+        pair.memory_bytes = _allocated(tree.tensors) - before
+        self._pairs.setdefault(key, []).append(pair)
         return pair
 
-    def _forward_only(self, tree: Tree, key: Hashable) -> ForwardOnly:
-        graph = self._forwards.get(key)
-        if graph is None or not graph.bound.holds:
-            assert self._capture is not None and not isinstance(self._capture, ExternalCapture)
-            check_inside(self.module)
-            if self._forward_pool is None:
-                self._forward_pool = self._capture.pool()
-            before = _allocated(tree.tensors)
-            # One that holds no more goes after it: a pool lives as long as something is recorded in it.
-            recorded = capture_forward(self._capture, self._forward, self.module, tree, self._forward_pool)
-            recorded.memory_bytes = _allocated(tree.tensors) - before
-            graph = self._forwards[key] = recorded
+    def _captured_forward(self, tree: Tree, key: Hashable) -> ForwardOnly:
+        assert self._capture is not None and not isinstance(self._capture, ExternalCapture)
+        check_inside(self.module)
+        if self._forward_pool is None:
+            self._forward_pool = self._capture.pool()
+        before = _allocated(tree.tensors)
+        # One that holds no more goes after it: a pool lives as long as something is recorded in it.
+        graph = capture_forward(self._capture, self._forward, self.module, tree, self._forward_pool)
+        graph.memory_bytes = _allocated(tree.tensors) - before
+        self._forwards[key] = graph
         return graph
 
     def _work(self) -> Callable[..., Any]:
