@@ -535,6 +535,35 @@ def test_what_no_graph_can_hold_is_refused_before_the_first_step() -> None:
         ModuleGraphs(model.layers["0"], capture=TapeCapture())
 
 
+class Replacing(nn.Module):
+    """Counts its calls in another tensor each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("last", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen + 1
+        if self.last is None:
+            self.last = torch.zeros(3)
+        return x * self.weight
+
+
+@pytest.mark.parametrize(("external", "grad"), [(False, False), (False, True), (True, True)])
+def test_a_forward_that_replaces_its_buffers_is_refused_and_they_stay(external: bool, grad: bool) -> None:
+    part, capture = Replacing(), ExternalCapture(library) if external else TapeCapture()
+    block, seen = nn.Sequential(part), part.seen
+    graphs = ModuleGraphs(block, CudaGraphConfig(warmup_steps=0, capture_forward_only=not external), capture=capture)
+    refused = pytest.raises(
+        CaptureError, match=r"Sequential sets 0\.seen, 0\.last, which a replay does not; let that be there before, and write"
+    )
+    with torch.set_grad_enabled(grad), refused:
+        block(torch.ones(3, requires_grad=True))
+    assert part.seen is seen and seen == 0.0 and part.last is None and graphs.report().graphs == 0
+
+
 @pytest.mark.parametrize("steps", [-1])
 def test_negative_warm_ups_are_refused(steps: int) -> None:
     with pytest.raises(ValueError, match="warmup_steps=-1"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_parallel.graphs._capture import Capture, CaptureError, collection_paused
-from mcore_parallel.graphs._pair import Flight, bound_of, drop_copies, main_gradient_totals, silent_main_gradients, stand_ins
+from mcore_parallel.graphs._pair import Flight, bound_of, drop_copies, main_gradient_totals, members_kept, silent_main_gradients, stand_ins
 from mcore_parallel.graphs._tree import Tree
 from mcore_parallel.tensor_parallel import WeightCopyHolder
 
@@ -38,7 +38,7 @@ class ExternalCapture:
         """Capture ``work``, the forward of ``module``, on inputs like these.
 
         Raises:
-            CaptureError: no input needs a gradient, or the library refuses the work.
+            CaptureError: no input needs a gradient, the library refuses the work, or the module sets its own members in it.
         """
         if not any(tensor.requires_grad for tensor in tree.tensors):
             raise CaptureError(
@@ -51,18 +51,19 @@ class ExternalCapture:
         # The library runs the backward once for real.
         before = [total.clone() for total in totals]
         samples = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
-        try:
-            with collection_paused(self.freeze_gc), silent_main_gradients(module) as (begins, dones), stand_ins(module) as stand_in:
-                block = _FlatBlock(work, tree, [begins.clear, dones.clear, lambda: drop_copies(holders)])
-                # Parameters are inputs like others, so that gradients come to those of the module.
-                graphed = self.graph(block, (*samples, *(stand_in[id(parameter)] for parameter in parameters)))
-        except (RuntimeError, AssertionError) as error:
-            raise CaptureError(f"{type(module).__name__} cannot be captured: {error}; use cuda_graph_impl='local'") from error
-        finally:
-            drop_copies(holders)
-            with torch.no_grad():
-                for total, saved in zip(totals, before, strict=True):
-                    total.copy_(saved)
+        with members_kept(module):
+            try:
+                with collection_paused(self.freeze_gc), silent_main_gradients(module) as (begins, dones), stand_ins(module) as stand_in:
+                    block = _FlatBlock(work, tree, [begins.clear, dones.clear, lambda: drop_copies(holders)])
+                    # Parameters are inputs like others, so that gradients come to those of the module.
+                    graphed = self.graph(block, (*samples, *(stand_in[id(parameter)] for parameter in parameters)))
+            except (RuntimeError, AssertionError) as error:
+                raise CaptureError(f"{type(module).__name__} cannot be captured: {error}; use cuda_graph_impl='local'") from error
+            finally:
+                drop_copies(holders)
+                with torch.no_grad():
+                    for total, saved in zip(totals, before, strict=True):
+                        total.copy_(saved)
         assert block.outputs is not None
         return ExternalPair(graphed, block.outputs, parameters, begins, dones, bound)
 

@@ -137,7 +137,7 @@ class _Bound:
     def of(cls, module: nn.Module, *, with_gradients: bool = True) -> "_Bound":
         """Submodules, parameters and buffers and, of a recording with a backward, main gradients and which tensors need a gradient."""
         attributes = tuple(_main_gradients(module)) if with_gradients else ()
-        places = tuple(place for part in module.modules() for place in (part._modules, part._parameters, part._buffers))
+        places = tuple(place for part in module.modules() for place in _places(part))
         members = tuple((place, name, member) for place in places for name, member in place.items())
         totals = [grad.total for _, _, value in attributes for grad in _members(value)]
         tensors = (*totals, *(member for _, _, member in members if isinstance(member, Tensor)))
@@ -190,7 +190,7 @@ def capture_pair(capture: Capture, work: Callable[..., Any], module: nn.Module, 
     inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    with silent_main_gradients(module) as (begins, dones), stand_ins(module) as stand_in:
+    with members_kept(module), silent_main_gradients(module) as (begins, dones), stand_ins(module) as stand_in:
         sources = [*wanted, *(stand_in[id(parameter)] for parameter in parameters)]
 
         def forward() -> Any:
@@ -251,7 +251,8 @@ def capture_forward(capture: Capture, work: Callable[..., Any], module: nn.Modul
     # As of ``capture_pair``.
     drop_copies(holders)
     try:
-        result, replay = capture.record(forward, pool)
+        with members_kept(module):
+            result, replay = capture.record(forward, pool)
     finally:
         drop_copies(holders)
     return ForwardOnly(inputs, Tree.of(result), replay, bound)
@@ -282,6 +283,31 @@ def silent_main_gradients(module: nn.Module) -> Iterator[tuple[list[Callable[[],
 
 
 @contextlib.contextmanager
+def members_kept(module: nn.Module) -> Iterator[None]:
+    """Inside, the module runs to be recorded; behind it the module has the members that it had, and none in memory of the recording.
+
+    Raises:
+        CaptureError: it had others, which a replay does not give it.
+    """
+    kept = [(name, place, dict(place)) for name, part in module.named_modules() for place in _places(part)]
+    rebound: list[str] = []
+    try:
+        yield
+    finally:
+        for name, place, before in kept:
+            changed = [key for key in {**before, **place} if before.get(key, before) is not place.get(key, place)]
+            if changed:
+                rebound += [f"{name}.{key}" if name else key for key in changed]
+                place.clear()
+                place.update(before)
+    if rebound:
+        raise CaptureError(
+            f"the forward of {type(module).__name__} sets {', '.join(rebound)}, which a replay does not; let that be there before, and "
+            "write into it (copy_, add_)"
+        )
+
+
+@contextlib.contextmanager
 def stand_ins(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
     """Inside, other parameters over the same memory take the places of the module's; by the ``id`` of these.
 
@@ -301,6 +327,11 @@ def stand_ins(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
     finally:
         for place, name, parameter in swapped:
             place[name] = parameter
+
+
+def _places(part: nn.Module) -> tuple[dict[str, Any], ...]:
+    """Where a part keeps its submodules, parameters and buffers."""
+    return part._modules, part._parameters, part._buffers
 
 
 def _main_gradients(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
