@@ -3,7 +3,9 @@
 """Blocks and iterations that are replayed, recorded here by a tape in place of a GPU."""
 
 import dataclasses
+import gc
 import importlib.util
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -476,6 +478,32 @@ def test_calls_without_a_gradient_are_captured_where_they_are_asked_for() -> Non
         assert torch.equal(*(evaluate(each, [batch(3)], CrossEntropyObjective()).sum for each in (plain, model)))
         assert graphed.report().graphs == 4 and capture.recorded == 6
     assert graphed.report().graphs == 0
+
+
+def test_dropped_pairs_go_while_forwards_stay_and_no_second_warm_up_follows() -> None:
+    model = nn.ModuleDict({"0": Shifted(), "1": Shifted()})
+    capture = TapeCapture()
+    graphed = graph_modules(model, ("0", "1"), CudaGraphConfig(warmup_steps=1, capture_forward_only=True), capture=capture)
+
+    def both() -> None:
+        for block in model.values():
+            with torch.no_grad():
+                assert block(torch.ones(3)).tolist() == [1.0] * 3
+            block.zero_grad()
+            block(torch.ones(3)).sum().backward()
+            assert block.weight.grad.tolist() == [1.0] * 3
+
+    both()
+    both()
+    assert graphed.report().graphs == 4 and graphed.report().eager == {"warm-up": 4}
+    recorded, pairs = capture.recorded, [weakref.ref(graphs._pairs.copy().popitem()[1][0]) for graphs in graphed.blocks.values()]
+    graphed.drop_pairs()
+    gc.collect()
+    assert graphed.report().graphs == 2 and not any(pair() for pair in pairs), "what they hold is given back"
+    both()
+    report = graphed.report()
+    # A forward and a backward of each block.
+    assert capture.recorded == recorded + 4 and (report.graphs, report.replays, report.eager) == (4, 8, {"warm-up": 4})
 
 
 def test_another_library_captures_no_call_without_a_gradient() -> None:
