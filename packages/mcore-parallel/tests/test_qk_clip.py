@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mcore_parallel import ParallelPlan, ProcessGroups
+from mcore_parallel.backends import quantize_base
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import (
@@ -28,6 +29,7 @@ from mcore_parallel.nn import (
     track_max_logits,
 )
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
+from mcore_parallel.tensor_parallel import LoraConfig, add_lora
 from mcore_parallel.training import Batch, CrossEntropyObjective, TensorShard, evaluate, model_state, train_step
 
 ONE = ProcessGroups.single()
@@ -291,6 +293,27 @@ def check_rank_without_data(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_rank_without_data_takes_part(world: Any, dtype: torch.dtype) -> None:
     world(check_rank_without_data, dtype=dtype)
+
+
+def check_frozen(base_dtype: str | None) -> None:
+    """Refused on the rank without data, too, and nothing has changed."""
+    groups = ProcessGroups.build(ParallelPlan(dp=2))
+    attention = SelfAttention(AttentionConfig(hidden_size=16, num_heads=4, num_kv_heads=2, head_dim=4), groups)
+    add_lora(attention, LoraConfig(rank=2, targets=("qkv",), base_dtype=base_dtype), groups)
+    quantize_base(attention)
+    track_max_logits(attention)
+    before = [parameter.detach().clone() for parameter in attention.parameters()]
+    if groups.dp.rank == 0:
+        attention(torch.ones(3, 16), Step.causal(1, 3))
+    with pytest.raises(ValueError, match=r"qkv\.weight is frozen, as beside an adapter, which no factor reaches"):
+        clip_qk(attention, groups, threshold=1e-9)
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(attention.parameters(), before, strict=True))
+
+
+@pytest.mark.world(2, shared=True)
+@pytest.mark.parametrize("base_dtype", [None, "fp8_weight_only"])
+def test_frozen_weights_beside_adapters_are_refused_on_every_rank(world: Any, base_dtype: str | None) -> None:
+    world(check_frozen, base_dtype=base_dtype)
 
 
 def test_steps_in_evaluation_mode_leave_nothing_to_clip_by() -> None:

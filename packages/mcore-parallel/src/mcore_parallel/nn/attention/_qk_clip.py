@@ -203,7 +203,8 @@ def clip_qk(
 
     Raises:
         ValueError: logits that are not tracked, or none on any rank since the last call, as in evaluation mode; a threshold that is not
-            positive, alpha outside [0, 1], heads normalised behind the projection.
+            positive, alpha outside [0, 1], heads normalised behind the projection, weights of queries or keys that are frozen, as those
+            with adapters are.
     """
     if not threshold > 0 or not 0 <= alpha <= 1:
         raise ValueError(f"threshold={threshold} must be positive and alpha={alpha} in [0, 1]")
@@ -218,7 +219,12 @@ def clip_qk(
         above = maxima > threshold
         clipped += int(above.sum())
         gamma = torch.where(above, threshold / maxima, torch.ones_like(maxima))
-        factors |= {f"{name}.{local}" if name else local: factor for local, factor in attention.qk_clip_factors(gamma, alpha).items()}
+        own = {f"{name}.{local}" if name else local: factor for local, factor in attention.qk_clip_factors(gamma, alpha).items()}
+        if frozen := [whole for whole in own if not model.get_parameter(whole).requires_grad]:
+            raise ValueError(
+                f"{frozen[0]} is frozen, as beside an adapter, which no factor reaches; call clip_qk where it is trained alone"
+            )
+        factors |= own
     if greatest and all(bool(torch.isneginf(maxima).all()) for maxima in greatest.values()):
         raise ValueError(
             "no logits were noted on any rank since the last call; attention notes them in training mode: call model.train() before the "
@@ -242,9 +248,9 @@ def _of_all_ranks(logits: LogitTracker, attention: QKClipped, groups: ProcessGro
     if mine is None:
         # A rank without data takes part.
         assert isinstance(attention, nn.Module)
-        parameter = next(attention.parameters())
-        wide = torch.promote_types(torch.float32, parameter.dtype)
-        mine = torch.full((attention.spec.num_heads,), float("-inf"), dtype=wide, device=parameter.device)
+        parameters = list(attention.parameters())
+        wide = torch.float64 if any(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32
+        mine = torch.full((attention.spec.num_heads,), float("-inf"), dtype=wide, device=parameters[0].device)
     return all_gather(all_reduce(mine, groups.dp_cp, op="max"), groups.tp)
 
 
