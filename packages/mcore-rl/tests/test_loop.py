@@ -14,12 +14,13 @@ from torch import nn
 from mcore_inference import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig, PagedAttention
 from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import Group, ParallelPlan, ProcessGroups, named_shards
-from mcore_parallel.backends import Fp8Config, choose_backend
+from mcore_parallel.backends import Fp8Config, choose_backend, quantize_base
 from mcore_parallel.data import ByteTokenizer
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig
 from mcore_parallel.models import GPTModel, TransformerConfig, dense_feed_forward
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.pipeline import PipelineConfig, Schedule
+from mcore_parallel.tensor_parallel import LoraConfig, add_lora
 from mcore_parallel.training import Batch, CrossEntropyObjective, train_step
 from mcore_rl import (
     AdvantageConfig,
@@ -479,6 +480,24 @@ def test_frozen_weights_follow_the_model_as_far_as_they_are_told(dtype: torch.dt
     for alpha in (0.0, 1.5, float("nan")):
         with pytest.raises(ValueError, match="mixup_alpha=.* must lie above 0 and up to 1"):
             frozen.refresh(alpha)
+
+
+def test_frozen_weights_beside_an_eight_bit_base_follow_the_adapters() -> None:
+    groups = ProcessGroups.single()
+    model = GPTModel(SIZES, groups)
+    add_lora(model, LoraConfig(rank=2, base_dtype="fp8_weight_only"), groups)
+    quantize_base(model)
+    frozen, batch = FrozenWeights(model), Batch(tokens=torch.arange(8)[None], labels=torch.arange(1, 9)[None], loss_mask=torch.ones(1, 8))
+    [before] = token_logprobs(model, [batch], groups)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora.B"):
+                parameter.add_(1.0)
+    [after] = token_logprobs(model, [batch], groups)
+    assert torch.equal(token_logprobs(frozen, [batch], groups)[0], before) and not torch.equal(after, before)
+    for mixup_alpha in (0.5, 1.0):
+        frozen.refresh(mixup_alpha)
+        assert torch.equal(token_logprobs(frozen, [batch], groups)[0], after) == (mixup_alpha == 1.0)
 
 
 @pytest.mark.parametrize("feed_forward", [dense_feed_forward, moe_feed_forward(MoEConfig(num_moe_experts=4, moe_ffn_hidden_size=32))])

@@ -79,7 +79,7 @@ class FrozenWeights:
         if not 0 < mixup_alpha <= 1:
             raise ValueError(f"mixup_alpha={mixup_alpha} must lie above 0 and up to 1; 1 takes the model's weights over")
         for value, tensor in zip(self._values, _tensors(self.model), strict=True):
-            wide = torch.promote_types(tensor.dtype, torch.float32)
+            wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
             value.copy_(torch.lerp(value.to(tensor.device, wide), tensor.to(wide), mixup_alpha))
 
     @contextlib.contextmanager
