@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mcore_parallel import ParallelPlan, ProcessGroups, ShardSpec, named_shards
-from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig, boxes, lay_out_slices
+from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig, boxes, finish_param_gathers, lay_out_slices
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.optim import MegatronOptimizer, OptimizerConfig
 from mcore_parallel.training import Batch, CrossEntropyObjective, optimizer_state, train_step
@@ -266,6 +266,34 @@ def test_each_module_waits_for_its_own_parameters_before_it_runs(monkeypatch: py
     ddp.start_param_sync()
     ddp.finish_param_sync()
     assert torch.equal(params, values)
+
+
+def test_gathers_that_no_forward_waits_for_are_found_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = ProcessGroups.single()
+    ddp = DistributedDataParallel(DistributedDataParallelConfig(overlap_param_gather=True, **SLICED), Model(groups), groups)
+    (buffer,) = ddp.grad_buffers
+    params = buffer.params
+    assert params is not None
+    values, log = params.clone(), []
+
+    def late(index: int) -> Slow:
+        part = buffer.layout.buckets[index]
+        params[part.start : part.end].fill_(math.nan)
+        return Slow(params[part.start : part.end], values[part.start : part.end], log, index)
+
+    monkeypatch.setattr(buffer, "start_gather", late)
+    ddp.start_param_sync()
+    ddp.disable_forward_pre_hook(param_sync=False)
+    assert ddp(torch.arange(6)).isnan().all() and not log, "forwards do not wait"
+    finish_param_gathers(ddp.module)
+    assert torch.equal(params, values) and not ddp.module._forward_hooks
+    # Whoever lets them wait again meanwhile has one mark.
+    ddp.enable_forward_pre_hook()
+    ddp.start_param_sync()
+    ddp.disable_forward_pre_hook(param_sync=False)
+    ddp.enable_forward_pre_hook()
+    assert len(ddp.module._forward_hooks) == 1
+    assert ddp(torch.arange(6)).isfinite().all() and torch.equal(params, values)
 
 
 def check_resume() -> None:

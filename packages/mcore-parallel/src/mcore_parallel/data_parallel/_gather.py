@@ -33,6 +33,7 @@ class ParamGather:
         named = {name: places.get(id(bucket)) for buffer in buffers for name, bucket in buffer.bucket_of.items()}
         self._place_of = {id(shard.parameter): named[shard.name] for buffer in buffers for shard in buffer.shards}
         self._hooks: list[RemovableHandle] = []
+        self._mark: RemovableHandle | None = None
 
     @property
     def has_hooks(self) -> bool:
@@ -48,6 +49,7 @@ class ParamGather:
         """Wait for all gathers (on the compute stream, when there is one)."""
         for place in range(len(self._works)):
             self._finish_one(place)
+        self._drop_mark()
 
     def add_hooks(self) -> None:
         """Make every module wait for its parameters before its forward, and the model for all after its own.
@@ -61,12 +63,20 @@ class ParamGather:
             places = sorted({place for p in parameters if (place := self._place_of.get(id(p))) is not None})
             if places:
                 self._hooks.append(module.register_forward_pre_hook(self._waiter(places)))
-        self._hooks.append(self._module.register_forward_hook(_FinishBehind(self), always_call=True))
+        self._mark = self._mark or self._module.register_forward_hook(_FinishBehind(self), always_call=True)
 
     def remove_hooks(self) -> None:
+        """Nobody waits from now on. Gathers that are on their way are found by their mark until ``finish``."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if all(work is None for work in self._works):
+            self._drop_mark()
+
+    def _drop_mark(self) -> None:
+        if self._mark is not None and not self._hooks:
+            self._mark.remove()
+            self._mark = None
 
     def _waiter(self, places: list[int]) -> Callable[..., None]:
         def wait(*_: Any) -> None:
@@ -85,13 +95,14 @@ class ParamGather:
 
 
 class _FinishBehind:
-    """Hook of a model behind its forward, by which its gathers are found."""
+    """Hook of a model behind its forward, by which its gathers are found; where modules do not wait, it does not either."""
 
     def __init__(self, gather: ParamGather) -> None:
         self.gather = gather
 
     def __call__(self, *_: Any) -> None:
-        self.gather.finish()
+        if self.gather.has_hooks:
+            self.gather.finish()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_FinishBehind":
         """Copies of a model share it, as they share functions."""
