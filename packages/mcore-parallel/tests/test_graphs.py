@@ -387,6 +387,25 @@ def test_calls_with_a_gradient_are_recorded_anew_where_other_parameters_need_one
     assert graphs.report().graphs == 2 and capture.recorded == 3 * 2 + 1
 
 
+def test_a_part_alone_in_evaluation_is_recorded_anew() -> None:
+    block = nn.Sequential(nn.Linear(3, 3), nn.Dropout(1.0))
+    capture, x = TapeCapture(), torch.ones(2, 3)
+    graphs = ModuleGraphs(block, CudaGraphConfig(warmup_steps=0, capture_forward_only=True), capture=capture)
+
+    def both(wanted: Tensor) -> None:
+        with torch.no_grad():
+            assert torch.equal(block(x), wanted)
+        y = block(x)
+        assert torch.equal(y, wanted)
+        y.sum().backward()
+
+    both(torch.zeros(2, 3))
+    block[1].eval()
+    both(block[0](x))
+    both(block[0](x))
+    assert block.training and graphs.report().graphs == 2 and capture.recorded == 2 * 3
+
+
 def test_parameters_are_judged_as_they_are_at_the_call() -> None:
     config, x = CudaGraphConfig(warmup_steps=0), torch.ones(2, 3)
     late = nn.Linear(3, 3, device="meta")

@@ -160,7 +160,7 @@ class ModuleGraphs:
 
     Graphs read parameters, buffers and main gradients by their addresses. Each call sees whether these are where they were; where one has
     moved, as gradients do whose memory was given back meanwhile, the block or a part of it has another parameter, buffer or submodule than
-    at the capture, or another parameter needs a gradient, the call is captured anew.
+    at the capture, another parameter needs a gradient, or a part changed between training and evaluation, the call is captured anew.
 
     Calls inside a backward or a recomputation, with tensors on the host or, unless ``CudaGraphConfig.capture_forward_only`` asks for them,
     without a gradient run as ever; ``report`` tells why.

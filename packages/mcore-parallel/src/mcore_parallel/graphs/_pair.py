@@ -132,12 +132,16 @@ class _Bound:
     places: tuple[dict[str, Any], ...]
     """Where the parts keep them."""
     sizes: list[int]
+    parts: tuple[nn.Module, ...]
+    modes: list[bool]
+    """Which parts are in training mode."""
 
     @classmethod
     def of(cls, module: nn.Module, *, with_gradients: bool = True) -> "_Bound":
         """Submodules, parameters and buffers and, of a recording with a backward, main gradients and which tensors need a gradient."""
         attributes = tuple(_main_gradients(module)) if with_gradients else ()
-        places = tuple(place for part in module.modules() for place in _places(part))
+        parts = tuple(module.modules())
+        places = tuple(place for part in parts for place in _places(part))
         members = tuple((place, name, member) for place in places for name, member in place.items())
         totals = [grad.total for _, _, value in attributes for grad in _members(value)]
         tensors = (*totals, *(member for _, _, member in members if isinstance(member, Tensor)))
@@ -149,16 +153,19 @@ class _Bound:
             members=members,
             places=places,
             sizes=[*map(len, places)],
+            parts=parts,
+            modes=[part.training for part in parts],
         )
 
     @property
     def holds(self) -> bool:
-        """Whether the module has what it had and nothing else, where it was, and the same tensors need a gradient."""
+        """Whether the module has what it had and nothing else, where it was, in the same modes, and the same tensors need a gradient."""
         return (
             all(vars(part).get(name) is value for part, name, value in self.attributes)
             and [*map(len, self.places)] == self.sizes
             and all(place.get(name, place) is member for place, name, member in self.members)
             and [tensor.data_ptr() for tensor in self.tensors] == self.addresses
+            and [part.training for part in self.parts] == self.modes
             and (self.trainable is None or [tensor.requires_grad for tensor in self.tensors] == self.trainable)
         )
 
