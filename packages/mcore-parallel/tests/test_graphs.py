@@ -499,10 +499,18 @@ def test_calls_without_a_gradient_are_captured_where_they_are_asked_for() -> Non
     assert graphed.report().graphs == 0
 
 
+def test_a_star_names_parts_and_not_the_model_around_them() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with graph_modules(model, ("*",), capture=TapeCapture()) as graphed:
+        assert list(graphed.blocks) == ["0", "1"]
+    with graph_modules(model, ("",), capture=TapeCapture()) as graphed:
+        assert [block.module for block in graphed.blocks.values()] == [model]
+
+
 def test_dropped_pairs_go_while_forwards_stay_and_no_second_warm_up_follows() -> None:
     model = nn.ModuleDict({"0": Shifted(), "1": Shifted()})
     capture = TapeCapture()
-    graphed = graph_modules(model, ("0", "1"), CudaGraphConfig(warmup_steps=1, capture_forward_only=True), capture=capture)
+    graphed = graph_modules(model, ("*",), CudaGraphConfig(warmup_steps=1, capture_forward_only=True), capture=capture)
 
     def both() -> None:
         for block in model.values():
@@ -572,6 +580,8 @@ def test_what_no_graph_can_hold_is_refused_before_the_first_step() -> None:
         graph_modules(model, ["layer.*"], capture=TapeCapture())
     with pytest.raises(ValueError, match="around it"):
         graph_modules(model, ["layers.*", "layers.*.mlp"], capture=TapeCapture())
+    with pytest.raises(ValueError, match="patterns choose 'layers.0' and '' around it"):
+        graph_modules(model, ["", "layers.*"], capture=TapeCapture())
     handle = model.layers["1"].mlp.register_forward_hook(lambda *_: None)
     with pytest.raises(CaptureError, match="mlp has forward hooks"):
         graph_modules(model, capture=TapeCapture())

@@ -96,7 +96,7 @@ def graph_modules(
     Args:
         model: any; ``ModelChunks`` for several chunks of a pipeline stage.
         patterns: names of modules, part by part: "layers.*" for whole layers, "layers.*.mlp", "layers.*.attention" or "layers.*.mamba"
-            for their parts.
+            for their parts, "" for the model as a whole.
         config: when and how.
         capture: as of ``ModuleGraphs``; shared by all blocks.
 
@@ -112,7 +112,7 @@ def graph_modules(
             raise ValueError(f"patterns hold {pattern!r}, which no module of {type(model).__name__} is called; see model.named_modules()")
         selected |= {name: modules[name] for name in names}
     for name in selected:
-        if outer := [other for other in selected if name.startswith(f"{other}.")]:
+        if outer := [other for other in selected if name != other and (not other or name.startswith(f"{other}."))]:
             raise ValueError(f"patterns choose {name!r} and {outer[0]!r} around it; choose one of them")
     config = CudaGraphConfig() if config is None else config
     shared = config.capture() if capture is None else capture
@@ -131,4 +131,7 @@ def graph_modules(
 
 
 def _matches(name: str, pattern: str) -> bool:
-    return all(fnmatchcase(part, wanted) for part, wanted in zip(name.split("."), pattern.split("."), strict=True))
+    # The model itself has an empty name, which is no "*".
+    return bool(name) == bool(pattern) and all(
+        fnmatchcase(part, wanted) for part, wanted in zip(name.split("."), pattern.split("."), strict=True)
+    )
