@@ -448,6 +448,19 @@ def test_calls_that_cannot_be_replayed_run_as_ever_and_tell_why() -> None:
     assert "forward" not in vars(block)
 
 
+@pytest.mark.parametrize("narrow_first", [True, False])
+def test_calls_under_autocast_run_as_ever(narrow_first: bool) -> None:
+    block, x = nn.Linear(3, 3), torch.ones(2, 3)
+    graphs = ModuleGraphs(block, CudaGraphConfig(warmup_steps=0), capture=TapeCapture())
+    for narrow in (narrow_first, not narrow_first):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=narrow):
+            y = block(x)
+        assert y.dtype == (torch.bfloat16 if narrow else torch.float32)
+        y.sum().backward()
+    reason = "autocast chooses its dtypes; give the block parameters and inputs of the dtype instead"
+    assert graphs.report().replays == 1 and graphs.report().eager == {reason: 1}
+
+
 def test_without_a_device_everything_runs_as_ever_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     wanted, _ = trained(None, steps=1)

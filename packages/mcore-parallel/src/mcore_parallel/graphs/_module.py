@@ -162,8 +162,8 @@ class ModuleGraphs:
     moved, as gradients do whose memory was given back meanwhile, the block or a part of it has another parameter, buffer or submodule than
     at the capture, another parameter needs a gradient, or a part changed between training and evaluation, the call is captured anew.
 
-    Calls inside a backward or a recomputation, with tensors on the host or, unless ``CudaGraphConfig.capture_forward_only`` asks for them,
-    without a gradient run as ever; ``report`` tells why.
+    Calls inside a backward, a recomputation or autocast, with tensors on the host or, unless ``CudaGraphConfig.capture_forward_only`` asks
+    for them, without a gradient run as ever; ``report`` tells why.
 
     Args:
         module: any block; its inputs and outputs are tensors, and tuples, dicts and dataclasses of them.
@@ -248,6 +248,9 @@ class ModuleGraphs:
             return "no gradient is wanted"
         if in_backward():
             return "it runs again inside a backward"
+        # Its copies of weights end with it, wherever a graph would read them.
+        if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+            return "autocast chooses its dtypes; give the block parameters and inputs of the dtype instead"
         # Such hooks would take what a graph keeps for its own backward.
         if _INTERNALS._autograd._top_saved_tensors_default_hooks(False) is not None:
             return "the caller recomputes or offloads it; set CudaGraphConfig.recompute instead"
