@@ -227,8 +227,8 @@ def clip_qk(
         factors |= own
     if greatest and all(bool(torch.isneginf(maxima).all()) for maxima in greatest.values()):
         raise ValueError(
-            "no logits were noted on any rank since the last call; attention notes them in training mode: call model.train() before the "
-            "steps, and clip_qk after each of them"
+            "no logits were noted on any rank since the last call; attention notes them in training mode, and not where it is replayed "
+            "from a CUDA graph: call model.train() before the steps, and clip_qk after each of them"
         )
     if clipped:
         _shrink(model, groups, factors, optimizer)
