@@ -9,8 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mcore_parallel import ParallelPlan, ProcessGroups, ShardSpec
+from mcore_parallel.backends import Fp8Config, choose_backend, quantize_base
 from mcore_parallel.data_parallel import DistributedDataParallel, DistributedDataParallelConfig, lay_out_buckets
-from mcore_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear, WeightGradientSink
+from mcore_parallel.models import GPTModel, TransformerConfig
+from mcore_parallel.nn import Step
+from mcore_parallel.tensor_parallel import ColumnParallelLinear, LoraConfig, RowParallelLinear, WeightGradientSink, add_lora
 
 
 class Model(nn.Module):
@@ -292,6 +295,30 @@ def check_broadcast() -> list[float]:
 @pytest.mark.world(4)
 def test_replicas_take_the_parameters_of_the_first_one(world) -> None:
     assert world(check_broadcast) == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
+
+
+def check_broadcast_in_eight_bits() -> Tensor:
+    groups, tokens = ProcessGroups.build(ParallelPlan(dp=2)), torch.arange(16)
+    sizes = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, ffn_hidden_size=32, vocab_size=32)
+    model = GPTModel(sizes, groups, backend=choose_backend("torch", fp8=Fp8Config(recipe="tensorwise")), seed=groups.dp.rank)
+    sync = DistributedDataParallel(DistributedDataParallelConfig(), model, groups)
+    with torch.no_grad():
+        before = model(tokens, Step.causal(1, 16))[0].hidden
+        sync.broadcast_params()
+        after = model(tokens, Step.causal(1, 16))[0].hidden
+    assert torch.equal(after, before) == groups.dp.is_first
+    base = GPTModel(sizes, groups)
+    add_lora(base, LoraConfig(rank=2, base_dtype="fp8_weight_only"), groups)
+    quantize_base(base)
+    with pytest.raises(ValueError, match=r"in torch.float8_e4m3fn, and its scales .*; call broadcast_params before quantize_base"):
+        DistributedDataParallel(DistributedDataParallelConfig(), base, groups).broadcast_params()
+    return after
+
+
+@pytest.mark.world(2)
+def test_layers_with_eight_bit_copies_take_the_parameters_of_the_first_replica(world) -> None:
+    first, second = world(check_broadcast_in_eight_bits)
+    assert torch.equal(first, second)
 
 
 def test_buckets_cover_the_buffer_once() -> None:

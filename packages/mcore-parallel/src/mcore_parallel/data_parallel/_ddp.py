@@ -221,12 +221,24 @@ class DistributedDataParallel(nn.Module):
             memory.close()
 
     def broadcast_params(self) -> None:
-        """Give all replicas the parameters and buffers of the first one."""
+        """Give all replicas the parameters and buffers of the first one.
+
+        Raises:
+            ValueError: a parameter is kept in eight bits, with scales that are no parameters (``LoraConfig.base_dtype``); on every rank of
+                several replicas.
+        """
+        # What is on its way would write over what comes.
+        self._gather.finish()
         tensors = [(shard.parameter.detach(), self.groups.data(shard.spec.view)) for shard in named_shards(self.module)]
         tensors += [(buffer, self.groups.dp_cp) for buffer in self.module.buffers()]
+        tensors = [(tensor, group) for tensor, group in tensors if group.size > 1]
+        if narrow := [tensor.dtype for tensor, _ in tensors if tensor.is_floating_point() and tensor.itemsize == 1]:
+            raise ValueError(
+                f"a parameter is in {narrow[0]}, and its scales would not go with it; call broadcast_params before quantize_base"
+            )
         for tensor, group in tensors:
-            if group.size > 1:
-                dist.broadcast(tensor, src=group.ranks[0], group=group.pg)
+            dist.broadcast(tensor, src=group.ranks[0], group=group.pg)
+        self._drop_weight_copies()
 
     def _collector(self, name: str) -> Callable[[Tensor], None]:
         main_grad = self._main_gradient(name)
