@@ -9,10 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mcore_inference._kernels import has_kernels
 from mcore_inference._stability import experimental_api
 from mcore_parallel.groups import ProcessGroups, ShardSpec
 
 __all__ = ["Chosen", "StackedAdapters"]
+
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+# Of kernels: what they look through, and what fits their tiles.
+_KERNEL_TOKENS, _KERNEL_SLOTS, _KERNEL_RANK = 64, 32, 128
 
 
 # T tokens, I and O input and output features of this rank, S slots, r greatest rank, P = S r
@@ -20,6 +25,8 @@ __all__ = ["Chosen", "StackedAdapters"]
 class Chosen:
     """Which slot each token of the step in progress has."""
 
+    slots_T: Tensor | None = None
+    """[T] int32, -1 for the base; None outside of steps."""
     others_TP: Tensor | None = None
     """[T, P] bool, True for the ranks of slots that are not the token's own; None outside of steps."""
     thread: int = 0
@@ -63,6 +70,8 @@ class StackedAdapters:
         self.B = torch.zeros(*out, max_loras * max_lora_rank, dtype=dtype, device=device)
         """[*O, P]."""
         self._B_OP = self.B.view(-1, self.B.shape[-1])
+        few = max_loras <= _KERNEL_SLOTS and max_lora_rank <= _KERNEL_RANK
+        self._has_kernels = few and dtype in _KERNEL_DTYPES and has_kernels(device, dtype)
 
     def write(self, slot: int, A: Tensor, B: Tensor) -> None:
         """Put an adapter into a slot, in place.
@@ -89,17 +98,26 @@ class StackedAdapters:
         return F.linear(self._own(x), self._B_OP)
 
     def add_to(self, y: Tensor, x: Tensor) -> Tensor:
-        """y [T, O] plus that of x [T, I], in place."""
-        return y.addmm_(self._own(x), self._B_OP.t())
+        """y [T, O] plus that of x [T, I], in place; of few tokens on a GPU by two kernels, which read no slot that nobody has."""
+        if len(x) > _KERNEL_TOKENS or not self._has_kernels:
+            return y.addmm_(self._own(x), self._B_OP.t())
+        from mcore_inference.adapters._triton import add_few
+
+        slots_T, _ = self._of_step(x)
+        return add_few(y, x.contiguous(), self.A, self._B_OP, slots_T, self._rank)
 
     def _own(self, x: Tensor) -> Tensor:
         """[T, P]."""
-        others_TP = self._chosen.others_TP
+        # Not by a product: a token's own numbers are right beside any that are not finite.
+        return F.linear(x, self.A).masked_fill_(self._of_step(x)[1], 0.0)
+
+    def _of_step(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        slots_T, others_TP = self._chosen.slots_T, self._chosen.others_TP
         if self._chosen.thread != threading.get_ident():
             raise RuntimeError(
                 "another thread computes with the model of an engine with lora=LoraSlots(...) while that is in a step; give each a model "
                 "of its own"
             )
-        assert others_TP is not None and x.dim() == 2 and len(x) == len(others_TP), "layers with adapters meet all tokens of a step"
-        # Not by a product: a token's own numbers are right beside any that are not finite.
-        return F.linear(x, self.A).masked_fill_(others_TP, 0.0)
+        assert slots_T is not None and others_TP is not None, "layers have adapters in steps alone"
+        assert x.dim() == 2 and len(x) == len(slots_T), "layers with adapters meet all tokens of a step"
+        return slots_T, others_TP

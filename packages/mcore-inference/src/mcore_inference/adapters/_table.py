@@ -188,7 +188,8 @@ class LoraTable:
                 "the model of an engine with lora=LoraSlots(...) has got adapters from elsewhere, by add_lora or by another engine in a "
                 "step; give each a model of its own"
             )
-        self._chosen.others_TP, self._chosen.thread = slots_T.unsqueeze(1) != self._slot_P, threading.get_ident()
+        chosen, self._chosen.thread = self._chosen, threading.get_ident()
+        chosen.slots_T, chosen.others_TP = slots_T, slots_T.unsqueeze(1) != self._slot_P
         try:
             for layer, stack in self._stacks.values():
                 # A module would look through all that it has, for each layer of each step.
@@ -197,7 +198,7 @@ class LoraTable:
         finally:
             for layer, _ in self._stacks.values():
                 vars(layer)["lora"] = None
-            self._chosen.others_TP = None
+            chosen.slots_T = chosen.others_TP = None
 
     def _check_name(self, name: object) -> None:
         if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME_CHARACTERS or not name.isprintable() or name != name.strip():
