@@ -66,6 +66,7 @@ from mcore_tools.training import (
     tell,
     trained_run,
     trained_weights,
+    weights_identity,
     with_tokenizer,
 )
 
@@ -164,7 +165,7 @@ def record_rank(config: DistillConfig, kind: str) -> int:
     groups = build_groups(student)
     teacher = build_teacher(config, weights, groups, device)
     settings = LogProbStoreConfig(
-        teacher=str(weights),
+        teacher=weights_identity(weights),
         seq_len=student.train.seq_len,
         top_k=config.top_k,
         temperature=config.temperature,

@@ -4,6 +4,7 @@
 
 import dataclasses
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from mcore_ckpt import CheckpointingException, CheckpointManager
 from mcore_parallel import ProcessGroups, load_communicator_options
 from mcore_parallel.training import STOPPED_EXIT_CODE, model_state
+from mcore_parallel.training.distill import LogProbStoreError
 from mcore_tools.assembly import build_stage
 from mcore_tools.distill import DistillConfig, distill, distill_config, distill_rank, main, record_rank
 from mcore_tools.recipes import DataConfig, RunConfig, override, recipe
@@ -152,6 +154,18 @@ def test_a_recorded_teacher_teaches_as_the_one_that_runs(teacher: RunConfig, tmp
     assert record_rank(recorded, "cpu") == 0
     distill_rank(recorded, "cpu")
     assert [row["loss"] for row in rows(recorded.student)] == pytest.approx([row["loss"] for row in rows(runs)], rel=1e-4)
+
+
+def test_a_store_takes_no_samples_of_weights_that_were_trained_anew(teacher: RunConfig, tmp_path: Path) -> None:
+    again = override(teacher, ["train.steps=1", "train.warmup_steps=0", f"output={tmp_path / 'again'}"])
+    train_rank(again, "cpu")
+    few = ["train.steps=1", "train.warmup_steps=0"]
+    config = DistillConfig(student=override(student(teacher, tmp_path / "runs"), few), teacher=again, store=str(tmp_path / "store"))
+    record_rank(config, "cpu")
+    shutil.rmtree(again.output)
+    train_rank(override(again, ["train.seed=9"]), "cpu")
+    with pytest.raises(LogProbStoreError, match="was made with .*; write to another folder"):
+        record_rank(config, "cpu")
 
 
 def test_the_command(teacher: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
