@@ -165,9 +165,8 @@ def by_the_formula(teacher: Teacher, head: EagleHead, given: Batch, num_steps: i
     """Loss sum and how many drafts in a row agree, from whole distributions of each row."""
     model: Any = teacher.chunks[0]
     (labelled,) = teacher.label([given])
-    hidden = labelled.extras["teacher_hidden"].view(B, S, D)
     states = [labelled.extras[f"teacher_hidden.{name}"] for name in head.architecture.aux_modules]
-    whole = F.linear(hidden, model.output.weight)[..., :REAL]
+    whole = teacher.output(labelled).logits().view(B, S, -1)[..., :REAL]
     ids = VOCABULARY.token_ids if reduced else torch.arange(REAL)
     draft = head(given.tokens.flatten(), given.step())[0]
     logits = [x.logits().view(B, S, -1)[..., : len(ids)] for x in draft.unroll(states, model.embedding, num_steps)]
@@ -186,9 +185,9 @@ def by_the_formula(teacher: Teacher, head: EagleHead, given: Batch, num_steps: i
     return total, sum(runs) / len(runs)
 
 
-@pytest.mark.parametrize("reduced", [True, False])
-def test_the_loss_is_that_of_the_formula(reduced: bool) -> None:
-    teacher, ends, head = parts(DENSE, ONE, reduced=reduced)
+@pytest.mark.parametrize(("reduced", "cap"), [(True, None), (False, None), (True, 0.5)])
+def test_the_loss_is_that_of_the_formula(reduced: bool, cap: float | None) -> None:
+    teacher, ends, head = parts(dataclasses.replace(DENSE, final_logit_softcapping=cap), ONE, reduced=reduced)
     given = batch(2)
     report = EagleObjective(target=ends, num_steps=3, decay=0.5)(head(given.tokens.flatten(), given.step())[0], teacher.label([given])[0])
     total, accepted = by_the_formula(teacher, head, given, 3, 0.5, reduced=reduced)

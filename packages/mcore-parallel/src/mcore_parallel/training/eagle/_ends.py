@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mcore_parallel.comm import all_gather
 from mcore_parallel.groups import Group
 from mcore_parallel.models.eagle import DraftVocabulary
+from mcore_parallel.nn import soft_cap
 
 _CHUNK = 1 << 26
 """Logits of this rank that exist at a time."""
@@ -34,7 +35,7 @@ class TargetEnds:
 
     def __init__(self, model: nn.Module, vocabulary: DraftVocabulary | None = None) -> None:
         owner: Any = model.requires_grad_(False).eval()
-        self.groups, self._multiplier = owner.groups, owner.config.embedding_multiplier
+        self.groups, self._multiplier, self._softcap = owner.groups, owner.config.embedding_multiplier, owner.config.final_logit_softcapping
         if owner.embedding is None or owner.output is None:
             raise ValueError(f"pp={self.groups.pp.size} puts embedding and output of the target on different stages; set pp=1")
         self._embedding, self.vocabulary = owner.embedding, vocabulary
@@ -50,6 +51,12 @@ class TargetEnds:
         with torch.no_grad():
             x = self._embedding(tokens)
         return x if self._multiplier == 1.0 else x * self._multiplier
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[T, v / tp] of states [T, D] behind the final norm, those of the head's tokens, capped as the target caps them."""
+        logits = F.linear(hidden, self.draft_output)
+        return logits if self._softcap is None else soft_cap(logits, self._softcap)
 
     @torch.no_grad()
     def best(self, hidden: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_parallel.comm import all_gather
@@ -58,7 +57,7 @@ class EagleObjective:
         if sizes[0] != sizes[1] or head.vocabulary is not target.vocabulary:
             raise ValueError(f"the head has {sizes[0]} tokens on this rank, the target's ends {sizes[1]}; give both one vocabulary")
         states, hidden = self._features(output, batch)
-        logits_Tv = F.linear(hidden, target.draft_output)
+        logits_Tv = target.logits(hidden)
         best_T = target.best(hidden)
         known_T = torch.ones_like(best_T, dtype=torch.bool) if head.vocabulary is None else head.vocabulary.t2d.to(best_T.device)[best_T]
         count = every = None
