@@ -275,6 +275,10 @@ def test_an_adapter_is_trained_further_saved_and_exported_again(
     [
         (["lora.rank=4"], "holds other adapters: lora.rank: 8 there, 4 here; lora.alpha: 16 there with this rank, 32 here."),
         (
+            ["lora.rank=16", "load.override=[lora.rank]"],
+            "lora.alpha: 64 there with this rank, 32 here. With lora.rank=16 the adapter keeps its scale by lora.alpha=64. Leave",
+        ),
+        (
             ["lora.alpha=8"],
             "lora.alpha: 32 there, 8 here. Leave these fields out to have its own, or to change them on purpose set load.ov",
         ),

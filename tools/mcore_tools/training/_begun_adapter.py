@@ -101,8 +101,10 @@ def check_adapter(config: RunConfig, layers: Sequence[str]) -> None:
     }
     if differing := {name: both for name, both in differing.items() if both and name not in config.load.override}:
         shown = "; ".join(f"{name}: {both}" for name, both in differing.items())
+        scaled = "lora.alpha" in differing and ours.rank != settings.rank
+        kept = f" With lora.rank={ours.rank} the adapter keeps its scale by lora.alpha={alpha:g}." if scaled else ""
         raise ValueError(
-            f"{place} holds other adapters: {shown}. Leave these fields out to have its own, or to change them on purpose set "
+            f"{place} holds other adapters: {shown}.{kept} Leave these fields out to have its own, or to change them on purpose set "
             f"load.override=[{','.join(differing)}]"
         )
     if ours.rank < settings.rank or missing:
