@@ -361,7 +361,10 @@ def _read_loras(options: argparse.Namespace) -> dict[str, LoraWeights]:
 
 
 def _name_of_model(options: argparse.Namespace) -> str:
-    return options.served_model_name or Path(options.checkpoint).name
+    """Over HTTP."""
+    path = Path(options.checkpoint)
+    # A folder that is called by its place has a name, too.
+    return options.served_model_name or (path.resolve() if path.name in ("", "..") else path).name
 
 
 def _limits(options: argparse.Namespace) -> ServerLimits:

@@ -62,6 +62,20 @@ def test_sizes_and_backend_are_those_of_the_engine(folder: Path, monkeypatch: py
     assert main([*words, "--prefix-caching"]) == 0 and engines[-1].context.config.enable_prefix_caching is True
 
 
+def test_a_model_is_called_as_its_folder_wherever_the_command_stands(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    def serving(*_: Any, model_name: str, **options: Any) -> Any:
+        names.append(model_name)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("mcore_tools.serve.serve", serving)
+    monkeypatch.chdir(folder)
+    for checkpoint in (".", "step_00000001/..", str(folder)):
+        assert main([checkpoint, "--port", "0", "--cache-gb", "0.01"]) == 2
+    assert names == ["checkpoints"] * 3
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("coordinator", ["0", pytest.param("1", marks=pytest.mark.journey)])
 def test_an_operator_names_the_model_and_reads_the_step_log(folder: Path, coordinator: str) -> None:
