@@ -90,7 +90,7 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
         "seconds_to_first_token": Figure(
             help="Age of the engine's process when it drew its first token, of several the largest; 0 before.", together="largest"
         ),
-        "weight_version": Figure(help="Number of completed weight loads, of several engines the smallest.", together="smallest"),
+        "weight_version": Figure(help="Version of the weights, of several engines the smallest.", together="smallest"),
         "expert_rebalances": Figure(
             help="Times that experts were placed by their loads; of engines that share them the same.", kind="counter", together="largest"
         ),
