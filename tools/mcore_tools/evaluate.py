@@ -65,6 +65,13 @@ def _evaluate(options: argparse.Namespace) -> dict[str, Any]:
     """What was asked for, by its option; everything is read before the model is loaded."""
     if not (options.text or options.choices or options.tasks):
         raise ValueError("there is nothing to measure; give --text FILE, --choices FILE or --tasks NAMES")
+    for flag, value, used, needs in (
+        ("--stride", options.stride, options.text, "--text"),
+        ("--include", options.include, options.tasks, "--tasks"),
+        ("--limit", options.limit, options.tasks, "--tasks"),
+    ):
+        if value is not None and not used:
+            raise ValueError(f"{flag} is of {needs}; give both, or leave it out")
     if options.tasks and importlib.util.find_spec("lm_eval") is None:
         raise ValueError('--tasks needs lm-evaluation-harness, which is not installed: pip install "mcore-tools[eval]"')
     texts = read_texts(options.text) if options.text else []

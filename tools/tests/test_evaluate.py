@@ -111,6 +111,8 @@ def test_the_command_measures_what_it_is_asked_for(run: RunConfig, tmp_path: Pat
         ('{"question": "a", "choices": ["b"], "answer": 0}', ["--choices", "FILE"], "must be at least two texts"),
         ('{"question": "a", "choices": ["b", "c"], "answer": 2}', ["--choices", "FILE"], "answer=2 must be the number of one of 2"),
         ('{"question": "a", "choices": ["b", "c"]}', ["--choices", "FILE"], "has no 'answer'"),
+        ('{"text": "a"}', ["--text", "FILE", "--limit", "9"], "--limit is of --tasks; give both, or leave it out"),
+        ("{}", ["--choices", "FILE", "--stride", "9"], "--stride is of --text; give both, or leave it out"),
         ('{"text": "a"}', ["--text", "FILE", "--stride", "99"], "--stride 99 must be below the length of"),
     ],
 )
