@@ -25,6 +25,9 @@ from mcore_tools.terminal import Answers, AnswerSettings, Conversation, EngineAn
 from mcore_tools.torchrun import report_error
 from mcore_tools.training import device_of
 
+_OF_ENGINES = ("max_length", "max_requests", "cache_gb", "kv_cache_dtype", "weight_dtype")
+"""Options of ``add_model_arguments``."""
+
 
 def _answers(options: argparse.Namespace) -> Answers:
     """Who answers: a server or an engine."""
@@ -32,6 +35,11 @@ def _answers(options: argparse.Namespace) -> Answers:
     if options.checkpoint.startswith(("http://", "https://")):
         if options.lora is not None:
             raise ValueError("--lora is for an engine of this process; at a server name the adapter by --model")
+        for name in _OF_ENGINES:
+            if getattr(options, name) is not None:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} is for an engine of this process, and {options.checkpoint} has its own; leave it out"
+                )
         token = options.token_file or ""
         return ServerAnswers(options.checkpoint, settings, model=options.model, token=token)
     if options.model or options.token_file is not None:

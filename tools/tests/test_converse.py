@@ -17,7 +17,7 @@ from mcore_tools.serving import open_engine
 from mcore_tools.terminal import AnswerError, AnswerSettings, Conversation, EngineAnswers, ServerAnswers
 from tests.support.published import write_published
 
-CUT = "cut at --max-tokens; ask to go on, or start with more"
+CUT = "cut at --max-tokens or the model's length; ask to go on, or start with more"
 GREEDY = AnswerSettings(max_tokens=12, temperature=0.0)
 
 
@@ -224,6 +224,7 @@ def test_a_server_refuses_in_one_line(server: InferenceServer) -> None:
     [
         (["http://127.0.0.1:9"], "does not answer: "),
         (["nowhere"], "nowhere"),
+        (["http://127.0.0.1:9", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype is for an engine of this process"),
         (["{published}", "--model", "tiny"], "--model and --token-file are for a server"),
     ],
 )

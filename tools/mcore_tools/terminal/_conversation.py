@@ -112,7 +112,7 @@ class Conversation:
                 pieces.append(piece)
                 self._terminal.write(piece)
             if self._answers.is_cut:
-                end = "\ncut at --max-tokens; ask to go on, or start with more\n"
+                end = "\ncut at --max-tokens or the model's length; ask to go on, or start with more\n"
         except KeyboardInterrupt:
             end = "\nstopped\n"
         except AnswerError as error:
