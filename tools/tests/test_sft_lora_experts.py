@@ -64,6 +64,15 @@ def test_fsdp2_is_refused_by_name(mixture: Path, tmp_path: Path) -> None:
         override(base, ["lora.targets=[qkv,experts]", "plan.dp=2", "data_parallel=fsdp2"])
 
 
+def test_an_export_that_has_no_form_for_experts_is_refused_before_training(
+    mixture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(mixture), "--data", str(mixture / "chat.jsonl"), "--output", str(tmp_path / "run"), "--set", "sft.export=adapter"]
+    assert sft.main([*words, "--set", "lora.targets=[qkv,experts]"]) == 2
+    assert "has no form for adapters of experts, such as layers.0.mlp.experts.up_lora.A; set sft.export=merged" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.fixture(scope="module")
 def alone(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Of one rank."""

@@ -49,6 +49,14 @@ def check_lora(config: RunConfig, own: CheckpointManager) -> None:
         quantize_base(model)
     except ValueError as error:
         raise ValueError(f"lora.{error}") from None
+    if config.sft is not None and config.sft.export == "adapter":
+        # A pair of matrices for each expert.
+        stacks = (name for name, value in model.named_parameters() if is_adapter(name) and name.endswith(".A") and value.dim() > 2)
+        if (stack := next(stacks, None)) is not None:
+            raise ValueError(
+                f"sft.export='adapter' has no form for adapters of experts, such as {stack}; set sft.export=merged, or leave experts out "
+                "of lora.targets"
+            )
     if newest is None:
         if config.load.adapter:
             check_adapter(config, layers)
