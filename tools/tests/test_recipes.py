@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from mcore_parallel.tensor_parallel import LoraConfig
 from mcore_tools.recipes import RECIPES, RecipeError, override, recipe
 
 
@@ -21,6 +22,11 @@ def test_fields_change_by_path_and_type() -> None:
     assert (config.train.steps, config.optimizer.lr, config.plan.sequence_parallel, config.model.kv_channels) == (7, 1e-4, False, None)
     assert config.moe is None
     assert recipe("moe_tiny").train.steps != 7
+
+
+@pytest.mark.parametrize("patterns", ["layers.1?.mlp.*", "*.qkv, layers.[01].mlp.up", "out"])
+def test_patterns_need_no_quotation_marks(patterns: str) -> None:
+    assert override(LoraConfig(), [f"targets=[{patterns}]"]).targets == tuple(patterns.split(", "))
 
 
 def test_changes_take_effect_together() -> None:

@@ -116,8 +116,18 @@ def _read_bool(value: Any) -> bool:
     return value
 
 
+def _items_of(text: str) -> Any:
+    """A list as it was typed; items may have characters that YAML takes for its own, as patterns of names do (`[layers.1?.mlp.*]`)."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        if text[:1] != "[" or text[-1:] != "]" or set("\"'{}") & set(text):
+            raise
+        return [item.strip() for item in text[1:-1].split(",")]
+
+
 def _read_items(value: Any, origin: type, arguments: tuple[Any, ...]) -> list[Any]:
-    items = yaml.safe_load(value) if isinstance(value, Text) else value
+    items = _items_of(value) if isinstance(value, Text) else value
     if not isinstance(items, list | tuple):
         raise MismatchError
     if origin is list or (len(arguments) == 2 and arguments[1] is ...):
