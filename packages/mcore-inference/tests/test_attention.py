@@ -12,7 +12,8 @@ import torch
 
 from mcore_inference import DynamicInferenceContext, InferenceConfig, PagedAttention
 from mcore_inference.attention import GatheredRows, PagedStep, TableRows, _core
-from mcore_parallel.models import TransformerConfig
+from mcore_parallel import ProcessGroups
+from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import PackedHeads, Step, causal_attention
 
 
@@ -90,6 +91,14 @@ def test_without_paged_data_it_is_causal_attention_and_keeps_no_state() -> None:
     step = Step.causal(3, 4)
     torch.testing.assert_close(PagedAttention()(q, k, v, 0, step), causal_attention(q, k, v, 0, step))
     assert not PagedAttention().state_dict()
+
+
+def test_layers_alike_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 8, "window_size": (3, 0)}
+    config = TransformerConfig(**sizes, window_attn_skip_freq=2)
+    with caplog.at_level("INFO", "mcore_parallel.nn"):
+        GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention())
+    assert len(caplog.messages) == 2 and "window=(3, 0)" in caplog.messages[0]
 
 
 def test_data_of_another_core_is_refused() -> None:

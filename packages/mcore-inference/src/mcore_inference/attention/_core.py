@@ -59,10 +59,14 @@ class PagedAttention(nn.Module):
         # Of a model whose bits may not depend on the batch: as the trainer computes it, each token alone or by the trainer's kernel.
         self._invariant = self._plain if spec is not None and spec.batch_invariant else None
         self._off_by_one = spec is not None and spec.softmax_type == "off-by-one"
+        self._chosen: dict[AttentionSpec, tuple[ProcessGroups, AttentionCore]] = {}
+        """Cores for steps without a cache, which layers alike share, and the layout that they are for."""
 
     def build_core(self, spec: AttentionSpec, groups: ProcessGroups, layer: int) -> AttentionCore | SinkAttentionCore:
         """The core of one layer; mcore_parallel's own for what no step over a cache computes, by which an engine refuses the model."""
-        plain = choose_attention(spec, groups)
+        if spec not in self._chosen or self._chosen[spec][0] is not groups:
+            self._chosen[spec] = groups, choose_attention(spec, groups)
+        plain = self._chosen[spec][1]
         # Values that are narrower than keys have a place in a cache only where no latents stand for both.
         fits = spec.width == spec.head_dim or (spec.width < spec.head_dim and spec.batch_invariant)
         if not spec.causal or not fits:
