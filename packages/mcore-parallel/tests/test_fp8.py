@@ -73,6 +73,7 @@ def test_emulated_product_is_the_product_of_the_eight_bit_values(by_rows) -> Non
     [
         ({"recipe": "int8"}, "recipe='int8'"),
         ({"gradient_format": "e3m4"}, "gradient_format='e3m4'"),
+        ({"weight_gradients": "no"}, "weight_gradients='no' must be True or False"),
         ({"num_layers_at_end_in_bf16": -1}, "num_layers_at_end_in_bf16=-1"),
         ({"recipe": "rowwise", "reduce_amax": True}, "reduce_amax=True"),
     ],

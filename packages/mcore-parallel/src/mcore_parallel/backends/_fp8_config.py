@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from mcore_parallel._field_types import check_field_types
+
 Recipe = Literal["tensorwise", "rowwise", "delayed", "blockwise", "mxfp8", "nvfp4"]
 RECIPES: tuple[Recipe, ...] = ("tensorwise", "rowwise", "delayed", "blockwise", "mxfp8", "nvfp4")
 _ROW_MULTIPLES: Mapping[Recipe, int] = MappingProxyType({"mxfp8": 32, "nvfp4": 128})
@@ -49,6 +51,7 @@ class Fp8Config:
             raise ValueError(f"recipe={self.recipe!r} is unknown; choose one of {', '.join(RECIPES)}")
         if self.gradient_format not in (None, "e5m2", "e4m3"):
             raise ValueError(f'gradient_format={self.gradient_format!r} must be "e5m2", "e4m3" or None')
+        check_field_types(self)
         for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
