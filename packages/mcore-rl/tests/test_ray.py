@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -256,8 +257,8 @@ async def begun(judge: RayJudge, *numbers: int) -> list[Conversation]:
     return [Conversation(problem=problem, opening=await judge._opening(problem)) for problem in problems]
 
 
-async def three_in_each(judge: RayJudge, first: int) -> list[list[Conversation]]:
-    """Of each of two workers, three conversations that are there, or more, about problems from this number on."""
+async def in_each(judge: RayJudge, first: int, least: int = 3) -> list[list[Conversation]]:
+    """Of each of two workers, so many conversations that are there, or more, about problems from this number on."""
     by_place: list[list[Conversation]] = [[], []]
     for number in range(first, first + 100):
         [conversation] = await begun(judge, number)
@@ -265,7 +266,7 @@ async def three_in_each(judge: RayJudge, first: int) -> list[list[Conversation]]
         assert place is not None
         judge._places.put(conversation, place)
         by_place[place].append(conversation)
-        if min(map(len, by_place)) > 2:
+        if min(map(len, by_place)) >= least:
             break
     return by_place
 
@@ -315,7 +316,7 @@ def test_a_worker_that_dies_in_turns_loses_their_conversations_alone_and_is_not_
     before, replayed = sum(tools.workers.num_restarts), []
 
     async def talk() -> None:
-        places = [[await said(tools, conversation, "a") for conversation in place] for place in await three_in_each(tools, 100)]
+        places = [[await said(tools, conversation, "a") for conversation in place] for place in await in_each(tools, 100)]
         [[one, dying, between], [other, stays, _]] = [place[:3] for place in places]
         replayed.append(between.problem.problem_id)
         waiting = [asyncio.create_task(tools._reply(conversation, "wait")) for conversation in (one, other)]
@@ -358,7 +359,7 @@ def test_a_turn_beyond_its_limit_is_lost_and_a_worker_that_is_held_up_gets_no_ot
     tools: RayJudge, folder: Path, calls: Callable[[], list[tuple[str, str, int]]]
 ) -> None:
     async def talk() -> None:
-        [[late, blocks, beside, *_], [elsewhere, *_]] = await three_in_each(tools, 200)
+        [[late, blocks, beside, *_], [elsewhere, *_]] = await in_each(tools, 200)
         beside = await said(tools, beside, "a")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(tools._reply(late, "wait"), 1.0)
@@ -369,7 +370,8 @@ def test_a_turn_beyond_its_limit_is_lost_and_a_worker_that_is_held_up_gets_no_ot
         held_up = calls()[-1][2]
         blocking.cancel()
         await asyncio.wait([blocking])
-        assert [tools.workers.is_responsive(place) for place in range(2)] == [False, True]
+        await until(lambda: not tools.workers.is_responsive(0))
+        assert tools.workers.is_responsive(1)
         # It was in the worker that is held up, and is replayed in the other one, where new ones begin, too.
         num_calls = len(calls())
         for conversation in (beside, elsewhere, *await begun(tools, 301, 302, 303)):
@@ -380,6 +382,32 @@ def test_a_turn_beyond_its_limit_is_lost_and_a_worker_that_is_held_up_gets_no_ot
         await until(lambda: tools.workers.is_responsive(0))
 
     asyncio.run(talk())
+
+
+def test_a_call_that_is_given_up_says_nothing_of_a_worker_that_is_busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: dict[str, Any] = {"max_concurrency": 2, "call_timeout_s": 120.0, "start_timeout_s": 120.0}
+    judge = RayJudge(functools.partial(Tools, folder), RayOptions(num_workers=2, num_cpus=0.1, **limits))
+    monkeypatch.setattr("mcore_rl._ray_workers._PATIENCE_S", math.inf)
+
+    async def talk() -> None:
+        [[other, *waiting], _] = await in_each(judge, 400, least=5)
+        turns = [asyncio.create_task(judge._reply(conversation, "wait")) for conversation in waiting[:4]]
+        await until(lambda: (folder / "calls").exists() and (folder / "calls").read_text().count("wait") == 2)
+        # It waits for a place, as the one behind it does.
+        turns[2].cancel()
+        await asyncio.wait([turns[2]])
+        assert judge.workers.loads == (3, 0) and judge._place_of(other) == 0
+        await until(lambda: judge.workers.is_responsive(0) and not judge.workers._probes)
+        assert judge.workers.loads == (3, 0)
+        (folder / "go").touch()
+        assert [await turns[number] for number in (0, 1, 3)] == [[{"role": "tool", "content": "wait: 1"}]] * 3
+
+    try:
+        asyncio.run(talk())
+    finally:
+        judge.close()
+        for file in folder.iterdir():
+            file.unlink()
 
 
 def test_workers_that_are_dead_for_good_get_no_calls_and_closed_ones_end_open_ones_first(folder: Path) -> None:
@@ -455,7 +483,7 @@ def test_two_threads_may_ask_at_once_whether_a_worker_answers_again(tools: RayJu
         return ready
 
     asyncio.run(given_up())
-    assert wait([workers._probes[0]], timeout=100)[0]
+    assert wait([workers._probes[0].reference], timeout=100)[0]
     monkeypatch.setattr(ray, "wait", wait_for_both)
     assert in_threads(2, lambda: workers.is_responsive(0)) == [True, True]
 
@@ -607,6 +635,7 @@ def test_engines_that_are_dead_or_held_up_get_no_prompts_and_none_that_is_left_i
         await until((tmp_path / "held").exists)
         given_up.cancel()
         await asyncio.wait([given_up])
+        await until(lambda: not inference.workers.is_responsive(0))
         # The prompt's first engine, which still has it, is held up; the other one takes it.
         assert set(await answered(inference, 1, 2, 3, 1)) == {other}
         (tmp_path / "go").touch()

@@ -14,6 +14,11 @@ from typing import Any
 
 from mcore_rl._stability import experimental_api
 
+_PATIENCE_S = 1.0
+"""For which a worker, when a call to it was given up, counts as one that answers until it is seen whether it does."""
+_ABOUT = "about"
+"""Concurrency group of the question whether a worker answers: it does not queue behind calls."""
+
 
 @experimental_api
 class RayWorkerError(RuntimeError):
@@ -65,15 +70,29 @@ class _Worker:
     def __init__(self, make: Callable[[], Any]) -> None:
         self._own = make()
         self._birth = uuid.uuid4().hex
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Of the calls; each concurrency group has one, in a thread of its own."""
 
     async def call(self, method: str, arguments: Sequence[Any]) -> tuple[str, Any]:
         """Which start of the worker answers, and what."""
+        self._loop = asyncio.get_running_loop()
         result = getattr(self._own, method)(*arguments)
         return self._birth, (await result if inspect.isawaitable(result) else result)
 
     async def about(self) -> tuple[str, str]:
-        """Which start this is, and on which node."""
+        """Which start this is, and on which node; said when no call holds the event loop up."""
+        if self._loop is not None:
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop))
         return self._birth, _ray().get_runtime_context().get_node_id()
+
+
+@dataclass
+class _Probe:
+    """A worker is asked whether it answers."""
+
+    reference: Any
+    patience_end: float
+    """Until when it counts as one that does, by ``time.monotonic()``."""
 
 
 @experimental_api
@@ -83,8 +102,8 @@ class RayWorkers:
     Event loops in several threads may call at a time.
 
     The program connects to the cluster itself (``ray.init(address=...)``); nothing is started here but the actors. A worker that was
-    lost, or to which a call was given up, gets none that another one can take until it has answered again. One that has died more often
-    than it is restarted gets none.
+    lost gets no call that another one can take until it has answered again, and so does one whose event loop is held up for a second after
+    a call to it was given up. One that has died more often than it is restarted gets none.
 
     Args:
         make: makes an object in its worker, where it must be importable.
@@ -103,7 +122,7 @@ class RayWorkers:
         if not ray.is_initialized():
             raise ValueError(f"{name}: there is no connection to a Ray cluster; call ray.init(address=...) first")
         own = self.options
-        actor = ray.remote(_Worker).options(
+        actor = ray.remote(concurrency_groups={_ABOUT: 1})(_Worker).options(
             num_cpus=own.num_cpus,
             num_gpus=own.num_gpus,
             resources=dict(own.resources),
@@ -121,8 +140,8 @@ class RayWorkers:
         self._last_calls = [0] * own.num_workers
         """Of each worker, which of all calls was its last."""
         self._births: list[set[str]] = [set() for _ in self._handles]
-        self._probes: dict[int, Any] = {}
-        """Of workers that did not answer, what they are asked since."""
+        self._probes: dict[int, _Probe] = {}
+        """Of workers that did not answer."""
         self._dead: set[int] = set()
         self._is_closed = False
         self.nodes: list[str] = []
@@ -135,7 +154,7 @@ class RayWorkers:
 
     def _start(self) -> None:
         ray, limit = _ray(), self.options.start_timeout_s
-        references = [handle.about.remote() for handle in self._handles]
+        references = [self._about(number) for number in range(len(self._handles))]
         _, late = ray.wait(references, num_returns=len(references), timeout=limit)
         if late:
             numbers = [number for number, reference in enumerate(references) if reference in late]
@@ -192,20 +211,22 @@ class RayWorkers:
         return left
 
     def is_responsive(self, number: int) -> bool:
-        """Whether a worker has answered since it was last lost, or a call to it was given up."""
+        """Whether a worker has answered since it was last lost. One to which a call was given up has a second for it, in which it counts as
+        one that does."""
         ray = _ray()
         with self._lock:
             probe = self._probes.get(number)
-            if probe is not None and ray.wait([probe], timeout=0)[0]:
+            if probe is not None and ray.wait([probe.reference], timeout=0)[0]:
                 del self._probes[number]
                 try:
-                    birth, _ = ray.get(probe)
+                    birth, _ = ray.get(probe.reference)
                     self._births[number].add(birth)
                 except ray.exceptions.ActorDiedError:
                     self._dead.add(number)
                 except ray.exceptions.RayError:
-                    self._probes[number] = self._handles[number].about.remote()
-            return number not in self._probes and number not in self._dead
+                    self._probe(number)
+            probe = self._probes.get(number)
+            return number not in self._dead and (probe is None or time.monotonic() < probe.patience_end)
 
     async def call(self, method: str, *arguments: Any, worker: int | None = None, max_task_retries: int | None = None) -> Any:
         """What a method of an object gives.
@@ -230,16 +251,17 @@ class RayWorkers:
             self._num_calls += 1
             self._last_calls[number] = self._num_calls
         # What cannot be sent says nothing of the worker.
-        has_answered = is_over = True
-        reference = None
+        is_over, reference = True, None
         try:
             reference = self._sent(number, method, arguments, num_retries)
-            has_answered = is_over = False
+            is_over = False
             birth, result = await asyncio.wait_for(reference, self.options.call_timeout_s)
-            has_answered = is_over = True
+            is_over = True
         # A TimeoutError that the method raised is one of both.
         except ray.exceptions.RayError as error:
-            has_answered, is_over = isinstance(error, ray.exceptions.RayTaskError), True
+            is_over = True
+            if not isinstance(error, ray.exceptions.RayTaskError):
+                self._probe(number)
             raise self._failure(number, method, error, num_retries) from error
         except TimeoutError as error:
             raise self._late(number, method) from error
@@ -248,8 +270,7 @@ class RayWorkers:
                 self._num_open[number] -= 1
             if not is_over:
                 ray.cancel(reference)
-            if not has_answered:
-                self._probe(number)
+                self._probe(number, _PATIENCE_S)
         self._births[number].add(birth)
         return result
 
@@ -257,11 +278,19 @@ class RayWorkers:
         if self._is_closed:
             raise RayWorkerError(f"the workers of {self.name!r} are closed")
 
-    def _probe(self, number: int) -> None:
-        """Ask a worker that did not answer whether it does again."""
+    def _probe(self, number: int, patience_s: float = 0.0) -> None:
+        """Ask a worker that was lost, or to which a call was given up, whether it answers, unless it is being asked."""
         with self._lock:
-            if number not in self._probes and not self._is_closed:
-                self._probes[number] = self._handles[number].about.remote()
+            end = time.monotonic() + patience_s
+            # An answer that came before says nothing of now.
+            self.is_responsive(number)
+            if number in self._probes:
+                self._probes[number].patience_end = min(self._probes[number].patience_end, end)
+            elif number not in self._dead and not self._is_closed:
+                self._probes[number] = _Probe(self._about(number), end)
+
+    def _about(self, number: int) -> Any:
+        return self._handles[number].about.options(concurrency_group=_ABOUT).remote()
 
     def _sent(self, number: int, method: str, arguments: Sequence[Any], num_retries: int) -> Any:
         return self._handles[number].call.options(max_task_retries=num_retries).remote(method, arguments)
@@ -281,7 +310,7 @@ class RayWorkers:
         for number, reference in enumerate(references):
             if reference not in done:
                 ray.cancel(reference)
-                self._probe(number)
+                self._probe(number, _PATIENCE_S)
                 failed[number] = self._late(number, method)
                 continue
             try:
