@@ -4,17 +4,21 @@
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import functools
 import json
 import os
+import pickle
 import random
 import signal
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,8 @@ from mcore_rl import (
     NumberedConversations,
     Problem,
     ProcessJudge,
+    RayJudge,
+    RayOptions,
     RemoteEnvironment,
     TokenRollout,
     Turn,
@@ -39,11 +45,11 @@ from mcore_rl import (
     WeightedMultiTask,
     recite,
 )
-from mcore_rl.agent import _process_judge, _remote_environment
+from mcore_rl.agent import _conversation_memory, _process_judge, _ray_judge, _remote_environment
 from mcore_rl.agent._conversation_memory import ConversationMemory
 from mcore_rl.envs import Arithmetic, ArithmeticConfig, Calculator
 from mcore_rl.inference import PeerError, PeerReplyError
-from tests.support.environments import Drawing, HostileTool, Noting
+from tests.support.environments import Drawing, HostileTool, Nodding, Noting
 from tests.support.journeys import journeys_among
 from tests.support.spoken import TOKENIZER, TURN_END, chat, template
 
@@ -324,8 +330,47 @@ def test_conversations_are_remembered_until_they_are_taken_or_too_many() -> None
     # The oldest was forgotten.
     assert [memory.take(one), memory.take(other), memory.take(other), memory.take(other), memory.take(other)] == [None, 2, 3, 4, None]
     memory.put(one, 5)
+    assert len(pickle.loads(pickle.dumps(memory))) == len(copy.deepcopy(memory)) == 0 and len(memory) == 1
     memory.clear()
     assert memory.take(one) is None and len(memory) == 0
+
+
+class OneWorker:
+    """In place of `RayWorkers`: a worker of this process."""
+
+    def __init__(self, make: Callable[[], Any], options: RayOptions | None, *, name: str) -> None:
+        self.options, self._own = options or RayOptions(), make()
+
+    def least_busy(self) -> int:
+        return 0
+
+    def is_responsive(self, number: int) -> bool:
+        return number == 0
+
+    async def call(self, method: str, *arguments: Any, **_: Any) -> Any:
+        return await getattr(self._own, method)(*arguments)
+
+
+def test_event_loops_in_two_threads_may_ask_for_places_of_workers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2)
+
+    class Seen(OrderedDict[str, list[Any]]):
+        def __contains__(self, key: object) -> bool:
+            is_there = super().__contains__(key)
+            # One after the other, they are never both here.
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.5)
+            return is_there
+
+    monkeypatch.setattr(_conversation_memory, "OrderedDict", Seen)
+    monkeypatch.setattr(_ray_judge, "RayWorkers", OneWorker)
+    judge = RayJudge(Nodding)
+    conversation = Conversation(problem=PROBLEM, opening=asyncio.run(judge._opening(PROBLEM)))
+    both.reset()
+    with ThreadPoolExecutor(2) as threads:
+        outcomes = [threads.submit(asyncio.run, judge._outcome(conversation)) for _ in range(2)]
+        assert [outcome.result(100) for outcome in outcomes] == [0.0, 0.0]
+    assert len(judge._places) == 0
 
 
 @pytest.mark.journey

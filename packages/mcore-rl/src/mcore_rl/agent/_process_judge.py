@@ -132,7 +132,7 @@ class ProcessJudge(HeldElsewhere, PosedHere):
 
     async def _opening(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
         messages, place = await self._messages({"problem": problem_fields(problem)}, problem)
-        self._note(Conversation(problem=problem, opening=messages), place)
+        self._places.put(Conversation(problem=problem, opening=messages), place)
         return messages
 
     async def _reply(
@@ -140,7 +140,7 @@ class ProcessJudge(HeldElsewhere, PosedHere):
     ) -> Sequence[Mapping[str, Any]]:
         question = {"conversation": conversation_fields(conversation), "answer": answer}
         replies, place = await self._messages(question, conversation.problem, conversation)
-        self._note(conversation.with_turn(answer, replies), place)
+        self._places.put(conversation.with_turn(answer, replies), place)
         return replies
 
     async def _outcome(self, conversation: Conversation, on_turn: Callable[[], None] = ignore_turn) -> float:
@@ -148,8 +148,7 @@ class ProcessJudge(HeldElsewhere, PosedHere):
         return await self._rewarded(question, conversation.problem, conversation)
 
     def _forget(self, conversation: Conversation) -> None:
-        with self._lock:
-            self._places.take(conversation)
+        self._places.take(conversation)
 
     async def _rewarded(self, question: Mapping[str, Any], problem: Problem, conversation: Conversation | None = None) -> float:
         return (await self._asked_there("reward", question, problem, conversation))[0]
@@ -160,18 +159,14 @@ class ProcessJudge(HeldElsewhere, PosedHere):
         """And the place of the process that has the conversation now."""
         return await self._asked_there("messages", question, problem, conversation)
 
-    def _note(self, conversation: Conversation, place: int) -> None:
-        with self._lock:
-            self._places.put(conversation, place)
-
     async def _asked_there(
         self, name: str, question: Mapping[str, Any], problem: Problem, conversation: Conversation | None
     ) -> tuple[Any, int]:
         """A reply, and the place of the process that gave it."""
+        place = None if conversation is None else self._places.take(conversation)
+        num_turns = 0 if conversation is None else len(conversation.turns)
+        request = _Request(question=question, problem=problem, num_turns=num_turns, name=name, place=place)
         with self._lock:
-            place = None if conversation is None else self._places.take(conversation)
-            num_turns = 0 if conversation is None else len(conversation.turns)
-            request = _Request(question=question, problem=problem, num_turns=num_turns, name=name, place=place)
             self._threads.submit(self._ask_all)
             self._waiting.append(request)
         return await asyncio.wrap_future(request.future)
