@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_ckpt import CheckpointingException, read_tensor
+from mcore_ckpt import CheckpointingException, read_tensor, save
 from mcore_ckpt.assets import read_asset
 from mcore_ckpt.cli import main
 from mcore_ckpt.foreign import read_torch
 from mcore_ckpt.hf import import_hf
 from mcore_ckpt.inspect import diff
 from mcore_ckpt.manifest import read_manifest
-from mcore_ckpt.megatron import export_checkpoint_megatron, import_checkpoint_megatron
+from mcore_ckpt.megatron import EXPORT_FORMATS, export_checkpoint_megatron, import_checkpoint_megatron
 
 FIXTURES = Path(__file__).parent / "fixtures"
 DENSE = {
@@ -194,8 +194,6 @@ def test_parameter_groups_of_a_real_checkpoint_are_kept_and_given_back(name, imp
 
 
 def test_parameter_groups_of_a_run_of_ours_are_made_from_its_settings(tmp_path, capsys):
-    from mcore_ckpt import save
-
     state = {"model.layers.0.mlp.down.weight": torch.ones(4, 4).bfloat16(), "model.layers.0.ffn_norm.weight": torch.ones(4).bfloat16()}
     state |= {
         f"optimizer.{kind}.{name.removeprefix('model.')}": torch.ones(value.shape)
@@ -232,8 +230,6 @@ def test_parameter_groups_of_a_run_of_ours_are_made_from_its_settings(tmp_path, 
 
 def check_groups_of_a_step_that_says_its_settings(folder, state, settings):
     """The same groups, with the rate of the step, and the schedule; they come back; what a loader there cannot match is left out."""
-    from mcore_ckpt import save
-
     scheduler = {"max_lr": 3e-4, "min_lr": 3e-5, "num_steps": 36, "lr_decay_style": "cosine"}
     extra = {"optimizer_step": 9, "optimizer_config": settings, "learning_rate": 2e-4, "opt_param_scheduler": scheduler}
     save(state, folder / "said", extra=extra)
@@ -267,14 +263,24 @@ def test_what_is_exported_comes_back_and_the_optimizer_is_fully_reshardable(name
 
 
 def test_layers_that_differ_and_names_without_a_place_are_named(tmp_path):
-    from mcore_ckpt import save
-
     save({"model.layers.0.mlp.down.weight": torch.ones(4, 4), "model.layers.1.mlp.up.weight": torch.ones(4, 4)}, tmp_path / "odd")
     with pytest.raises(CheckpointingException, match=r"only the layers \[0\] of 2 have it"):
         export_checkpoint_megatron(tmp_path / "odd", tmp_path / "out")
     save({"weight": torch.ones(2)}, tmp_path / "plain")
     with pytest.raises(CheckpointingException, match=r"holds no layers of a GPT model \(model\.layers\.\*\)"):
         export_checkpoint_megatron(tmp_path / "plain", tmp_path / "out2")
+
+
+@pytest.mark.parametrize("format", EXPORT_FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_values_of_one_byte_whose_scales_would_be_lost_are_refused_before_anything_is_written(tmp_path, format, dtype):
+    weights = {f"model.layers.{number}.mlp.down.weight": torch.ones(4, 4) for number in range(2)}
+    save({**weights, "model.layers.1.mlp.down.weight": torch.ones(4, 4).to(dtype)}, tmp_path / "rounded")
+    with pytest.raises(CheckpointingException, match=rf"model\.layers\.1\.mlp\.down\.weight is in {dtype}, a format whose scales"):
+        export_checkpoint_megatron(tmp_path / "rounded", tmp_path / "out", format=format)
+    assert not (tmp_path / "out").exists()
+    save(weights, tmp_path / "plain")
+    assert export_checkpoint_megatron(tmp_path / "plain", tmp_path / "out", format=format) == []
 
 
 def test_the_newest_iteration_is_found_by_its_tracker(tmp_path):
@@ -327,8 +333,6 @@ def test_zarr_names_torch_dist(tmp_path):
 
 
 def test_unknown_tensors_are_named_and_can_be_dropped(tmp_path):
-    from mcore_ckpt import save
-
     save(
         {"decoder.layers.0.mlp.linear_fc2.weight": torch.ones(2, 2), "mtp.layers.0.eh_proj.weight": torch.ones(2)},
         tmp_path / "a",

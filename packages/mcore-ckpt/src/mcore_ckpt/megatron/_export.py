@@ -67,8 +67,9 @@ def export_checkpoint_megatron(
         says what its groups are, without which it does not load there.
 
     Raises:
-        CheckpointingException: ``checkpoint`` is none, or damaged; ``output`` holds one; no layer has a name there; parameter groups
-            of which none, or several, can be that of a weight.
+        CheckpointingException: ``checkpoint`` is none, or damaged; ``output`` holds one; no layer has a name there; a tensor is in a
+            floating-point format of one byte, whose scales have no place there; parameter groups of which none, or several, can be that of
+            a weight.
         ValueError: another ``format``; a config that they cannot express; an ``optimizer_config`` without lr, or with what these groups
             cannot express.
     """
@@ -86,6 +87,12 @@ def export_checkpoint_megatron(
             f"{reader.folder} holds no layers of a GPT model ({prefix}layers.*), and only these have names there; export a run with "
             "spans=none, or give the prefix of its weights"
         )
+    for name in map(_stored, keys):
+        dtype = reader.record(name).torch_dtype
+        if dtype.is_floating_point and dtype.itemsize == 1:
+            raise CheckpointingException(
+                f"{name} is in {dtype}, a format whose scales are no part of it; export the weights as they were before rounding"
+            )
     extra = reader.manifest.extra
     config = extra.get("config")
     common: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": _iteration(extra)}
