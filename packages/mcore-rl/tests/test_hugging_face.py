@@ -4,12 +4,15 @@
 
 import asyncio
 import copy
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from mcore_rl import GenericGenerationArgs, HFInference, InferenceRequest
+from tests.support.sentence_pieces import sentence_pieces
 
 transformers = pytest.importorskip("transformers")
 
@@ -20,7 +23,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return [int(letter) + 1 for letter in text]
 
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+    def decode(self, ids: list[int], skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
         return "".join(str(number - 1) for number in ids if number)
 
 
@@ -58,6 +61,34 @@ def test_log_probs_are_of_the_distribution_drawn_from(model: Any, temperature: f
 def test_greedy_answers_do_not_depend_on_their_batch(model: Any) -> None:
     one, all_at_once = (ask(HFInference(model, Tokenizer(), max_batch_size=size), temperature=0.0, max_tokens=8) for size in (1, 3))
     assert [answer.token_ids for answer in one] == [answer.token_ids for answer in all_at_once]
+
+
+class Says:
+    """A model that continues each prompt by the same tokens."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.drawn = tokens
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        yield torch.zeros(1)
+
+    def generate(self, tokens: torch.Tensor, **_: Any) -> SimpleNamespace:
+        drawn = torch.tensor([self.drawn]).expand(len(tokens), -1)
+        scores = [torch.zeros(len(tokens), max(self.drawn) + 1) for _ in self.drawn]
+        return SimpleNamespace(sequences=torch.cat([tokens, drawn], dim=1), scores=scores)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "drawn", "text"),
+    [(["\u2581ada"], ["\u2581name", "gra", "ce"], " namegrace"), (["a", "<0xC3>"], ["<0xA9>", "b"], "\u00e9b"), (["a"], [], "")],
+)
+def test_texts_are_what_tokens_add_behind_their_prompt(prompt: list[str], drawn: list[str], text: str) -> None:
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=sentence_pieces(), eos_token="</s>")
+    prompt_ids, ids = tokenizer.convert_tokens_to_ids(prompt), tokenizer.convert_tokens_to_ids([*drawn, "</s>", "a"])
+    request = InferenceRequest(prompts=[prompt_ids], generation_args=GenericGenerationArgs(max_tokens=9))
+    [[answer]] = asyncio.run(HFInference(Says(ids), tokenizer).agenerate(request))
+    assert answer.response == text
+    assert answer.token_ids == [*prompt_ids, *ids[:-1]] and len(answer.logprobs) == len(drawn) + 1 and answer.finish_reason == "stop"
 
 
 def test_who_gives_up_ends_the_batch(model: Any) -> None:

@@ -19,7 +19,8 @@ from mcore_rl.inference._interface import InferenceInterface
 class HFInference(InferenceInterface):
     """Continues prompts by ``model.generate``, batch after batch, in a thread beside the event loop.
 
-    Log-probabilities are of the distribution that tokens were drawn from. A caller that gives up ends its batch at the next token.
+    Log-probabilities are of the distribution that tokens were drawn from. An answer's text is what its tokens add behind the prompt, as
+    that of an engine. A caller that gives up ends its batch at the next token.
 
     Args:
         model: a causal language model of transformers, in eval mode where dropout must not count.
@@ -98,10 +99,16 @@ class HFInference(InferenceInterface):
         return [self._answer(row, *pair) for row, *pair in zip(rows, drawn.tolist(), scores.tolist(), strict=True)]
 
     def _answer(self, prompt: list[int], drawn: list[int], scores: list[float]) -> InferenceResponse:
+        from mcore_inference import TextStream, TransformersTokenizer
+
         eos = self.tokenizer.eos_token_id
-        count = drawn.index(eos) + 1 if eos in drawn else len(drawn)
+        spoken = drawn[: drawn.index(eos)] if eos in drawn else drawn
+        text = TextStream(TransformersTokenizer(self.tokenizer), prompt=prompt)
+        for token in spoken:
+            text.push(token)
+        count = len(spoken) + (eos in drawn)
         return InferenceResponse(
-            response=self.tokenizer.decode(drawn[:count], skip_special_tokens=True),
+            response=text.finish(),
             token_ids=[*prompt, *drawn[:count]],
             prompt_length=len(prompt),
             logprobs=scores[:count],
