@@ -354,6 +354,37 @@ def test_a_text_that_is_assigned_to_an_unread_record_is_not_made() -> None:
     assert pickle.loads(pickle.dumps(record)) == dataclasses.replace(record) == copy.deepcopy(record) == record
 
 
+@pytest.mark.parametrize("is_early", [False, True], ids=["while it is written", "before it is"])
+def test_a_record_whose_request_ends_while_another_thread_pickles_it_is_written_whole(
+    is_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = DynamicInferenceRequest(request_id=0, prompt_tokens=[1], sampling_params=SamplingParams())
+    record = DynamicInferenceRequestRecord.from_request(request)
+    make_text = record._make_text
+
+    def end() -> None:
+        if record._late_text is None:
+            record.defer_text(lambda tokens: ("whole", None), lambda: None)
+
+    class Ends:
+        def __reduce__(self) -> Any:
+            end()
+            return int, (0,)
+
+    def made() -> str:
+        text = make_text()
+        monkeypatch.undo()
+        end()
+        return text
+
+    if is_early:
+        monkeypatch.setattr(record, "_make_text", made)
+    else:
+        record.latency = Ends()  # type: ignore[assignment]
+    assert pickle.loads(pickle.dumps(record)).generated_text == ("whole" if is_early else "")
+    assert record.generated_text == "whole"
+
+
 def test_readers_in_several_threads_make_a_text_once() -> None:
     calls: list[list[int]] = []
     failed: list[int] = []

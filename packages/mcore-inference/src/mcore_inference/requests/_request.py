@@ -273,8 +273,12 @@ class DynamicInferenceRequestRecord:
         self._late_text: _LateText | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        self._make_text()
-        return vars(self)
+        while True:
+            self._make_text()
+            # Of its own: other threads change the record while this is written.
+            state = dict(vars(self))
+            if state["_late_text"] is None and "generated_text" in state:
+                return state
 
     @internal_api
     def defer_text(self, make: TextMaker, fail: Callable[[], None]) -> None:
