@@ -4,7 +4,11 @@
 
 import asyncio
 import math
+import threading
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -87,3 +91,49 @@ def test_a_prompt_moves_off_an_engine_that_is_to_get_none_and_stays_where_it_wen
         assert (first, moved, stays) == (0, 1, 1)
     with affinity.engine([1], [math.inf, 5]) as number:
         assert number == 1
+
+
+def test_event_loops_in_two_threads_may_begin_and_end_the_same_prompt_at_once() -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    class Homes(dict[tuple[int, ...], Any]):
+        def setdefault(self, key: tuple[int, ...], default: Any = None) -> Any:
+            home = super().setdefault(key, default)
+            if home is not default:
+                # The first one ends here, unless it waits.
+                begun.set()
+                ended.wait(0.5)
+            return home
+
+    def again() -> int:
+        with affinity.engine([1], [0, 0]) as number:
+            return number
+
+    affinity = PromptAffinity()
+    affinity._homes = Homes()
+    with ThreadPoolExecutor(1) as threads:
+        with affinity.engine([1], [0, 0]) as first:
+            second = threads.submit(again)
+            assert begun.wait(100)
+        ended.set()
+        assert second.result(100) == first and not affinity._homes
+
+
+def test_answers_of_event_loops_in_several_threads_are_counted() -> None:
+    class Slow(list[int]):
+        def __getitem__(self, number: Any) -> Any:
+            value = super().__getitem__(number)
+            time.sleep(1e-3)
+            return value
+
+    async def ask() -> None:
+        request = InferenceRequest(prompts=[[48 + number] for number in range(10)], n=4, generation_args=ARGS)
+        for _ in range(3):
+            await balanced.agenerate(request)
+
+    balanced = BalancedInference([Engine()])
+    balanced._num_open = Slow([0])
+    with ThreadPoolExecutor(3) as threads:
+        for call in [threads.submit(asyncio.run, ask()) for _ in range(3)]:
+            call.result(100)
+    assert list(balanced._num_open) == [0] and not balanced._affinity._homes

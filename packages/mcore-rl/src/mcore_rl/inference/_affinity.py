@@ -3,6 +3,7 @@
 """Which of several engines answers a prompt."""
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,10 +21,11 @@ class PromptAffinity:
     """The engine that answers the same prompt already, whose cache holds it, unless it has 16 answers more to draw than another one; else
     the one that has fewest.
 
-    Agents ask for the answers of a group one by one.
+    Agents ask for the answers of a group one by one. Event loops in several threads may call at a time.
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._homes: dict[tuple[int, ...], _Home] = {}
 
     @contextlib.contextmanager
@@ -35,13 +37,16 @@ class PromptAffinity:
             loads: answers that each engine has to draw; infinite for one that is to get none, of which not all may be.
         """
         key, least = tuple(prompt), min(range(len(loads)), key=loads.__getitem__)
-        home = self._homes.setdefault(key, _Home(least))
-        if loads[home.engine] >= loads[least] + _MOST_AHEAD:
-            home.engine = least
-        home.num_open += 1
+        with self._lock:
+            home = self._homes.setdefault(key, _Home(least))
+            if loads[home.engine] >= loads[least] + _MOST_AHEAD:
+                home.engine = least
+            home.num_open += 1
+            number = home.engine
         try:
-            yield home.engine
+            yield number
         finally:
-            home.num_open -= 1
-            if not home.num_open:
-                del self._homes[key]
+            with self._lock:
+                home.num_open -= 1
+                if not home.num_open:
+                    del self._homes[key]

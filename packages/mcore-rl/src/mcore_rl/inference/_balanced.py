@@ -4,6 +4,7 @@
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import Sequence
 
 from mcore_rl._stability import experimental_api
@@ -15,7 +16,8 @@ from mcore_rl.inference._interface import InferenceInterface
 @experimental_api
 class BalancedInference(InferenceInterface):
     """Gives each prompt to the engine that has the fewest answers to draw, and further answers to it to the same one, so that one cache
-    holds the prompt, while that has not many more to draw than another.
+    holds the prompt, while that has not many more to draw than another. Event loops in several threads may ask, where those of the engines
+    may.
 
     Args:
         interfaces: of one model and one tokenizer.
@@ -29,6 +31,8 @@ class BalancedInference(InferenceInterface):
             raise ValueError("interfaces is empty; pass at least one")
         self.interfaces = tuple(interfaces)
         self._num_open = [0] * len(self.interfaces)
+        self._lock = threading.Lock()
+        """Of what is open."""
         self._affinity = PromptAffinity()
 
     def encode(self, text: str) -> Sequence[int]:
@@ -46,10 +50,12 @@ class BalancedInference(InferenceInterface):
 
     async def _answer(self, prompt: Sequence[int], request: InferenceRequest) -> list[InferenceResponse]:
         with self._affinity.engine(prompt, self._num_open) as number:
-            self._num_open[number] += request.n
+            with self._lock:
+                self._num_open[number] += request.n
             try:
                 own = dataclasses.replace(request, prompts=[prompt])
                 [answers] = await self.interfaces[number].agenerate(own)
                 return answers
             finally:
-                self._num_open[number] -= request.n
+                with self._lock:
+                    self._num_open[number] -= request.n
