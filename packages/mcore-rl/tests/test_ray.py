@@ -657,15 +657,64 @@ def test_engines_that_are_dead_or_held_up_get_no_prompts_and_none_that_is_left_i
         inference.close()
 
 
-def test_an_engine_that_is_lost_in_a_refit_gets_no_prompts(tmp_path: Path) -> None:
+class Spelt(NumberedProblems):
+    """Problem 0 is the end of the engine that answers it."""
+
+    def __init__(self) -> None:
+        super().__init__("spelt")
+
+    def problem(self, number: int) -> Problem:
+        return Problem(problem_id=str(number), prompt=chr(2 * number))
+
+    async def get_reward(self, response: str, problem: Problem) -> float:
+        return 1.0
+
+
+def test_an_engine_that_is_dead_for_good_costs_its_answers_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = RayOptions(num_workers=2, num_cpus=0.1, max_restarts=0, call_timeout_s=60.0, start_timeout_s=120.0)
+    inference = RayInference(functools.partial(scripted, tmp_path), tokenizer=TOKENIZER, options=options)
+    environment, args = Spelt(), GenericGenerationArgs(max_tokens=1)
+
+    def group() -> list[float]:
+        return [rollout.reward for rollout in asyncio.run(environment.group_rollout(inference, size=2, args=args))]
+
+    try:
+        assert (group(), group()) == ([], [1.0, 1.0])
+        assert "environment 'spelt': an answer to problem '0' is dropped, worker 0 of 'engines' (first on node " in caplog.text
+        asyncio.run(until(lambda: inference.workers._alive() == [1]))
+        for _ in range(2):
+            inference.load_weights([])
+            assert group() == [1.0, 1.0]
+        deaths = [record.getMessage() for record in caplog.records if "gets no calls any more" in record.getMessage()]
+        assert (
+            len(deaths) == 1
+            and deaths[0].startswith("worker 0 of 'engines' (first on node ")
+            and deaths[0].endswith("; 1 of 2 workers are left")
+        )
+        environment.start_at(0)
+        assert group() == []
+        asyncio.run(until(lambda: len(inference.workers._dead) == 2))
+        for call in (group, lambda: inference.load_weights([])):
+            with pytest.raises(RayWorkerError, match="no worker of 'engines' is left: each died more than max_restarts=0 times"):
+                call()
+    finally:
+        inference.close()
+
+
+def test_an_engine_that_is_lost_in_a_refit_gets_no_prompts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = RayOptions(num_workers=2, num_cpus=0.1, max_restarts=0, call_timeout_s=60.0, start_timeout_s=120.0)
     inference = RayInference(functools.partial(scripted, tmp_path), tokenizer=TOKENIZER, options=options)
     try:
         other = asyncio.run(inference.workers.call("pid", worker=1))
         kill(inference, 0)
-        with pytest.raises(RayWorkerError, match="version 1 of the weights was not taken by 1 of the workers: worker 0"):
-            inference.load_weights([])
+        inference.load_weights([])
+        assert "version 1 of the weights was taken by the others: worker 0 of 'engines'" in caplog.text
         assert asyncio.run(answered(inference, 2, 3)) == [str(other)] * 2
+        kill(inference, 1)
+        with pytest.raises(
+            RayWorkerError, match="version 2 of the weights was not taken by 1 of the workers: worker 1|no worker .* is left"
+        ):
+            inference.load_weights([])
     finally:
         inference.close()
     with pytest.raises(RayWorkerError, match=r"^the workers of 'engines' are closed$"):

@@ -4,6 +4,7 @@
 
 import asyncio
 import inspect
+import logging
 import math
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 from mcore_rl._stability import experimental_api
 
+_log = logging.getLogger(__name__)
 _PATIENCE_S = 1.0
 """For which a worker, when a call to it was given up, counts as one that answers until it is seen whether it does."""
 _ABOUT = "about"
@@ -23,6 +25,10 @@ _ABOUT = "about"
 @experimental_api
 class RayWorkerError(RuntimeError):
     """A worker died, did not answer in time or did not start. The message names it and its node."""
+
+
+class RayWorkerLostError(RayWorkerError):
+    """A worker died more often than it is restarted, or than a call is repeated."""
 
 
 @experimental_api
@@ -204,11 +210,22 @@ class RayWorkers:
 
     def _left(self) -> list[int]:
         """Of whom ``least_busy`` chooses."""
-        numbers = range(len(self._handles))
-        left = [number for number in numbers if self.is_responsive(number)] or [number for number in numbers if number not in self._dead]
-        if not left:
+        return [number for number in range(len(self._handles)) if self.is_responsive(number)] or self._alive()
+
+    def _alive(self) -> list[int]:
+        """Numbers of the workers that have not died more often than they are restarted, as far as is known.
+
+        Raises:
+            RayWorkerError: there is none, or the workers have been closed.
+        """
+        self._check_open()
+        with self._lock:
+            for number in self._probes.copy():
+                self.is_responsive(number)
+            alive = [number for number in range(len(self._handles)) if number not in self._dead]
+        if not alive:
             raise RayWorkerError(f"no worker of {self.name!r} is left: each died more than max_restarts={self.options.max_restarts} times")
-        return left
+        return alive
 
     def is_responsive(self, number: int) -> bool:
         """Whether a worker has answered since it was last lost. One to which a call was given up has a second for it, in which it counts as
@@ -223,6 +240,7 @@ class RayWorkers:
                     self._births[number].add(birth)
                 except ray.exceptions.ActorDiedError:
                     self._dead.add(number)
+                    self._say_dead(number)
                 except ray.exceptions.RayError:
                     self._probe(number)
             probe = self._probes.get(number)
@@ -289,6 +307,12 @@ class RayWorkers:
             elif number not in self._dead and not self._is_closed:
                 self._probes[number] = _Probe(self._about(number), end)
 
+    def _say_dead(self, number: int) -> None:
+        if not self._is_closed:
+            text = "%s died more than max_restarts=%d times and gets no calls any more; %d of %d workers are left"
+            num_workers = len(self._handles)
+            _log.warning(text, self.describe(number), self.options.max_restarts, num_workers - len(self._dead), num_workers)
+
     def _about(self, number: int) -> Any:
         return self._handles[number].about.options(concurrency_group=_ABOUT).remote()
 
@@ -296,18 +320,18 @@ class RayWorkers:
         return self._handles[number].call.options(max_task_retries=num_retries).remote(method, arguments)
 
     def call_all(self, method: str, *arguments: Any) -> dict[int, Exception]:
-        """Call a method of all objects, and block until all are done; what was raised, by the number of the worker.
+        """Call a method of all objects but those of workers that are known to be dead for good, and block until all are done; what was
+        raised, by the number of the worker.
 
         Raises:
-            RayWorkerError: the workers have been closed.
+            RayWorkerError: the workers have been closed, or none is left.
         """
         ray = _ray()
-        self._check_open()
         num_retries = self.options.max_task_retries
-        references = [self._sent(number, method, arguments, num_retries) for number in range(len(self._handles))]
-        done, _ = ray.wait(references, num_returns=len(references), timeout=self.options.call_timeout_s)
+        references = {number: self._sent(number, method, arguments, num_retries) for number in self._alive()}
+        done, _ = ray.wait(list(references.values()), num_returns=len(references), timeout=self.options.call_timeout_s)
         failed: dict[int, Exception] = {}
-        for number, reference in enumerate(references):
+        for number, reference in references.items():
             if reference not in done:
                 ray.cancel(reference)
                 self._probe(number, _PATIENCE_S)
@@ -355,7 +379,7 @@ class RayWorkers:
         if isinstance(error, _ray().exceptions.RayTaskError):
             cause = getattr(error, "cause", None)
             return cause if isinstance(cause, Exception) else error
-        return RayWorkerError(
+        return RayWorkerLostError(
             f"{self.describe(number)} was lost in {method}, with max_restarts={self.options.max_restarts} and "
             f"max_task_retries={num_retries}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         )

@@ -5,13 +5,15 @@
 import asyncio
 import dataclasses
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from mcore_rl._ray_workers import RayOptions, RayWorkerError, RayWorkers, fetch, put
+from mcore_rl._lost import LostError
+from mcore_rl._ray_workers import RayOptions, RayWorkerError, RayWorkerLostError, RayWorkers, fetch, put
 from mcore_rl._refit._refit import WeightSink
 from mcore_rl._stability import experimental_api
 from mcore_rl._types import InferenceRequest, InferenceResponse
@@ -20,6 +22,13 @@ from mcore_rl.inference._interface import InferenceInterface
 
 if TYPE_CHECKING:
     from mcore_parallel.data import Tokenizer
+
+
+_log = logging.getLogger(__name__)
+
+
+class LostAnswerError(RayWorkerError, LostError):
+    """An answer is lost with its engine; others go on."""
 
 
 class OtherWeightsError(RuntimeError):
@@ -64,7 +73,8 @@ class RayInference(InferenceInterface):
 
     Each prompt goes to the worker with the fewest open ones, and further requests for it to the same one, as of `BalancedInference`. One
     that was lost, or does not answer, gets none until it has answered again, as long as others do. One that Ray started again is given the
-    newest weights before it answers: they stay in the object store until others come.
+    newest weights before it answers: they stay in the object store until others come. One that has died more often than it is restarted
+    costs the answers that it had to draw; the others go on, and the log says how many are left.
 
     Args:
         make: makes an interface and its engine in a worker.
@@ -102,7 +112,7 @@ class RayInference(InferenceInterface):
         """As of the engines; where one fails, the others' answers are cancelled.
 
         Raises:
-            RayWorkerError: a worker was lost for good, or did not answer in time; named. Or none is left.
+            RayWorkerError: a worker was lost, which is a `LostError`, too, or did not answer in time; named. Or none is left.
         """
         prompts = [dataclasses.replace(request, prompts=[prompt]) for prompt in request.prompts]
         tasks = [asyncio.ensure_future(self._answer(prompt)) for prompt in prompts]
@@ -114,10 +124,12 @@ class RayInference(InferenceInterface):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], /) -> None:
-        """Give all workers new weights, through the object store; blocks.
+        """Give all workers new weights, through the object store; blocks. One that is lost meanwhile takes them before it answers again, if
+        it does.
 
         Raises:
-            RayWorkerError: workers did not take them; names each. One that is asked later takes them then.
+            RayWorkerError: workers did not take them, of which one refused them or did not in time, or all were lost; names each. One that
+                is asked later takes them then. Or none is left.
         """
         references: list[Any] = []
         bucket: list[tuple[str, Tensor]] = []
@@ -132,20 +144,30 @@ class RayInference(InferenceInterface):
             references.append(put(bucket))
         # Those before are kept until here.
         self._references, self.version = references, self.version + 1
+        asked = self.workers._alive()
         failed = self.workers.call_all("load", references, self.version)
-        if failed:
+        lost = [number for number, error in failed.items() if isinstance(error, RayWorkerLostError)]
+        if len(lost) < len(failed) or len(failed) == len(asked):
             reasons = "; ".join(f"{self.workers.describe(number)}: {error}" for number, error in failed.items())
             raise RayWorkerError(f"version {self.version} of the weights was not taken by {len(failed)} of the workers: {reasons}")
+        for number in lost:
+            _log.warning("version %d of the weights was taken by the others: %s", self.version, failed[number])
 
     async def _answer(self, request: InferenceRequest) -> list[InferenceResponse]:
         with self._affinity.engine(request.prompts[0], self.workers.loads) as number:
-            while True:
-                version, references = self.version, self._references
-                try:
-                    [answers] = await self.workers.call("answer", request, version, worker=number)
-                    return answers
-                except OtherWeightsError:
-                    await self.workers.call("load", references, version, worker=number)
+            try:
+                return await self._answer_of(number, request)
+            except RayWorkerLostError as error:
+                raise LostAnswerError(str(error)) from error
+
+    async def _answer_of(self, number: int, request: InferenceRequest) -> list[InferenceResponse]:
+        while True:
+            version, references = self.version, self._references
+            try:
+                [answers] = await self.workers.call("answer", request, version, worker=number)
+                return answers
+            except OtherWeightsError:
+                await self.workers.call("load", references, version, worker=number)
 
     def close(self, drain_s: float = 0.0) -> None:
         """End the workers; may be called again.
