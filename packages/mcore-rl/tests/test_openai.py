@@ -4,6 +4,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import socket
 import threading
@@ -70,6 +71,15 @@ def client(url: str, **settings: Any) -> OpenAIInference:
 
 def ask(url: str, request: InferenceRequest = REQUEST, **settings: Any) -> Any:
     return asyncio.run(client(url, **settings).agenerate(request))
+
+
+def test_event_loops_that_have_ended_are_not_kept() -> None:
+    with peer(lambda connection: connection.sendall(completion())) as url:
+        asked = client(url, max_concurrency=1)
+        for _ in range(3):
+            # More than one: what waits for a place knows its event loop.
+            asyncio.run(asked.agenerate(dataclasses.replace(REQUEST, n=3)))
+    assert len(asked._gates) == 1
 
 
 def test_tokens_and_log_probs_are_those_of_the_engine_in_the_process() -> None:

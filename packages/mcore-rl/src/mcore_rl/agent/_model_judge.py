@@ -10,13 +10,14 @@ import string
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from mcore_parallel.models import ValueHead
 from mcore_parallel.training import Batch, score
+from mcore_rl._by_loop import of_this_loop
 from mcore_rl._http import HttpPeer, PeerError, PeerReplyError
 from mcore_rl._lost import LostError
 from mcore_rl._stability import experimental_api
@@ -27,8 +28,6 @@ from mcore_rl.agent._judged import Problem
 from mcore_rl.agent._numbered import NumberedAgent, ignore_turn, within_own_limit
 from mcore_rl.agent._posed_here import PosedHere
 from mcore_rl.inference import InferenceInterface
-
-T = TypeVar("T")
 
 VERDICT_PROMPT = """Judge how good an answer is.
 
@@ -230,7 +229,7 @@ class LLMJudge:
             LostError, PeerError, TimeoutError: the last request failed.
         """
         text = self.prompt.format(prompt=problem.prompt, golden=problem.golden, response=response)
-        async with _of_this_loop(self._gates, lambda: asyncio.Semaphore(self.max_concurrency)):
+        async with of_this_loop(self._gates, lambda: asyncio.Semaphore(self.max_concurrency)):
             for number in range(1, self.num_tries + 1):
                 is_last = number == self.num_tries
                 try:
@@ -266,13 +265,6 @@ def _passes(error: Exception) -> bool:
     if isinstance(error, TimeoutError) or not isinstance(error, PeerError):
         return True
     return error.status in _TRANSIENT or (error.status is None and not isinstance(error, PeerReplyError))
-
-
-def _of_this_loop(by_loop: dict[asyncio.AbstractEventLoop, T], make: Callable[[], T]) -> T:
-    """What belongs to the event loop that runs here. A closed one is dropped; what it had may refer to it, so weak keys would keep both."""
-    for ended in [loop for loop in list(by_loop) if loop.is_closed()]:
-        by_loop.pop(ended, None)
-    return by_loop.setdefault(asyncio.get_running_loop(), make())
 
 
 @dataclass
@@ -331,7 +323,7 @@ class RewardModel:
         tokens = list(self._encode(problem, response))
         if not 0 < len(tokens) <= self.max_tokens:
             raise LostError(f"an answer to problem {problem.problem_id!r} has {len(tokens)} tokens with it, max_tokens={self.max_tokens}")
-        loop, waiting = asyncio.get_running_loop(), _of_this_loop(self._waiting, _Waiting)
+        loop, waiting = asyncio.get_running_loop(), of_this_loop(self._waiting, _Waiting)
         value: asyncio.Future[float] = loop.create_future()
         waiting.entries.append((tokens, value))
         if waiting.task is None:

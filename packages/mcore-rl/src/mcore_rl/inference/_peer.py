@@ -5,13 +5,13 @@
 import asyncio
 import json
 import math
-import weakref
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from mcore_rl._by_loop import of_this_loop
 from mcore_rl._http import HttpPeer, PeerError, PeerReplyError
 from mcore_rl._lost import LostError
 from mcore_rl._stability import experimental_api
@@ -81,7 +81,7 @@ class PeerInference(InferenceInterface):
         self.generation_args, self.logprobs = generation_args or GenericGenerationArgs(), logprobs
         self.timeout_s, self.max_concurrency = timeout_s, max_concurrency
         self._check(self.generation_args)
-        self._gates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
+        self._gates: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
     def encode(self, text: str) -> Sequence[int]:
         return self.tokenizer.tokenize(text)
@@ -99,7 +99,7 @@ class PeerInference(InferenceInterface):
         self._check(args)
         if args.max_tokens is None:
             raise ValueError("generation_args.max_tokens=None: servers then stop after 16 tokens; set it")
-        gate = self._gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_concurrency))
+        gate = of_this_loop(self._gates, lambda: asyncio.Semaphore(self.max_concurrency))
         return await answer_all(request, lambda prompt: self._answer(gate, prompt, args, request.draw))
 
     @abstractmethod
