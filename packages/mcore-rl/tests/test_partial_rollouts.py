@@ -5,6 +5,7 @@
 import asyncio
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -69,6 +70,26 @@ def logprobs(rollout: TokenRollout, seed: int) -> list[float]:
     batch = Batch(tokens=tokens[:, :-1], labels=tokens[:, 1:], loss_mask=torch.ones(1, tokens.shape[1] - 1))
     [values] = token_logprobs(policy(seed), [batch], ProcessGroups.single(), temperature=1.0)
     return [value for value, drawn in zip(values[0].tolist(), rollout.generation_mask[1:], strict=True) if drawn]
+
+
+def test_new_weights_end_old_answers_of_an_event_loop_in_another_thread_in_that_loop() -> None:
+    local, is_open = interface(max_lag=0), threading.Event()
+
+    async def wait_until_old() -> bool:
+        stale = asyncio.get_running_loop().create_future()
+        beside._open[stale] = 0
+        is_open.set()
+        async with asyncio.timeout(100):
+            await stale
+        return True
+
+    beside = local.with_seed(3)
+    with ThreadPoolExecutor(1) as threads:
+        # In debug mode an event loop refuses what comes from other threads.
+        waiting = threads.submit(asyncio.run, wait_until_old(), debug=True)
+        assert is_open.wait(100)
+        asyncio.run(local.load_weights(policy(7).named_parameters()))
+        assert waiting.result(100)
 
 
 def test_tokens_are_kept_and_each_has_its_version_and_its_log_prob(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,9 +144,11 @@ class MegatronLocal(InferenceInterface):
             await runner.load_weights(weights, version, in_flight=in_flight)
         if self.max_lag is not None:
             oldest = self.engine.weight_version - self.max_lag
-            for stale, begun in self._open.items():
-                if begun < oldest and not stale.done():
-                    stale.set_result(None)
+            # Those of `with_seed` are asked in event loops of other threads, too.
+            for stale, begun in list(self._open.items()):
+                if begun < oldest:
+                    with contextlib.suppress(RuntimeError):  # its event loop has ended
+                        stale.get_loop().call_soon_threadsafe(_end, stale)
 
     async def _answer(self, runner: "EngineRunner", prompt: Sequence[int], params: "SamplingParams", draw: str | None) -> InferenceResponse:
         from mcore_inference import RequestError
@@ -236,6 +238,11 @@ class _EngineThread:
                 if not self._num_waiting:
                     self._runner = None
                     runner.close()
+
+
+def _end(stale: "asyncio.Future[None]") -> None:
+    if not stale.done():
+        stale.set_result(None)
 
 
 @functools.lru_cache(maxsize=4)
