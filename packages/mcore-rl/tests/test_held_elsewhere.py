@@ -45,7 +45,7 @@ from mcore_rl import (
     WeightedMultiTask,
     recite,
 )
-from mcore_rl.agent import _conversation_memory, _process_judge, _ray_judge, _remote_environment
+from mcore_rl.agent import _conversation_memory, _numbered, _process_judge, _ray_judge, _remote_environment
 from mcore_rl.agent._conversation_memory import ConversationMemory
 from mcore_rl.envs import Arithmetic, ArithmeticConfig, Calculator
 from mcore_rl.inference import PeerError, PeerReplyError
@@ -371,6 +371,21 @@ def test_event_loops_in_two_threads_may_ask_for_places_of_workers_at_once(monkey
         outcomes = [threads.submit(asyncio.run, judge._outcome(conversation)) for _ in range(2)]
         assert [outcome.result(100) for outcome in outcomes] == [0.0, 0.0]
     assert len(judge._places) == 0
+
+
+def test_an_environment_remembers_conversations_in_one_place_whatever_threads_ask_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, environment = threading.Barrier(2), Nodding()
+
+    def made(most: int) -> ConversationMemory[Episode]:
+        # One after the other, they are never both here.
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.5)
+        return ConversationMemory(most)
+
+    monkeypatch.setattr(_numbered, "ConversationMemory", made)
+    with ThreadPoolExecutor(2) as threads:
+        one, other = [asked.result(100) for asked in [threads.submit(lambda: environment._episodes) for _ in range(2)]]
+    assert one is other
 
 
 @pytest.mark.journey

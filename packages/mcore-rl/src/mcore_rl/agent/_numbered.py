@@ -215,10 +215,11 @@ class NumberedConversations(NumberedAgent, MultiTurnAgent):
     def turn_limits(self) -> Mapping[str, TurnLimits | None]:
         return dict.fromkeys(self.env_ids, TurnLimits(max_turns=self.max_turns, max_tokens=self.max_tokens))
 
-    @functools.cached_property
+    @property
     def _episodes(self) -> ConversationMemory[Episode]:
         """Of conversations that are held elsewhere, between two turns; none where ``resume`` makes them."""
-        return ConversationMemory(MOST_EPISODES)
+        # One, whatever threads ask first: `functools.cached_property` makes several from Python 3.12 on.
+        return vars(self).setdefault("_own_episodes", ConversationMemory(MOST_EPISODES))
 
     async def _opening(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
         episode = self.begin(problem)
