@@ -32,6 +32,7 @@ from mcore_rl.inference import (
     SGLangInference,
 )
 from mcore_rl.inference._peer import PeerRefusalError
+from tests.support.sentence_pieces import SentencePieces
 from tests.support.tcp_server import tcp_server
 
 TOKENIZER = ByteTokenizer()
@@ -285,6 +286,17 @@ def test_a_server_is_left_no_choice_of_its_own() -> None:
 def test_an_open_max_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="max_tokens=None"):
         ask("http://127.0.0.1:1", InferenceRequest(prompts=[[1]]))
+
+
+@pytest.mark.parametrize("text", [" name", "name", "\nname", "", "\u00e9", " ", "  ada grace"])
+def test_texts_behind_a_prompt_begin_with_no_blank_that_is_the_tokenizers(text: str) -> None:
+    pieces = SentencePieces()
+    prompt = pieces.tokenize("ada")
+    request = dataclasses.replace(REQUEST, prompts=[prompt])
+    with peer(lambda connection: connection.sendall(completion(text=text))) as url:
+        [[answer]] = ask(url, request, tokenizer=pieces, logprobs="none")
+    assert answer.response == text and list(answer.token_ids[: len(prompt)]) == prompt
+    assert pieces.detokenize(answer.token_ids) == f"ada{text}"
 
 
 def test_answers_of_a_server_that_gives_texts_alone_are_in_tokens_of_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:

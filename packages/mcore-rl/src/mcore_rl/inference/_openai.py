@@ -86,7 +86,7 @@ class OpenAIInference(PeerInference):
         if self.logprobs == "none":
             text, reason = choice["text"], choice["finish_reason"]
             end = [self.tokenizer.eod] if reason == "stop" and self.tokenizer.eod is not None else []
-            return PeerAnswer(text=text, tokens=[*self.tokenizer.tokenize(text), *end], scores=None, reason=reason)
+            return PeerAnswer(text=text, tokens=end, scores=None, reason=reason)
         return PeerAnswer(
             text=choice["text"],
             tokens=choice["token_ids"],

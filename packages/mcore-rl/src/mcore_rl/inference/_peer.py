@@ -29,6 +29,10 @@ distribution than the policy's."""
 
 
 # Of HTTP: what is wrong with one request, and what passes. Others, as of a wrong key or route, are the same for all requests.
+_BEFORE = "\n"
+"""A text that hardly any token begins with and goes on behind."""
+_NUM_COMPARED = 8
+"""Tokens at the beginning of an answer that say whether its text is that of all."""
 _OWN_FAULTS, _TRANSIENT = (400, 413, 422), (408, 429, 500, 502, 503, 504)
 
 
@@ -42,7 +46,7 @@ class PeerAnswer:
 
     text: Any
     tokens: Any
-    """Generated ids."""
+    """Generated ids; of a server that gives texts alone, those behind the text's."""
     scores: Any
     """Of each, its log-probability; None of a server that gives texts alone."""
     reason: Any
@@ -159,7 +163,7 @@ class PeerInference(InferenceInterface):
         if not isinstance(text, str) or reason not in ("stop", "length"):
             raise PeerReplyError(f"{self.url} ended with text {text!r} and finish_reason={reason!r}; it must be 'stop' or 'length'")
         if self.logprobs == "none":
-            ids = [*prompt, *tokens]
+            ids = [*prompt, *_tokens_behind(self.tokenizer, prompt, text), *tokens]
             return InferenceResponse(response=text, token_ids=ids, prompt_length=len(prompt), logprobs=None, finish_reason=reason)
         if not isinstance(tokens, list) or not isinstance(scores, list) or not len(tokens) == len(scores) <= max_tokens:
             raise PeerReplyError(
@@ -187,3 +191,17 @@ class PeerInference(InferenceInterface):
             finish_reason=reason,
             weight_versions=None if versions is None else tuple(versions),
         )
+
+
+def _tokens_behind(tokenizer: "Tokenizer", prompt: Sequence[int], text: str) -> list[int]:
+    """Of a text that follows a prompt. A tokenizer of SentencePiece puts a blank before each text, which is none of it here."""
+    from mcore_inference import TextStream
+
+    alone, before, both = (list(tokenizer.tokenize(whole)) for whole in (text, _BEFORE, _BEFORE + text))
+    for tokens in (alone, both[len(before) :] if both[: len(before)] == before else alone):
+        stream = TextStream(tokenizer, prompt=prompt)
+        for token in tokens[:_NUM_COMPARED]:
+            stream.push(token)
+        if text.startswith(stream.text):
+            return tokens
+    return alone
