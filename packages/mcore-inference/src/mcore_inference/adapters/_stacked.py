@@ -16,8 +16,8 @@ from mcore_parallel.groups import ProcessGroups, ShardSpec
 __all__ = ["Chosen", "StackedAdapters"]
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-# Of kernels: what they look through, and what fits their tiles.
-_KERNEL_TOKENS, _KERNEL_SLOTS, _KERNEL_RANK = 64, 32, 128
+# Of a tile of the kernels.
+_KERNEL_TOKENS, _KERNEL_RANKS = 64, 256
 
 
 # T tokens, I and O input and output features of this rank, S slots, r greatest rank, P = S r
@@ -70,7 +70,7 @@ class StackedAdapters:
         self.B = torch.zeros(*out, max_loras * max_lora_rank, dtype=dtype, device=device)
         """[*O, P]."""
         self._B_OP = self.B.view(-1, self.B.shape[-1])
-        few = max_loras <= _KERNEL_SLOTS and max_lora_rank <= _KERNEL_RANK
+        few = _power_of_2(max_loras) * max(16, _power_of_2(max_lora_rank)) <= _KERNEL_RANKS
         self._has_kernels = few and dtype in _KERNEL_DTYPES and has_kernels(device, dtype)
 
     def write(self, slot: int, A: Tensor, B: Tensor) -> None:
@@ -121,3 +121,8 @@ class StackedAdapters:
         assert slots_T is not None and others_TP is not None, "layers have adapters in steps alone"
         assert x.dim() == 2 and len(x) == len(slots_T), "layers with adapters meet all tokens of a step"
         return slots_T, others_TP
+
+
+def _power_of_2(number: int) -> int:
+    """The least that is no smaller."""
+    return 1 << (number - 1).bit_length()

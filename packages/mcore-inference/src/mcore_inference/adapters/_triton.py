@@ -23,7 +23,7 @@ def add_few(y_TO: Tensor, x_TI: Tensor, A_PI: Tensor, B_OP: Tensor, slots_T: Ten
         A_PI: contiguous.
         B_OP: contiguous, of all slots side by side.
         slots_T: int32, -1 for none.
-        rank: r.
+        rank: r; ranks of all slots, each rounded up to a power of two, are at most 256.
     """
     (num_tokens, inputs), (outputs, ranks) = x_TI.shape, B_OP.shape
     size = triton.cdiv(triton.cdiv(inputs, _MAX_PARTS), _INPUTS) * _INPUTS
@@ -36,7 +36,7 @@ def add_few(y_TO: Tensor, x_TI: Tensor, A_PI: Tensor, B_OP: Tensor, slots_T: Ten
     )
     _expand_kernel[(triton.cdiv(outputs, _OUTPUTS),)](
         y_TO, sums_KTP, B_OP, slots_T, num_tokens, outputs, y_TO.stride(0), ranks,
-        OUTPUTS=_OUTPUTS, PARTS=parts, SLOTS=ranks // rank, num_warps=4, **tiles,
+        OUTPUTS=_OUTPUTS, PARTS=parts, SLOTS=triton.next_power_of_2(ranks // rank), num_warps=4, **tiles,
     )  # fmt: skip
     return y_TO
 
@@ -72,24 +72,25 @@ def _expand_kernel(
     OUTPUTS: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """B (A x) of some outputs, added to y."""
-    token, lane = tl.arange(0, TOKENS), tl.arange(0, RANKS)
+    token, lane, slot = tl.arange(0, TOKENS), tl.arange(0, RANKS), tl.arange(0, SLOTS)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     slots = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1)
-    total = tl.zeros((TOKENS, OUTPUTS), tl.float32)
-    for slot in range(SLOTS):
-        own = slots == slot
-        if tl.max(own.to(tl.int32), 0) > 0:
-            rows = own[:, None] & (lane < RANK)[None, :]
-            product = tl.zeros((TOKENS, RANKS), tl.float32)
-            for part in range(PARTS):
-                place = (part * num_tokens + token[:, None]) * ranks + slot * RANK + lane[None, :]
-                product += tl.load(sums_ptr + place, mask=rows, other=0.0)
-            b = tl.load(
-                b_ptr + output[None, :] * ranks + slot * RANK + lane[:, None],
-                mask=(output < outputs)[None, :] & (lane < RANK)[:, None],
-                other=0.0,
-            )
-            total = tl.dot(product.to(b.dtype), b, total, out_dtype=tl.float32)
+    mine = (slots >= 0)[:, None] & (lane < RANK)[None, :]
+    product = tl.zeros((TOKENS, RANKS), tl.float32)
+    for part in tl.static_range(PARTS):
+        place = (part * num_tokens + token[:, None]) * ranks + slots[:, None] * RANK + lane[None, :]
+        product += tl.load(sums_ptr + place, mask=mine, other=0.0)
+    # Each token's ranks among those of all slots, for one product.
+    own = slots[:, None] == slot[None, :]
+    spread = tl.reshape(tl.where(own[:, :, None], product[:, None, :], 0.0), (TOKENS, SLOTS * RANKS))
+    used = (tl.max(own.to(tl.int32), 0) > 0)[:, None] & (lane < RANK)[None, :]
+    rank = tl.reshape(slot[:, None] * RANK + lane[None, :], (SLOTS * RANKS,))
+    b = tl.load(
+        b_ptr + output[None, :] * ranks + rank[:, None],
+        mask=tl.reshape(used, (SLOTS * RANKS,))[:, None] & (output < outputs)[None, :],
+        other=0.0,
+    )
+    total = tl.dot(spread.to(b.dtype), b, out_dtype=tl.float32)
     adapted = (slots >= 0)[:, None] & (output < outputs)[None, :]
     place = y_ptr + token[:, None] * stride + output[None, :]
     y = tl.load(place, mask=adapted, other=0.0).to(tl.float32)
