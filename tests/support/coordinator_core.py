@@ -31,9 +31,7 @@ __all__ = ["CONFIG", "Group", "acknowledge", "bucket", "connect", "load", "parti
 CONFIG = CoordinatorConfig()
 
 
-def submit(
-    number: int, prompt: str | list[int] = "x", budget: int = 8, *, stream: bool = False, lora: str | None = None
-) -> SubmitRequest:
+def submit(number: int, prompt: str | list[int] = "x", budget: int = 8, *, stream: bool = False, lora: str | None = None) -> SubmitRequest:
     return SubmitRequest(request_id=number, prompt=prompt, sampling_params={"num_tokens_to_generate": budget}, stream=stream, lora=lora)
 
 
