@@ -16,8 +16,10 @@ import httpx
 import pytest
 import torch
 
+from mcore_inference import LoraSlots
 from mcore_inference.server import InferenceServer, serve
 from mcore_parallel.data import ByteTokenizer
+from tests.support.adapters import random_adapter
 from tests.support.browser import Page as BrowserPage
 from tests.support.programs import lacking
 
@@ -38,7 +40,11 @@ class Letters(ByteTokenizer):
 @pytest.fixture(scope="module")
 def server(make_model: Make, make_engine: Make) -> Iterator[InferenceServer]:
     model = make_model(vocab_size=272, dtype=torch.float32, layers=1)
-    with serve(make_engine(model, Letters(), max_sequence_length=2048, num_blocks=512), token="secret") as running:
+    slots = LoraSlots(max_loras=2, max_lora_rank=2)
+    engine = make_engine(model, Letters(), max_sequence_length=2048, num_blocks=512, lora=slots)
+    for number, name in enumerate(("sql", "chat")):
+        engine.load_lora(name, random_adapter(model, 2, number))
+    with serve(engine, token="secret") as running:
         yield running
 
 
@@ -117,7 +123,7 @@ class Element {
   }
   addEventListener(kind, listener) { this.listeners[kind] = listener; }
   append(...children) { this.children.push(...children); }
-  replaceChildren() { this.children = []; }
+  replaceChildren(...children) { this.children = children; }
   scrollIntoView() {}
   focus() {}
 }
@@ -135,7 +141,7 @@ const until = async (done) => { while (!done()) await new Promise((resolve) => s
   byId("token").value = "secret";
   byId("token").listeners.change();
   await until(() => byId("model").textContent);
-  out.push(byId("model").textContent);
+  out.push([byId("model").textContent, byId("adapters").children.map((one) => one.value)]);
   for (const [values, stops] of inputs) {
     for (const [id, value] of Object.entries(values)) byId(id).value = value;
     const submission = byId("form").listeners.submit({ preventDefault() {} });
@@ -161,13 +167,15 @@ def test_the_script_streams_a_conversation(server: InferenceServer, page: Page) 
         [{"prompt": "one", **settings}, False],
         [{"prompt": "two", "top_p": "0.9"}, False],
         [{"prompt": "x", "max_tokens": "0"}, False],
+        [{"prompt": "x", "max_tokens": "6", "adapter": " sql "}, False],
+        [{"prompt": "x", "adapter": "none such"}, False],
     ]
-    inputs.append([{"prompt": "three", "max_tokens": "1800"}, True])
+    inputs.append([{"prompt": "three", "max_tokens": "1800", "adapter": ""}, True])
     payload = json.dumps([server.url, page.texts["script"], inputs])
     completed = subprocess.run(["node", "-e", BROWSER], input=payload, capture_output=True, text=True, timeout=60, check=False)
     assert completed.returncode == 0, completed.stderr
-    refused, name, first, second, wrong, stopped, cleared = json.loads(completed.stdout)
-    assert refused == ["the bearer token is missing or wrong", True] and name == "mcore" and cleared == []
+    refused, names, first, second, wrong, adapted, unknown, stopped, cleared = json.loads(completed.stdout)
+    assert refused == ["the bearer token is missing or wrong", True] and names == ["mcore", ["sql", "chat"]] and cleared == []
 
     messages = [{"role": "system", "content": "be brief"}]
 
@@ -182,6 +190,9 @@ def test_the_script_streams_a_conversation(server: InferenceServer, page: Page) 
     assert first[0] == expected[:2] and second[0] == expected and not second[2]
     assert re.fullmatch(r"\d+ \+ 6 tokens, \d+ a second", first[1])
     assert wrong[0][-1][0] == "error" and "max_tokens" in wrong[0][-1][1] and wrong[2:] == [False, "x"]
+    said = ask("x", top_p=0.9, model="sql")
+    assert adapted[0][-1] == ["assistant", said]
+    assert unknown[0][-1][0] == "error" and "model='none such' is not served here" in unknown[0][-1][1]
     assert stopped[0][-1][0] == "assistant" and stopped[1:] == ["stopped", False, ""]
 
 
