@@ -74,6 +74,7 @@ from mcore_tools.serving import (
     Job,
     add_engine_arguments,
     add_lora_arguments,
+    check_lora_base,
     coordinated,
     end_process,
     frozen_heap,
@@ -326,6 +327,7 @@ def _lora_folders(options: argparse.Namespace) -> LoraFolders | None:
     if options.lora_folder is None:
         return None
     _check_guard(options, "--lora-folder")
+    check_lora_base(options.checkpoint)
     return LoraFolders(root=options.lora_folder, read=functools.partial(read_lora, options.checkpoint), token=options.weights_token_file)
 
 

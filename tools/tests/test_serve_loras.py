@@ -202,6 +202,14 @@ def test_flags_that_cannot_be_honoured_are_refused_before_a_port_opens(
     assert code == 2 and reason in capsys.readouterr().err
 
 
+def test_adapters_have_no_place_beside_a_run_that_is_merged(adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "secret").write_text("secret")
+    guarded = ["--lora-folder", str(adapters), "--token-file", str(tmp_path / "secret")]
+    for words in (guarded, ["--lora", f"sql={adapters / 'sql'}"]):
+        assert cli.main(["serve", str(adapters / "run"), "--port", "0", *words]) == 2
+        assert "into which they are merged when it is served; serve that model" in capsys.readouterr().err
+
+
 def ask(url: str, call: str, **body: Any) -> Any:
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {'operator' if 'lora_adapter' in call else 'secret'}"}
     request = urllib.request.Request(f"{url}/{call}", json.dumps(body).encode() if body else None, headers)

@@ -22,6 +22,20 @@ LORA_OPTIONS = ("max_loras", "max_lora_rank", "lora_targets")
 _OF_EXPERTS = ("_lora.A", "_lora.B")
 
 
+def check_lora_base(checkpoint: str | Path) -> None:
+    """See that a checkpoint is served as it is, so that adapters of it fit beside.
+
+    Raises:
+        CheckpointingException: there is none.
+        ValueError: it holds adapters itself.
+    """
+    if not is_huggingface(checkpoint) and (own := StoredAdapter.of(resolve_folder(checkpoint))) is not None:
+        raise ValueError(
+            f"{checkpoint} holds adapters of {own.adapter.base_model}, into which they are merged when it is served; serve that model, and "
+            f"name {checkpoint} as an adapter of it"
+        )
+
+
 def read_lora(checkpoint: str | Path, place: str | Path) -> LoraWeights:
     """The adapter of a folder, for the model of a checkpoint.
 
@@ -33,11 +47,7 @@ def read_lora(checkpoint: str | Path, place: str | Path) -> LoraWeights:
         CheckpointingException: there is no adapter, or one of a model with other layers.
         ValueError: the checkpoint holds adapters itself, or the adapter is one of experts.
     """
-    if not is_huggingface(checkpoint) and (own := StoredAdapter.of(resolve_folder(checkpoint))) is not None:
-        raise ValueError(
-            f"{checkpoint} holds adapters of {own.adapter.base_model}, into which they are merged when it is served; serve that model, and "
-            f"name {checkpoint} as an adapter of it"
-        )
+    check_lora_base(checkpoint)
     if (Path(place) / "adapter_config.json").is_file():
         family, sizes = _described(checkpoint, place)
         settings, tensors = import_adapter_hf(place, family=family, config=sizes)
