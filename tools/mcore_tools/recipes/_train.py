@@ -72,7 +72,7 @@ class TrainConfig:
     local_checkpoints_kept: int = 1
     """Newest checkpoints that stay on the nodes."""
     stop_after_minutes: float = 0.0
-    """Save and end after the first step that ends later than this; 0 for no limit."""
+    """Save and end after the first step that begins later than this, of ``rl`` the first iteration that ends later; 0 for no limit."""
     max_skipped_steps: int = 0
     """Steps of the run that may be skipped because their gradients are not finite; any number while a loss scale can be
     lowered."""
