@@ -128,7 +128,8 @@ class OptimizerConfig:
     fp16: bool = False
     """Scale the loss, with ``loss_scale`` or dynamically."""
     loss_scale: float | None = None
-    """Constant scale, which an optimizer without ``fp16`` refuses; None for a dynamic one."""
+    """Constant scale of the sum over a micro-batch's tokens, which an optimizer without ``fp16`` refuses; None for a dynamic one. A scale
+    of their mean, such as 2**16, is divided by their number."""
     initial_loss_scale: float = 2.0**32
     """First scale, where it is dynamic."""
     min_loss_scale: float = 1.0
@@ -200,7 +201,9 @@ class OptimizerConfig:
         if not offloads and self.overlap_cpu_optimizer_d2h_h2d:
             raise ValueError("overlap_cpu_optimizer_d2h_h2d=True needs optimizer_cpu_offload=True")
         if self.loss_scale is not None and not self.loss_scale > 0.0:
-            raise ValueError(f"loss_scale={self.loss_scale} must be positive; 2**16 is usual, or None for a dynamic one")
+            raise ValueError(
+                f"loss_scale={self.loss_scale} must be positive; 2**16 / tokens of a micro-batch is usual, or None for a dynamic one"
+            )
 
     @property
     def all_groups(self) -> tuple[ParamGroup, ...]:
