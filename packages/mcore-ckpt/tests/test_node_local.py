@@ -229,6 +229,31 @@ def test_one_process_keeps_its_own(tmp_path):
     assert os.listdir(tmp_path) == ["notes.json"]
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_nested_state_comes_back_with_its_values(tmp_path, asynchronous):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    local = LocalCheckpoints(tmp_path, copies=1)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7}
+    local.save(7, state, {"seed": 3}, asynchronous=asynchronous)
+    state["optimizer"]["param_groups"][0]["lr"] = 1.0
+    local.wait()
+    other = torch.nn.Linear(2, 2)
+    wanted = {"model": other.state_dict(), "optimizer": torch.optim.AdamW(other.parameters()).state_dict() | {"state": {}}, "step": 0}
+    with pytest.raises(CheckpointingException, match="no step is whole"):
+        local.load(wanted)
+    moments = {0: {name: torch.zeros_like(value) for name, value in optimizer.state_dict()["state"][0].items()}}
+    moments[1] = {name: torch.zeros_like(value) for name, value in optimizer.state_dict()["state"][1].items()}
+    wanted["optimizer"]["state"] = moments
+    assert local.load(wanted) == (7, {"seed": 3})
+    assert wanted["step"] == 7 and wanted["optimizer"]["param_groups"][0]["lr"] == 0.25
+    assert torch.equal(other.weight, model.weight) and torch.equal(moments[0]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+    with pytest.raises(CheckpointingException, match="no value for epoch"):
+        local.load({**wanted, "epoch": 1})
+
+
 def check_asynchronous(folder):
     local, rank = opened(folder, keep=1, timeout_s=20), dist.get_rank()
     for step in (1, 2, 3):
@@ -275,7 +300,7 @@ def check_asynchronous_failures(folder):
     loaded = state()
     assert local.load(loaded)[0] == 1 and holds(loaded, 1.0)
     # What one rank cannot copy, all hear of, when they ask.
-    local.save(4, {"w": "no tensor"} if rank == 1 else state(4.0), asynchronous=True)
+    local.save(4, {"w": {"no tensor"}} if rank == 1 else state(4.0), asynchronous=True)
     with pytest.raises(CheckpointingException, match="keeping step 4 on the nodes failed on rank 1: .*w"):
         local.wait()
     local.wait()

@@ -19,6 +19,7 @@ from mcore_ckpt._core._manifest import (
     is_checkpoint,
     read_manifest,
 )
+from mcore_ckpt._core._nested import VALUES, FlatState, check_values, flatten_state, with_values
 from mcore_ckpt._core._read import SLAB_BYTES, CheckpointReader, check_files
 from mcore_ckpt._core._save import DEFAULT_FILE_BYTES, SaveOptions, check_format, run_save, save
 from mcore_ckpt._core._save_plan import ShardRecord, Write, encode_layout
@@ -29,6 +30,7 @@ from mcore_ckpt._core._worker import Worker, WorkerFolder
 __all__ = [
     "DEFAULT_FILE_BYTES",
     "SLAB_BYTES",
+    "VALUES",
     "AssetRecord",
     "AsyncRequest",
     "Background",
@@ -37,6 +39,7 @@ __all__ = [
     "Chunk",
     "Control",
     "DeferredTensor",
+    "FlatState",
     "LostContact",
     "Manifest",
     "Mismatches",
@@ -59,10 +62,12 @@ __all__ = [
     "check_format",
     "check_json_value",
     "check_side_files",
+    "check_values",
     "encode_layout",
     "entries",
     "extract_assets",
     "find_mismatches",
+    "flatten_state",
     "is_checkpoint",
     "load",
     "load_as",
@@ -73,4 +78,5 @@ __all__ = [
     "save",
     "slabs",
     "threads_each",
+    "with_values",
 ]

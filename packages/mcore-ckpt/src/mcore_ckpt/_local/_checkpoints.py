@@ -21,8 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_ckpt._core import (
+    VALUES,
     Background,
     Control,
+    FlatState,
     ShardedTensor,
     ShardRecord,
     Staging,
@@ -30,8 +32,11 @@ from mcore_ckpt._core import (
     WorkerFolder,
     as_parts,
     check_extra,
+    check_json_value,
+    check_values,
     encode_layout,
-    entries,
+    flatten_state,
+    with_values,
 )
 from mcore_ckpt._errors import CheckpointingException
 from mcore_ckpt._local._partners import NodeRecord, check_present, choose_attempt, explain_none, partners, pass_bytes
@@ -69,9 +74,8 @@ class PersistentSteps(Protocol):
 class _Held:
     """What a rank keeps in one save."""
 
-    parts: Callable[[], Mapping[str, tuple[str, ShardedTensor]]]
-    """By key; or the error of taking them, on all ranks."""
-    extra: dict[str, Any]
+    content: Callable[[], tuple[Mapping[str, tuple[str, ShardedTensor]], Mapping[str, Any]]]
+    """Parts by key, and the extra values with those of the state; or the error of taking them, on all ranks."""
     folder: Folder
     """Where the file goes; a process of its own may write it."""
 
@@ -137,7 +141,7 @@ class LocalCheckpoints:
             raise ValueError(f"step={step!r} must be an int of at least 0")
         self.wait()
         if not asynchronous:
-            self._store(Control(self._group), step, _Held(partial(_parts, state), dict(extra or {}), self._folder))
+            self._store(Control(self._group), step, _Held(partial(_content, state, extra), self._folder))
             return
         control = self._background.control()
         held, release = self._hold(state, extra)
@@ -179,23 +183,23 @@ class LocalCheckpoints:
     def _hold(self, state: Mapping[str, Any], extra: Mapping[str, Any] | None) -> tuple[_Held, Callable[[], None]]:
         """A copy of this rank's parts, and the function that releases it."""
         try:
-            extra_copy = copy.deepcopy(dict(extra or {}))
-            parts = _parts(state)
+            parts, values = _content(state, extra)
+            values_copy = copy.deepcopy(dict(values))
             staged = self._staging.copy({key: part for key, (_, part) in parts.items()})
             copies = {key: (name, staged.shards[key]) for key, (name, _) in parts.items()}
             folder = self._folder
             if type(folder) is LocalFolder and staged.memory is not None and sys.executable:
                 self._worker.start()
                 folder = WorkerFolder(folder.path, self._worker, staged.memory)
-            return _Held(lambda: copies, extra_copy, folder), staged.release
+            return _Held(lambda: (copies, values_copy), folder), staged.release
         except Exception as error:
             # The other ranks go on: the next exchange raises it on all of them.
             cause = error
 
-            def fail() -> Mapping[str, tuple[str, ShardedTensor]]:
+            def fail() -> tuple[Mapping[str, tuple[str, ShardedTensor]], Mapping[str, Any]]:
                 raise cause
 
-            return _Held(fail, {}, self._folder), lambda: None
+            return _Held(fail, self._folder), lambda: None
 
     def _store(self, control: Control, step: int, held: _Held) -> None:
         what = f"keeping step {step} on the nodes"
@@ -229,11 +233,12 @@ class LocalCheckpoints:
         self.wait()
         control, what = Control(self._group), "looking for steps on the nodes"
         check_present(control, what, self._timeout_s)
-        layout = ""
+        layout, states = "", list[FlatState]()
 
         def look() -> dict[str, Any]:
             nonlocal layout
-            layout = _layout(_parts(state))
+            states.append(flatten_state(state))
+            layout = _layout(_parts(states[0]))
             # Only what choosing an attempt needs; the extra values stay where they are.
             held = [[record.step, record.token, record.rank, record.layout, record.bytes] for record in self._records()]
             return {"layout": layout, "held": held, "newest": persistent.latest() if persistent and control.rank == 0 else None}
@@ -255,20 +260,19 @@ class LocalCheckpoints:
             bad |= damaged
         self._fetch(control, attempt, sources, answers)
         results: list[dict[str, Any]] = []
-        control.run(f"reading step {attempt[0]}", lambda: results.append(self._fill(control.rank, attempt, state)))
+        control.run(f"reading step {attempt[0]}", lambda: results.append(self._fill(control.rank, attempt, states[0])))
         self.skipped = explain_none(answers, control, after=attempt[0])
         return attempt[0], results[0]
 
     def _write(self, rank: int, step: int, token: str, held: _Held, out: list[NodeRecord]) -> dict[str, Any]:
-        check_extra(held.extra)
-        parts = held.parts()
+        parts, extra = held.content()
         self._folder.create()
         name = f"step_{step:08d}-r{rank:05d}-{token}.safetensors"
         entries: list[tuple[str, str, tuple[int, ...], Callable[[], Tensor]]] = [
             (key, dtype_code(part.dtype), part.box.shape, partial(getattr, part, "data")) for key, (_, part) in parts.items()
         ]
         written = write_safetensors(StoredFile(held.folder, name), entries)
-        out.append(NodeRecord(step, rank, token, _layout(parts), written.bytes, written.sha256, held.extra))
+        out.append(NodeRecord(step, rank, token, _layout(parts), written.bytes, written.sha256, dict(extra)))
         return {"node": self._node, "record": asdict(out[0])}
 
     def _copy(self, control: Control, what: str, mine: NodeRecord, keepers: list[list[int]], records: list[Any]) -> list[NodeRecord]:
@@ -344,12 +348,16 @@ class LocalCheckpoints:
 
             control.run(what, receive)
 
-    def _fill(self, rank: int, attempt: tuple[int, str], state: Mapping[str, Any]) -> dict[str, Any]:
+    def _fill(self, rank: int, attempt: tuple[int, str], state: FlatState) -> dict[str, Any]:
         record = self._find(attempt, rank)
+        extra = dict(record.extra)
+        values = extra.pop(VALUES, {})
+        check_values(state, values, missing=True)
         with SafetensorsFile(StoredFile(self._folder, record.file)) as file, torch.no_grad():
             for key, (_, part) in _parts(state).items():
                 part.data.copy_(file.tensor(key))
-        return record.extra
+        state.restore(values)
+        return extra
 
     def _prune(self, ranks: set[int], newest: int) -> None:
         """Remove older steps, and files without a record, of the ranks whose files this one stores."""
@@ -366,9 +374,20 @@ class LocalCheckpoints:
                 self._folder.remove(name)
 
 
-def _parts(state: Mapping[str, Any]) -> dict[str, tuple[str, ShardedTensor]]:
+def _content(state: Mapping[str, Any], extra: Mapping[str, Any] | None) -> tuple[dict[str, tuple[str, ShardedTensor]], Mapping[str, Any]]:
+    """This rank's parts by key, and ``extra`` with the values that are no tensors."""
+    own = {} if extra is None else extra
+    check_extra(own)
+    flat = flatten_state(state)
+    values = with_values(own, flat)
+    check_json_value(values)
+    return _parts(flat), values
+
+
+def _parts(state: FlatState) -> dict[str, tuple[str, ShardedTensor]]:
     """This rank's parts by key, with the name of their tensor."""
-    return {f"{name}@{'.'.join(map(str, part.offset))}": (name, part) for name, value in entries(state) for part in as_parts(name, value)}
+    parts = ((name, part) for name, value in state.tensors.items() for part in as_parts(name, value))
+    return {f"{name}@{'.'.join(map(str, part.offset))}": (name, part) for name, part in parts}
 
 
 def _layout(parts: Mapping[str, tuple[str, ShardedTensor]]) -> str:
