@@ -131,6 +131,56 @@ def test_parameters_gradients_and_moments_keep_their_place_too(world):
     world(check_other_tensors)
 
 
+REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mean": torch.mean,
+    "mean of columns": lambda value: value.mean(0, keepdim=True),
+    "mean in float32": lambda value: value.mean(dtype=torch.float32),
+    "largest": torch.max,
+    "largest of columns": lambda value: value.amax(0),
+    "smallest": torch.min,
+    "norm": torch.norm,
+    "largest absolute": lambda value: torch.linalg.vector_norm(value, torch.inf),
+    "of integers": lambda value: (100 * value).long().amin(),
+}
+ORDERED: dict[str, Callable[[torch.Tensor], object]] = {
+    "slice": lambda value: value[1:3],
+    "row": lambda value: value[0],
+    "index": lambda value: value[[0, 1]],
+    "chunk": lambda value: value.chunk(2),
+    "softmax": lambda value: value.softmax(0),
+    "sort": lambda value: value.sort(0),
+    "cumsum": lambda value: value.cumsum(0),
+    "argmax": torch.argmax,
+    "largest with its place": lambda value: value.max(0),
+    "median": torch.median,
+    "std": torch.std,
+}
+
+
+def check_reductions() -> None:
+    model = build(1)
+    whole, state = dict(model.full_state_dict()), model.state_dict()
+    # Rows that do not divide, whole on one rank or a few, even.
+    for name in ("layers.0.weight", "layers.1.weight", "layers.1.bias", "layers.2.weight", "layers.3.weight"):
+        shard = state[name]
+        assert isinstance(shard, DTensor)
+        for what, reduce in REDUCTIONS.items():
+            reduced = reduce(shard)
+            full = reduced.full_tensor() if isinstance(reduced, DTensor) else reduced
+            torch.testing.assert_close(
+                full, reduce(whole[name]), rtol=1e-6, atol=1e-12, msg=lambda text, at=f"{what} of {name}": f"{at}: {text}"
+            )
+        for ordered in ORDERED.values():
+            with pytest.raises(RuntimeError, match="moved or reshaped its rows"):
+                ordered(shard)
+        assert torch.equal(shard[:].full_tensor(), whole[name])
+
+
+@pytest.mark.world(4)
+def test_reductions_are_of_all_rows_and_what_needs_their_order_is_refused_on_every_rank(world):
+    world(check_reductions)
+
+
 def check_refusals() -> None:
     model = build(1)
     state = model.state_dict()

@@ -3,12 +3,13 @@
 """The DTensor whose rows are divided as a flat layout divides them. Importing it imports torch's DTensors, which is slow."""
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 
@@ -49,6 +50,18 @@ _ELEMENTWISE = ("_foreach_", "_fused_", "_amp_foreach_")
 _UNMOVED = frozenset({"clone", "detach", "copy_", "zero_", "fill_", "_to_copy", "empty_like", "zeros_like", "ones_like", "full_like"})
 
 
+# Operators along dimensions that torch computes from the rows of all ranks, which it would gather as even chunks.
+_OF_ALL_ROWS = frozenset(
+    {
+        *("select", "slice", "split", "split_with_sizes", "unbind", "index_select", "gather", "flip", "roll", "sort", "topk", "kthvalue"),
+        *("argmax", "argmin", "median", "nanmedian", "mode", "var", "std", "var_mean", "std_mean", "logsumexp", "_softmax", "_log_softmax"),
+        *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "index", "masked_select", "nonzero", "take", "tril", "triu"),
+    }
+)
+# Of reductions that refuse to look at nothing, what a rank without rows puts in.
+_NEUTRAL = {"max": -math.inf, "amax": -math.inf, "min": math.inf, "amin": math.inf, "linalg_vector_norm": 0.0}
+
+
 class RowPlace(Protocol):
     """What a ``ShardTensor`` asks of the place of its rows."""
 
@@ -65,8 +78,9 @@ class ShardTensor(DTensor):
     """A DTensor that knows the place of its rows: torch's own arithmetic assumes even chunks.
 
     Operations that leave rows where they are (copies, casts, arithmetic among shards of one place) return a ``ShardTensor`` of the same
-    place; reductions return ordinary partial sums. A result whose rows were moved has no place: its local part can be used, and whatever
-    needs to know where it lies refuses.
+    place; reductions return ordinary partial sums. What needs the rows of all ranks in their order (an index, a slice, a sort along
+    them) is refused on every rank. A result whose rows were moved has no place: its local part can be used, and whatever needs to know
+    where it lies refuses.
     """
 
     place: RowPlace | None
@@ -82,10 +96,11 @@ class ShardTensor(DTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        for local_rule in (_new_like, _on_rows):
+        for local_rule in (_new_like, _on_rows, _mean):
             result = local_rule(func, args, kwargs or {})
             if result is not None:
                 return result
+        args = _reducible(func, args, kwargs or {})
         values = [*args, *(kwargs or {}).values()]
         lists = [value for value in values if isinstance(value, (list, tuple)) and value]
         if func.overloadpacket.__name__.startswith(_ELEMENTWISE):
@@ -202,6 +217,63 @@ def _on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardT
         return first
     spec = first._spec if local.dtype == first.dtype else spec_of(first._spec.mesh, first._spec.placements, first.shape, local.dtype)
     return ShardTensor.of(dtensor_of(local, spec), first.place)
+
+
+def _mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Of a shard, the sum divided by the number of elements: torch takes the mean of the means of ranks, as if all had equally many."""
+    if func.overloadpacket.__name__ != "mean" or not isinstance(args[0], ShardTensor):
+        return None
+    first, values = args[0], _named(func, args, kwargs)
+    dims = _dims(values.get("dim"), first.dim())
+    count = math.prod(first.shape[dim] for dim in dims)
+    return torch.sum(first, list(dims), bool(values.get("keepdim")), dtype=values.get("dtype")) / count
+
+
+def _reducible(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments of an operation, with something to reduce on a rank without rows.
+
+    Raises:
+        RuntimeError: it needs the rows of all ranks in their order; the same on every rank, before any communication.
+    """
+    first, name = args[0] if args else None, func.overloadpacket.__name__
+    if not isinstance(first, ShardTensor) or (name not in _OF_ALL_ROWS and name not in _NEUTRAL):
+        return args
+    divided = {
+        placement.dim
+        for axis, placement in enumerate(first.placements)
+        if isinstance(placement, Shard) and first.device_mesh.size(axis) > 1
+    }
+    values = _named(func, args, kwargs)
+    dims = _dims(values.get("dim", values.get("dims")), first.dim())
+    if name == "index":
+        dims = frozenset(dim for dim, index in enumerate(values["indices"]) if index is not None)
+    elif name == "slice" and (values["start"] or 0) == 0 and (values["end"] is None or values["end"] >= first.shape[min(dims)]):
+        dims = dims if values["step"] != 1 else frozenset()
+    if not divided & dims:
+        return args
+    if name in _OF_ALL_ROWS or func._overloadname == "dim":
+        raise RuntimeError(_UNKNOWN)
+    local = first._local_tensor
+    if local.numel() or not first.numel():
+        return args
+    neutral = _NEUTRAL[name]
+    if not local.is_floating_point():
+        neutral = {math.inf: torch.iinfo(local.dtype).max, -math.inf: torch.iinfo(local.dtype).min}.get(neutral, 0)
+    filled = local.new_full([max(1, size) for size in local.shape], neutral)
+    return (dtensor_of(filled, first._spec), *args[1:])
+
+
+def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an operator by name, with its defaults."""
+    declared = func._schema.arguments
+    given = {argument.name: value for argument, value in zip(declared, args, strict=False)} | kwargs
+    return {argument.name: given.get(argument.name, argument.default_value) for argument in declared}
+
+
+def _dims(dim: Any, num_dims: int) -> frozenset[int]:
+    """Dimensions from 0 up; all of them for None, or an empty list."""
+    chosen = [dim] if isinstance(dim, int) else list(dim or range(num_dims))
+    return frozenset(one % max(1, num_dims) for one in chosen)
 
 
 def _lies_alike(value: torch.Tensor, first: ShardTensor) -> bool:
