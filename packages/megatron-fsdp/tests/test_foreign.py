@@ -20,6 +20,16 @@ from tests.support.towers import Layer, Tower, tower, train
         ({"hybrid_fsdp_group": object()}, ValueError, "dp_shard_dim"),
         ({"init_model_with_meta_device": True}, ValueError, "not on the meta device"),
         ({"mixed_precision_policy": 3}, ValueError, "must be a MixedPrecisionPolicy of this package"),
+        (
+            {"gradient_reduce": "sum", "calculate_per_token_loss": False},
+            ValueError,
+            "another keyword says gradient_reduce='mean'; pass one",
+        ),
+        (
+            {"mixed_precision": MixedPrecisionPolicy(param_dtype=torch.bfloat16), "mixed_precision_policy": MixedPrecisionPolicy()},
+            ValueError,
+            "another keyword says mixed_precision=",
+        ),
     ],
 )
 def test_a_foreign_keyword_without_effect_is_refused(options, error, message):

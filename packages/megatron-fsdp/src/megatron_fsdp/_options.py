@@ -100,10 +100,14 @@ class ShardOptions:
             TypeError: the module is none, or a foreign keyword is not known.
             ValueError: a value is wrong, or a foreign keyword asks for something that does not exist here.
         """
-        module, names = arguments["module"], [field.name for field in fields(cls)]
+        module, defaults = arguments["module"], {field.name: field.default for field in fields(cls)}
         if not isinstance(module, nn.Module):
             raise TypeError(f"module is a {type(module).__name__}; pass the torch module to shard, and the optimizer after it")
-        return cls(**{name: arguments[name] for name in names} | translate(arguments["foreign"], module, names))
+        translated = translate(arguments["foreign"], module, defaults)
+        for name, value in translated.items():
+            if arguments[name] != defaults[name] and arguments[name] != value:
+                raise ValueError(f"{name}={arguments[name]!r}, and another keyword says {name}={value!r}; pass one of the two")
+        return cls(**{name: arguments[name] for name in defaults} | translated)
 
 
 def translate(foreign: Mapping[str, Any], module: nn.Module, own: Iterable[str]) -> dict[str, Any]:
