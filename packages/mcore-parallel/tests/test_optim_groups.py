@@ -197,3 +197,7 @@ def test_bad_groups_are_named() -> None:
         ParamGroup(patterns=("*",), max_lr=-1.0)
     with pytest.raises(ValueError, match="optimizer_cpu_offload=True keeps states of Adam in host memory, but optimizer='sgd'"):
         OptimizerConfig(lr=1.0, optimizer="sgd", optimizer_cpu_offload=True)
+    narrow = {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16}
+    with pytest.raises(ValueError, match=r"exp_avg_dtype=torch.bfloat16 is of Adam's moments, and optimizer='lion' has none"):
+        OptimizerConfig(lr=1.0, optimizer="lion", **narrow)
+    OptimizerConfig(lr=1.0, optimizer="lion", param_groups=(ParamGroup(patterns=("*.bias",), optimizer="adam"),), **narrow)

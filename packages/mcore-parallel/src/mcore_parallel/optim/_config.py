@@ -189,6 +189,10 @@ class OptimizerConfig:
                 raise ValueError(f"{name}={dtype} must be one of {', '.join(map(str, MOMENT_DTYPES))}")
             if dtype != torch.float32 and not self.use_precision_aware_optimizer:
                 raise ValueError(f"{name}={dtype} needs use_precision_aware_optimizer=True")
+            if dtype != torch.float32 and self.optimizer in ("lion", "sgd") and all(group.optimizer is None for group in self.param_groups):
+                raise ValueError(
+                    f"{name}={dtype} is of Adam's moments, and optimizer={self.optimizer!r} has none; leave it at torch.float32"
+                )
         if not 0.0 <= self.optimizer_offload_fraction <= 1.0:
             raise ValueError(f"optimizer_offload_fraction={self.optimizer_offload_fraction} must lie in [0, 1]")
         offloads = self.optimizer_cpu_offload
