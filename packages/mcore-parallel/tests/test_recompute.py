@@ -285,6 +285,8 @@ def test_layers_compile_with_recomputation() -> None:
     ("options", "message"),
     [
         ({"granularity": "none"}, "granularity='none' must be"),
+        ({"method": "block"}, "method='block' says which layers run again as a whole; set granularity='full'"),
+        ({"modules": ("norm",), "num_layers": 2}, "num_layers=2 says which layers run again as a whole"),
         ({"modules": ("mlp", "moe")}, r"modules holds \['moe'\]"),
         ({"modules": ()}, "modules is empty"),
         ({"modules": ("attention", "core_attention")}, "drop one"),

@@ -85,6 +85,9 @@ class RecomputeConfig:
             raise ValueError(f"modules holds 'mlp' and {parts} inside it; drop one")
         if self.distribute_saved_activations and self.granularity != "full":
             raise ValueError("distribute_saved_activations=True needs granularity='full'")
+        for name in ("method", "num_layers"):
+            if self.granularity != "full" and (value := getattr(self, name)) != getattr(RecomputeConfig, name):
+                raise ValueError(f"{name}={value!r} says which layers run again as a whole; set granularity='full', or leave it out")
 
     @property
     def parts(self) -> frozenset[str]:
