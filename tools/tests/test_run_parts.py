@@ -240,6 +240,7 @@ def test_numbers_of_each_layer_may_be_left_out(corpora: Path, tmp_path: Path) ->
         (["data.fim.split_sample=x"], r"data\.fim\.split_sample='x' and data\.fim\.fragment_rate=None go together; set both or none"),
         (["data.fim.fragment_rate=2"], r"fragment_rate=2.0 must lie in \[0, 1\]"),
         (["data.inter_document_masking=true", "plan.cp=2"], r"plan\.cp=2, which cuts each document evenly; set plan\.cp=1"),
+        (["data.fim.rate=0.5", "sft.data=[chat.jsonl]"], "data.fim rearranges documents of text, of which sft has none; set data.fim=none"),
         (["data.eod_mask_loss=true", "masked.mask_token=7"], r"texts whose next tokens are predicted, and masked is set; set data\.eod"),
         (["train.mtp_loss_scaling_factor=1"], r"model\.mtp_num_layers=0; set model\.mtp_num_layers=1, or leave the factor"),
         (["train.mtp_loss_scaling_factor=-1"], "mtp_loss_scaling_factor=-1.0 must not be negative"),

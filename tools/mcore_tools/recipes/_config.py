@@ -285,6 +285,9 @@ class RunConfig:
                 raise ValueError(
                     f"data.{name}=true is for texts whose next tokens are predicted, and {taken[0]} is set; set data.{name}=false"
                 )
+        for part in ("sft", "rl"):
+            if self.data.fim is not None and getattr(self, part) is not None:
+                raise ValueError(f"data.fim rearranges documents of text, of which {part} has none; set data.fim=none")
         if self.data.inter_document_masking and self.plan.cp > 1:
             raise ValueError(
                 f"data.inter_document_masking=true does not go with plan.cp={self.plan.cp}, which cuts each document evenly; set plan.cp=1"
