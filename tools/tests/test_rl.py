@@ -486,6 +486,8 @@ def test_ranks_learn_together(layout: str, tmp_path: Path) -> None:
         ("rl.packing.bin_size=8", "packing.bin_size=8 must be at least seq_len=24, as long as a trajectory may be; raise packing.bin_size"),
         ("rl.policy.kind=clipped", "kind='clipped' must be one of clip, cispo"),
         ("dumps.every=5", "dumps is for `mcore train` only"),
+        ("log.peak_tflops=989", "log.peak_tflops is for `mcore train` only"),
+        ("train.deterministic=true", "train.deterministic=true is of algorithms that engines do not all have; set it to false for rl"),
         ("rl.overlong.max_length=3", "set rl.overlong.buffer too, without a default"),
         ("train.warmup_steps=2", "train.warmup_steps=2 must be below train.steps=2, the iterations"),
         ("load.path=no/such/folder", "load.path='no/such/folder' has nothing to begin with"),

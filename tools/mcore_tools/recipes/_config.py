@@ -408,6 +408,8 @@ class RunConfig:
         train = self.train
         if train.batch_ramp_up or train.batch_steps:
             raise ValueError("train.batch_ramp_up and train.batch_steps are for texts; train.global_batch_size is the answers of an update")
+        if train.deterministic:
+            raise ValueError("train.deterministic=true is of algorithms that engines do not all have; set it to false for rl")
         rl.grpo(seq_len=train.seq_len, micro_batch_size=train.micro_batch_size, global_batch_size=train.global_batch_size)
         rl.objective()
         if rl.router_replay and self.moe is None:
@@ -494,7 +496,9 @@ class RunConfig:
         named += [] if self.log.per_layer_values else ["log.per_layer_values"]
         named += [] if self.train.mtp_loss_scaling_factor == TrainConfig().mtp_loss_scaling_factor else ["train.mtp_loss_scaling_factor"]
         named += [f"train.{name}" for name in ("local_checkpoint_interval", "checkpoint_async_steps") if getattr(self.train, name)]
-        return named + [f"log.{name}" for name in ("straggler_interval", "timers_interval", "telemetry") if getattr(self.log, name)]
+        return named + [
+            f"log.{name}" for name in ("straggler_interval", "timers_interval", "telemetry", "peak_tflops") if getattr(self.log, name)
+        ]
 
     def _check_fully_sharded(self) -> None:
         if self.data_parallel == "fsdp2":
