@@ -154,6 +154,8 @@ ORDERED: dict[str, Callable[[torch.Tensor], object]] = {
     "largest with its place": lambda value: value.max(0),
     "median": torch.median,
     "std": torch.std,
+    "smallest and largest": torch.aminmax,
+    "squared error": lambda value: nn.functional.mse_loss(value, torch.zeros_like(value)),
 }
 
 

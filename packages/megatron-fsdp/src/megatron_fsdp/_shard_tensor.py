@@ -55,7 +55,21 @@ _OF_ALL_ROWS = frozenset(
     {
         *("select", "slice", "split", "split_with_sizes", "unbind", "index_select", "gather", "flip", "roll", "sort", "topk", "kthvalue"),
         *("argmax", "argmin", "median", "nanmedian", "mode", "var", "std", "var_mean", "std_mean", "logsumexp", "_softmax", "_log_softmax"),
-        *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "index", "masked_select", "nonzero", "take", "tril", "triu"),
+        *(
+            "cumsum",
+            "cumprod",
+            "cummax",
+            "cummin",
+            "logcumsumexp",
+            "aminmax",
+            "histc",
+            "index",
+            "masked_select",
+            "nonzero",
+            "take",
+            "tril",
+            "triu",
+        ),
     }
 )
 # Of reductions that refuse to look at nothing, what a rank without rows puts in.
@@ -315,7 +329,11 @@ def _placed(result: Any, sources: list[ShardTensor]) -> Any:
         if result is source._plain:
             return source
     source, spec = sources[0], result._spec
-    if any(isinstance(placement, Partial) for placement in spec.placements):
+    partial = {axis: placement for axis, placement in enumerate(spec.placements) if isinstance(placement, Partial)}
+    if any(placement.reduce_op == "avg" and spec.mesh.size(axis) > 1 for axis, placement in partial.items()):
+        # A mean of the means of ranks, as if all had equally many rows.
+        raise RuntimeError(_UNKNOWN)
+    if partial:
         return result
     lies_alike = spec.mesh == source._spec.mesh and spec.placements == source._spec.placements and result.shape == source.shape
     if lies_alike and result._local_tensor.shape == source._local_tensor.shape:
