@@ -47,7 +47,7 @@ def test_kernels_equal_the_products_in_the_interpreter() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("sizes", [*SIZES, (32, 14336, 4096, 8, 16), (64, 4096, 24576, 2, 128)])
+@pytest.mark.parametrize("sizes", [*SIZES, (32, 14336, 4096, 8, 16), (64, 4096, 24576, 2, 128), (64, 2048, 3072, 1, 200)])
 def test_kernels_equal_the_products_on_a_gpu(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
@@ -64,11 +64,11 @@ def test_kernels_compile_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         launches[name] = CompiledLaunches(getattr(_triton, name))
         monkeypatch.setattr(_triton, name, launches[name])
     place = {"dtype": torch.bfloat16}
-    for tokens, slots, rank in ((1, 4, 16), (64, 2, 128)):
+    for tokens, slots, rank in ((1, 4, 16), (64, 2, 128), (64, 1, 200)):
         y, x = torch.zeros(tokens, 4096, **place), torch.zeros(tokens, 2048, **place)
         A, B = torch.zeros(slots * rank, 2048, **place), torch.zeros(4096, slots * rank, **place)
         _triton.add_few(y, x, A, B, torch.zeros(tokens, dtype=torch.int32), rank)
-    assert all(len(launch.ptx) == 2 for launch in launches.values())
+    assert all(len(launch.ptx) == 3 for launch in launches.values())
 
 
 if __name__ == "__main__":

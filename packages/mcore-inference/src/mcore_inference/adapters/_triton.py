@@ -30,9 +30,11 @@ def add_few(y_TO: Tensor, x_TI: Tensor, A_PI: Tensor, B_OP: Tensor, slots_T: Ten
     parts = triton.cdiv(inputs, size)
     # What is not written is not read: each token's own ranks alone.
     sums_KTP = torch.empty((parts, num_tokens, ranks), dtype=torch.float32, device=x_TI.device)
+    # Of ranks that fill shared memory one tile at a time.
+    stages = {"num_stages": 1 if rank > 64 else 3}
     tiles = {"RANK": rank, "TOKENS": max(16, triton.next_power_of_2(num_tokens)), "RANKS": max(16, triton.next_power_of_2(rank))}
     _shrink_kernel[(ranks // rank, parts)](
-        x_TI, A_PI, slots_T, sums_KTP, num_tokens, inputs, size, ranks, INPUTS=_INPUTS, num_warps=4, **tiles
+        x_TI, A_PI, slots_T, sums_KTP, num_tokens, inputs, size, ranks, INPUTS=_INPUTS, num_warps=4, **tiles, **stages
     )
     _expand_kernel[(triton.cdiv(outputs, _OUTPUTS),)](
         y_TO, sums_KTP, B_OP, slots_T, num_tokens, outputs, y_TO.stride(0), ranks,
@@ -41,7 +43,7 @@ def add_few(y_TO: Tensor, x_TI: Tensor, A_PI: Tensor, B_OP: Tensor, slots_T: Ten
     return y_TO
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots_ptr"])
 def _shrink_kernel(
     x_ptr, a_ptr, slots_ptr, sums_ptr, num_tokens, inputs, size, ranks,
     INPUTS: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr, RANKS: tl.constexpr,
@@ -66,7 +68,7 @@ def _shrink_kernel(
     tl.store(sums_ptr + place, total, mask=own[:, None] & (lane < RANK)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots_ptr"])
 def _expand_kernel(
     y_ptr, sums_ptr, b_ptr, slots_ptr, num_tokens, outputs, stride, ranks,
     OUTPUTS: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr, RANKS: tl.constexpr,
