@@ -229,7 +229,12 @@ def check_limits_of_hybridep() -> None:
     for width, fields, toolkit, reason in (
         (24, {}, True, "its kernels send a multiple of 16 elements, found 24"),
         (16, {"num_moe_experts": 6}, True, r"its kernels are .* multiple of 4 experts, found ep \* etp = 2 and num_moe_experts \* etp = 6"),
-        (9600, {}, True, "its kernels have 232000 bytes of shared memory, and 9600 elements with 8 experts over 2 ranks take 232832"),
+        (
+            9600,
+            {},
+            True,
+            "its kernels have 232000 bytes of shared memory, and 9600 elements in 12 stages with 8 experts over 2 ranks take 232832",
+        ),
         (16, {}, False, "it compiles its kernels by CUDA_HOME/bin/nvcc, found CUDA_HOME='/nowhere'; set it"),
     ):
         mixture = dataclasses.replace(MIXTURE, moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep", **fields)
@@ -238,6 +243,19 @@ def check_limits_of_hybridep() -> None:
             Path(folder, "bin", "nvcc").touch()
             with pytest.raises(ValueError, match=f"moe_flex_dispatcher_backend='hybridep': {reason}"):
                 choose_exchange(mixture, groups, width=width, dtype=torch.bfloat16, device="cuda")
+
+    # By as many stages as the library is told, and as a version of it that takes a host for eight ranks.
+    mixture = dataclasses.replace(MIXTURE, moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep")
+    place: dict[str, Any] = {"width": 9600, "dtype": torch.bfloat16, "device": "cuda"}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, CUDA_HOME=folder, NUM_OF_STAGES_DISPATCH_API="8"):
+        Path(folder, "bin").mkdir()
+        Path(folder, "bin", "nvcc").touch()
+        assert choose_exchange(mixture, groups, **place) is not None
+        with mock.patch("mcore_moe.dispatch._hybridep.deep_ep.HybridEPBuffer", lambda num_of_ranks_per_nvlink_domain=None: None):
+            with pytest.raises(ValueError, match=r"takes 8 of ep \* etp = 2 ranks for those of a host; set NUM_OF_RANKS_PER_NVLINK_DOMAIN"):
+                choose_exchange(mixture, groups, **place)
+            with mock.patch.dict(os.environ, NUM_OF_RANKS_PER_NVLINK_DOMAIN="2"):
+                assert choose_exchange(mixture, groups, **place) is not None
 
 
 @pytest.mark.world(2)
@@ -250,13 +268,13 @@ def check_no_buffer() -> None:
     dispatcher = MoEFlexTokenDispatcher(E, groups, make_exchange("hybridep", groups))
     with (
         mock.patch.object(deep_ep.HybridEPBuffer, "__init__", side_effect=AssertionError("ranks per node")),
-        pytest.raises(ValueError, match=r"makes no buffer of 128 tokens, .* \(ranks per node\); set NUM_OF_RANKS_PER_NVLINK_DOMAIN"),
+        pytest.raises(ValueError, match=r"makes no buffer of 128 tokens, .* for 2 ranks: ranks per node; set moe_token_dispatcher_type"),
     ):
         dispatcher.dispatch(torch.ones(3, D, dtype=F64), random_routing(3, E, K, 0))
 
 
 @pytest.mark.world(2)
-def test_a_host_of_other_ranks_than_hybridep_takes_it_for_is_named(world) -> None:
+def test_a_buffer_that_hybridep_does_not_make_is_named(world) -> None:
     world(check_no_buffer)
 
 

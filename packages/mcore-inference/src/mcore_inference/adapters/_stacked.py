@@ -16,8 +16,8 @@ from mcore_parallel.groups import ProcessGroups, ShardSpec
 __all__ = ["Chosen", "StackedAdapters"]
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-# Of a tile of the kernels.
-_KERNEL_TOKENS, _KERNEL_RANKS = 64, 256
+# Of a tile of the kernels, tokens and ranks of all slots; beyond so many numbers the GEMMs are faster.
+_KERNEL_TOKENS, _KERNEL_RANKS, _KERNEL_NUMBERS = 64, 256, 4096
 
 
 # T tokens, I and O input and output features of this rank, S slots, r greatest rank, P = S r
@@ -70,8 +70,9 @@ class StackedAdapters:
         self.B = torch.zeros(*out, max_loras * max_lora_rank, dtype=dtype, device=device)
         """[*O, P]."""
         self._B_OP = self.B.view(-1, self.B.shape[-1])
-        few = _power_of_2(max_loras) * max(16, _power_of_2(max_lora_rank)) <= _KERNEL_RANKS
-        self._has_kernels = few and dtype in _KERNEL_DTYPES and has_kernels(device, dtype)
+        ranks = _power_of_2(max_loras) * max(16, _power_of_2(max_lora_rank))
+        has_tiles = ranks <= _KERNEL_RANKS and dtype in _KERNEL_DTYPES and has_kernels(device, dtype)
+        self._few = min(_KERNEL_TOKENS, _KERNEL_NUMBERS // ranks) if has_tiles else 0
 
     def write(self, slot: int, A: Tensor, B: Tensor) -> None:
         """Put an adapter into a slot, in place.
@@ -99,7 +100,7 @@ class StackedAdapters:
 
     def add_to(self, y: Tensor, x: Tensor) -> Tensor:
         """y [T, O] plus that of x [T, I], in place; of few tokens on a GPU by two kernels, which read no slot that nobody has."""
-        if len(x) > _KERNEL_TOKENS or not self._has_kernels:
+        if len(x) > self._few:
             return y.addmm_(self._own(x), self._B_OP.t())
         from mcore_inference.adapters._triton import add_few
 

@@ -29,8 +29,9 @@ _STORED = (torch.bfloat16, torch.float16, torch.float32)
 _TRIAL_BYTES = 4096
 # Of DeepEP's kernels within a host, which end the process's use of the device where these do not hold.
 _DEEPEP_STEP, _DEEPEP_WIDTH, _DEEPEP_EXPERTS, _DEEPEP_PICKS = 16, 8176, 128, 32
-# Of HybridEP's, which end the process; bytes are those of a multiprocessor's shared memory, as many stages as the library has by default.
+# Of HybridEP's, which end the process; bytes are those of a multiprocessor's shared memory.
 _HYBRIDEP_STEP, _HYBRIDEP_EXPERTS, _HYBRIDEP_BYTES, _HYBRIDEP_HOST = 16, 4, 232_000, 8
+_HYBRIDEP_STAGES = "NUM_OF_STAGES_DISPATCH_API"
 
 
 @experimental_api
@@ -116,16 +117,18 @@ def _obstacle_to_hybridep(config: MoEConfig, groups: ProcessGroups, width: int) 
             f"its kernels are for an even number of ranks and a multiple of {_HYBRIDEP_EXPERTS} experts, found ep * etp = {ranks} and "
             f"num_moe_experts * etp = {config.num_moe_experts * etp}; change ep={groups.ep.size}"
         )
-    near = min(ranks, _HYBRIDEP_HOST)
-    size = 24 * width + 48 * (config.num_moe_experts * etp * near // ranks) + 1024 * near
+    near, stages = min(ranks, _HYBRIDEP_HOST), int(os.environ.get(_HYBRIDEP_STAGES, "12"))
+    size = 2 * stages * width + 48 * (config.num_moe_experts * etp * near // ranks) + 1024 * near
     if size > _HYBRIDEP_BYTES:
         return (
-            f"its kernels have {_HYBRIDEP_BYTES} bytes of shared memory, and {width} elements with {config.num_moe_experts} experts over "
-            f"{ranks} ranks take {size}; lower the width, or raise ep={groups.ep.size}"
+            f"its kernels have {_HYBRIDEP_BYTES} bytes of shared memory, and {width} elements in {stages} stages with "
+            f"{config.num_moe_experts} experts over {ranks} ranks take {size}; lower {_HYBRIDEP_STAGES}, the library's own variable"
         )
     if not Path(os.environ.get("CUDA_HOME", ""), "bin", "nvcc").is_file():
         return f"it compiles its kernels by CUDA_HOME/bin/nvcc, found CUDA_HOME={os.environ.get('CUDA_HOME')!r}; set it to a CUDA toolkit"
-    return None
+    from mcore_moe.dispatch._hybridep import obstacle
+
+    return obstacle(ranks)
 
 
 def _obstacle_to_stores(group: Group, width: int, dtype: torch.dtype, device: torch.device | str) -> str | None:

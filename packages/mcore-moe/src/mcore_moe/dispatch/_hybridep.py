@@ -7,6 +7,8 @@ Written against the documented interface of the branch hybrid-ep of DeepEP, and 
 
 # pyright: reportMissingImports=false
 
+import inspect
+import os
 from typing import Any
 
 import deep_ep
@@ -24,8 +26,20 @@ from mcore_parallel.comm import all_reduce
 
 _STEP = 128
 """Tokens in multiples of which a buffer grows: kernels move chunks of so many, and do not compile for another room."""
+_RANKS_OF_HOST = "NUM_OF_RANKS_PER_NVLINK_DOMAIN"
 _NO_PADDING = 1
 """Rows of an expert are a multiple of it; where it is left out, kernels divide by zero."""
+
+
+def obstacle(num_ranks: int) -> str | None:
+    """Why the installed version makes no buffer for a group, and the remedy; None where it may."""
+    if "num_of_ranks_per_nvlink_domain" not in inspect.signature(deep_ep.HybridEPBuffer).parameters:
+        # Later ones find out themselves.
+        return None
+    near = int(os.environ.get(_RANKS_OF_HOST, "8"))
+    if num_ranks % near:
+        return f"this version takes {near} of ep * etp = {num_ranks} ranks for those of a host; set {_RANKS_OF_HOST} to how many it has"
+    return None
 
 
 class HybridEPExchange:
@@ -112,9 +126,7 @@ class HybridEPExchange:
         except AssertionError as error:
             raise ValueError(
                 f"moe_flex_dispatcher_backend='hybridep' makes no buffer of {num_tokens} tokens, {self._width} elements each, and "
-                f"{self._num_local_experts} experts a rank for ep * etp = {self._group.size} ranks ({error}); set "
-                "NUM_OF_RANKS_PER_NVLINK_DOMAIN, in later versions NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN, to how many of them a host "
-                "has, or moe_token_dispatcher_type='alltoall'"
+                f"{self._num_local_experts} experts a rank for {self._group.size} ranks: {error}; set moe_token_dispatcher_type='alltoall'"
             ) from error
         self._room = num_tokens
 
