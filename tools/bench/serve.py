@@ -12,7 +12,7 @@ with "n", "isl", "osl" and "out_tok_s".
 With --batch-invariant an engine with a batch-invariant backend runs the same cases after the plain one; its "cost" is the time of a token
 beside that one's.
 
-With --loras 1 4 8 engines with as many slots of rank 16 run them too, the requests of a case over all adapters in turn; "cost" as above.
+With --loras 1 4 8 engines with as many slots of --lora-rank run them too, requests over all adapters in turn; "cost" as above.
 
 python -m tools.bench.serve --model llama-1b --rate 8 16 32 --requests 512 --lengths 512 256 --output docs/benchmarks/serve_online.json \\
     --server "vllm=vllm serve folder/of/{model} --load-format dummy --port {port}"
@@ -108,6 +108,7 @@ def build(
     batch_invariant: bool = False,
     execution: ExecutionConfig | None = None,
     num_loras: int = 0,
+    lora_rank: int = 16,
 ) -> tuple[DynamicInferenceEngine, float]:
     """An engine over random weights, with so many random adapters, and the seconds until its first token."""
     begun = time.perf_counter()
@@ -138,7 +139,7 @@ def build(
         buffer_size_gb=memory_gb,
         kv_cache_dtype=kv_cache_dtype,
         weight_dtype=weight_dtype,
-        lora=slots_of(model, num_loras) if num_loras else None,
+        lora=slots_of(model, num_loras, lora_rank) if num_loras else None,
     )
     engine = DynamicInferenceEngine(net, DynamicInferenceContext.for_model(net, sizes), tokenizer, execution=execution)
     for number in range(num_loras):
@@ -147,9 +148,10 @@ def build(
     return engine, time.perf_counter() - begun
 
 
-def slots_of(model: str, num_loras: int) -> LoraSlots:
+def slots_of(model: str, num_loras: int, rank: int) -> LoraSlots:
     """Beside all linear layers without experts."""
-    return LoraSlots(max_loras=num_loras, targets=("qkv", "out") if model in EXPERTS else ("qkv", "out", "up", "down"))
+    targets = ("qkv", "out") if model in EXPERTS else ("qkv", "out", "up", "down")
+    return LoraSlots(max_loras=num_loras, max_lora_rank=rank, targets=targets)
 
 
 def random_adapter(engine: DynamicInferenceEngine) -> LoraWeights:
@@ -279,6 +281,7 @@ def main() -> None:
     parser.add_argument(
         "--loras", type=int, nargs="+", default=[], metavar="N", help="measure engines with N adapters too, after the plain one"
     )
+    parser.add_argument("--lora-rank", type=int, default=16, metavar="R", help="of these adapters (default: 16)")
     parser.add_argument("--rate", type=float, nargs="+", help="measure servers under so many requests/s instead; inf for all at once")
     parser.add_argument("--data-parallel", type=int, metavar="N", help="of --rate: measure one engine, and one and N behind a coordinator")
     parser.add_argument("--api-server-count", type=int, default=1, metavar="N", help="of --rate: processes of our server that answer HTTP")
@@ -312,12 +315,13 @@ def main() -> None:
             weight_dtype=arguments.weight_dtype,
             batch_invariant=exact,
             num_loras=num_loras,
+            lora_rank=arguments.lora_rank,
         )
         chosen = {"kv": arguments.kv_cache_dtype, "weights": arguments.weight_dtype}
         error: dict[str, Any] = {name: dtype for name, dtype in chosen.items() if dtype is not None}
         if error and not num_loras:
             error["log_prob_error"] = float(f"{log_prob_error(engine, model, arguments.device):.3g}")
-        by = "mcore, batch-invariant" if exact else f"mcore, {num_loras} adapters" if num_loras else "mcore"
+        by = "mcore, batch-invariant" if exact else f"mcore, {num_loras} adapters of rank {arguments.lora_rank}" if num_loras else "mcore"
         print(json.dumps({"model": model, "by": by, "startup_s": round(startup_s, 1)}), flush=True)
         for case in arguments.cases:
             run_case(engine, *CASES[case])
