@@ -371,6 +371,20 @@ def test_an_adapter_in_use_is_not_unloaded() -> None:
         engine.unload_lora("a")
 
 
+def test_a_refused_unload_takes_no_results_of_steps_in_flight() -> None:
+    """Other ranks of a split model, which do not hear of it, have not taken them either."""
+    engine, _ = loaded(make_model(), execution=ExecutionConfig(run_ahead=True))
+    number = engine.add_request(SHARED, settings(1), lora="a")
+    for _ in range(3):
+        engine.step()
+    drawn = list(engine.get_request(number).generated_tokens)
+    with pytest.raises(LoraInUseError):
+        engine.unload_lora("a")
+    assert engine.get_request(number).generated_tokens == drawn
+    engine.step()
+    assert len(engine.get_request(number).generated_tokens) == len(drawn) + 1
+
+
 @pytest.mark.parametrize(
     "execution", [ExecutionConfig(run_ahead=True), ExecutionConfig(speculation=NgramSpeculation())], ids=["ahead", "speculation"]
 )

@@ -77,7 +77,7 @@ class EngineLoras:
         """As ``DynamicInferenceEngine.unload_lora``."""
         self._check_known(name, None)
         assert self._table is not None, "others know no name"
-        self._loop.read_results()
+        # Without the results of steps in flight: the other ranks of a split model do not hear of a call that is refused.
         if count := sum(entry.record.lora == name for entry in self._requests.entries.values()):
             raise LoraInUseError(f"{count} requests use the adapter {name}; unload it when they have ended, or abort them")
         self._table.unload(name)
