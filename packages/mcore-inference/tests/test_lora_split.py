@@ -21,11 +21,13 @@ from mcore_inference import (
     LoraSlots,
     LoraWeights,
     PagedAttention,
+    RankFailedError,
     SamplingParams,
     UnknownLoraError,
     follow_runner,
 )
 from mcore_inference.adapters import LoraTable
+from mcore_inference.adapters._stacked import StackedAdapters
 from mcore_inference.decoder import FusedDecoder
 from mcore_inference.engine import _weight_broadcast
 from mcore_moe import MoEConfig, moe_feed_forward
@@ -184,6 +186,29 @@ def check_unequal_slots() -> str:
 @pytest.mark.world(2, shared=True)
 def test_ranks_with_other_slots_are_refused(world: Callable[..., list[Any]]) -> None:
     assert world(check_unequal_slots) == ["max_lora_rank"] * 2
+
+
+def check_no_memory_for_slots(*, pp: bool) -> str:
+    groups = ProcessGroups.build(ParallelPlan(pp=2) if pp else ParallelPlan(tp=2, sequence_parallel=False))
+    with pytest.MonkeyPatch.context() as patched:
+        if groups.tp_pp.rank:
+            patched.setattr(StackedAdapters, "__init__", no_memory)
+        with pytest.raises((RankFailedError, torch.OutOfMemoryError)) as caught:
+            make_engine(make_model(groups), LoraSlots(max_loras=2, max_lora_rank=3))
+    # Nothing of it is left.
+    make_engine(make_model(groups), LoraSlots(max_loras=2, max_lora_rank=3))
+    return str(caught.value)
+
+
+def no_memory(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError("no memory")
+
+
+@pytest.mark.parametrize("pp", [False, True])
+@pytest.mark.world(2, shared=True)
+def test_a_rank_without_memory_for_slots_is_named_by_the_others(world: Callable[..., list[Any]], pp: bool) -> None:
+    other, own = world(functools.partial(check_no_memory_for_slots, pp=pp))
+    assert "rank 1 of the world refused the engine" in other and own == "no memory"
 
 
 async def answers(runner: EngineRunner) -> list[Any]:

@@ -52,7 +52,8 @@ def adapter_root(name: str, load: int) -> bytes:
 
 @experimental_api
 def check_slots(model: GPTModel, slots: LoraSlots | None) -> None:
-    """Whether a model can be served with adapters; nothing is allocated. What the targets name, ``LoraTable`` asks all stages.
+    """Whether a model can be served with adapters; nothing is allocated. What the targets name, ``LoraTable.join_stages`` asks
+    all stages.
 
     Raises:
         ValueError: its backend is batch-invariant, or a layer has an adapter that is being trained.
@@ -93,27 +94,17 @@ class LoraTable:
     another thread than the engine's nobody can meanwhile (RuntimeError): engines that step side by side have a model each. Tensors keep
     their addresses; adapters are written in place, behind the steps that were launched before.
 
-    With pp > 1 all stages make it together.
+    Each rank makes its own, and has the memory then; ``join_stages`` comes before the first load.
 
     Args:
         model: that ``check_slots`` lets pass.
         slots: how many, and beside which layers.
-
-    Raises:
-        ValueError: a target names no layer of any stage.
     """
 
     def __init__(self, model: GPTModel, slots: LoraSlots) -> None:
         self.slots = slots
         layers = _layers(model, slots)
-        self._shapes = _shapes_of_all_stages(model, {name: layer.weight_spec.shape for name, layer in layers.items()})
-        found = {name.rpartition(".")[2] for name in self._shapes}
-        for target in slots.targets:
-            if target not in found:
-                raise ValueError(
-                    f"targets={target!r} of LoraSlots names no linear layer of this model that can have adapters (experts cannot); of the "
-                    f"targets it has {', '.join(sorted(found)) or 'none'}; leave it out"
-                )
+        self._shapes = {name: layer.weight_spec.shape for name, layer in layers.items()}
         device, self._dtype, self._chosen = next(model.parameters()).device, _dtype(model), Chosen()
         sizes = {"max_loras": slots.max_loras, "max_lora_rank": slots.max_lora_rank, "dtype": self._dtype, "device": device}
         self._stacks = {
@@ -122,6 +113,21 @@ class LoraTable:
         self._slot_P = torch.arange(slots.max_loras, dtype=torch.int32, device=device).repeat_interleave(slots.max_lora_rank)
         self._loaded: dict[str, _Loaded] = {}
         self._num_loads = 0
+
+    def join_stages(self, model: GPTModel) -> None:
+        """Learn which layers of other stages have slots; with pp > 1 all stages call it together.
+
+        Raises:
+            ValueError: a target names no layer of any stage.
+        """
+        self._shapes = _shapes_of_all_stages(model, self._shapes)
+        found = {name.rpartition(".")[2] for name in self._shapes}
+        for target in self.slots.targets:
+            if target not in found:
+                raise ValueError(
+                    f"targets={target!r} of LoraSlots names no linear layer of this model that can have adapters (experts cannot); of the "
+                    f"targets it has {', '.join(sorted(found)) or 'none'}; leave it out"
+                )
 
     @property
     def names(self) -> tuple[str, ...]:

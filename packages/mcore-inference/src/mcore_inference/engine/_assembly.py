@@ -94,9 +94,12 @@ def assemble(
         def claim() -> LoraTable | None:
             """Make context and weights those of this engine, and adapters beside them."""
             nonlocal owner, balance, table
+            # Where a rank has no memory for it, the others hear so.
+            table = None if context.config.lora is None else LoraTable(model, context.config.lora)
             agree()
             check_equal_ranks(model.groups, context, vocab_size=arguments.vocab_size, seed=arguments.seed)
-            table = None if context.config.lora is None else LoraTable(model, context.config.lora)
+            if table is not None:
+                table.join_stages(model)
             owner = context.take_over()
             if context.config.weight_dtype is not None:
                 quantize_weights(model, context.config.weight_dtype)
