@@ -371,15 +371,19 @@ def test_an_adapter_in_use_is_not_unloaded() -> None:
         engine.unload_lora("a")
 
 
-def test_a_refused_unload_takes_no_results_of_steps_in_flight() -> None:
-    """Other ranks of a split model, which do not hear of it, have not taken them either."""
-    engine, _ = loaded(make_model(), execution=ExecutionConfig(run_ahead=True))
+def test_loads_and_unloads_take_no_results_of_steps_in_flight() -> None:
+    """Of the ranks of a split model one may refuse what others do, or not hear of it."""
+    engine, adapters = loaded(make_model(), execution=ExecutionConfig(run_ahead=True))
     number = engine.add_request(SHARED, settings(1), lora="a")
     for _ in range(3):
         engine.step()
     drawn = list(engine.get_request(number).generated_tokens)
     with pytest.raises(LoraInUseError):
         engine.unload_lora("a")
+    with pytest.raises(LoraLoadError):
+        engine.load_lora("a", adapters["a"])
+    engine.unload_lora("b")
+    engine.load_lora("b", adapters["b"])
     assert engine.get_request(number).generated_tokens == drawn
     engine.step()
     assert len(engine.get_request(number).generated_tokens) == len(drawn) + 1

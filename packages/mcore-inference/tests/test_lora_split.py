@@ -24,6 +24,7 @@ from mcore_inference import (
     RankFailedError,
     SamplingParams,
     UnknownLoraError,
+    WeightLoadError,
     follow_runner,
 )
 from mcore_inference.adapters import LoraTable
@@ -31,7 +32,7 @@ from mcore_inference.adapters._stacked import StackedAdapters
 from mcore_inference.decoder import FusedDecoder
 from mcore_inference.engine import _weight_broadcast
 from mcore_moe import MoEConfig, moe_feed_forward
-from mcore_parallel import ParallelPlan, ProcessGroups
+from mcore_parallel import ParallelPlan, ProcessGroups, named_shards
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import LatentAttentionConfig
 from tests.support.adapters import TARGETS, attend_by_torch, merged, random_adapter
@@ -286,6 +287,39 @@ def check_refused_elsewhere() -> tuple[str, ...]:
 
     asyncio.run(main())
     return engine.loras
+
+
+def check_no_memory_for_buckets() -> tuple[str, ...]:
+    """A rank takes what it has no memory for to its end, and the engine goes on."""
+    model = make_model(ProcessGroups.build(ParallelPlan(tp=2, sequence_parallel=False)))
+    engine, buffer = make_engine(model, LoraSlots(max_loras=2, max_lora_rank=3), num_blocks=40), _weight_broadcast._buffer
+    _weight_broadcast._BUCKET_BYTES = 2048
+    if model.groups.tp.rank:
+        # Of the second bucket of the first load, and the first one of the load of weights.
+        lacking = iter([False, True, True])
+        _weight_broadcast._buffer = lambda *sizes: no_memory() if next(lacking, False) else buffer(*sizes)
+        follow_runner(engine, PATIENT)
+        return engine.loras
+    adapters, weights = adapters_of(), [(shard.name, shard.parameter) for shard in named_shards(make_model(ProcessGroups.single()))]
+
+    async def main() -> None:
+        with EngineRunner(engine, lockstep=PATIENT) as runner:
+            with pytest.raises(LoraLoadError, match="tp rank 1 refused load_lora: OutOfMemoryError: no memory"):
+                await runner.load_lora("a", adapters["a"])
+            assert runner.loras == ()
+            with pytest.raises(WeightLoadError, match="tp rank 1 refused load_weights: OutOfMemoryError: no memory"):
+                await runner.load_weights(weights)
+            await runner.load_weights(weights)
+            await runner.load_lora("a", adapters["a"])
+            check_equal([await (await runner.submit(PROMPTS[0], settings()[0], lora="a")).record()], wanted_of()[:1])
+
+    asyncio.run(main())
+    return engine.loras
+
+
+@pytest.mark.world(2)
+def test_a_rank_without_memory_for_a_bucket_refuses_the_load(world: Callable[..., list[Any]]) -> None:
+    assert world(check_no_memory_for_buckets) == [("a",)] * 2
 
 
 @pytest.mark.world(2)

@@ -124,7 +124,7 @@ def assemble(
     loop = StepLoop(
         context, requests, admission, executor, verification if speculates else None, runs_ahead=runs_ahead, num_batches=num_batches
     )
-    loras = EngineLoras(table, requests, loop)
+    loras = EngineLoras(table, requests)
     return EngineParts(
         owner=owner,
         vocab_size=arguments.vocab_size,

@@ -146,14 +146,22 @@ class _Follower:
         """Of the load with this number."""
         buckets = itertools.count(1)
 
-        def reach() -> None:
-            self._link.send({"load": number, "bucket": next(buckets)})
+        def reach(failure: Exception | None) -> None:
+            refusal = None if failure is None else f"{type(failure).__name__}: {failure}"[:1000]
+            self._link.send({"load": number, "bucket": next(buckets), "refusal": refusal})
 
         return received_chunks(self._next_message, ranks_of(self._engine), self._engine.context.device, reach)
 
     def _load_lora(self, message: dict[str, Any]) -> None:
-        # Views of a buffer that each holds alone.
-        tensors = {name: part for name, part in self._chunks(message["number"]) if isinstance(part, Tensor)}
+        chunks, tensors = self._chunks(message["number"]), {}
+        try:
+            for name, part in chunks:
+                if isinstance(part, Tensor):
+                    # The device has one bucket at a time.
+                    tensors[name] = part.cpu()
+        finally:
+            for _ in chunks:
+                pass
         self._engine.load_lora(message["lora"], LoraWeights.of(tensors, rank=message["rank"], alpha=message["alpha"]))
 
     def _load(self, number: int, version: int, in_flight: Any) -> None:

@@ -98,7 +98,9 @@ class _Pending:
     num_buckets: int = 0
     """Of weights, whose broadcast began here."""
     reached_buckets: dict[int, int] = field(default_factory=dict)
-    """By rank, those whose broadcast began there."""
+    """By rank, those that it has memory for, and waits for."""
+    refusal: str | None = None
+    """Of a rank without memory for a bucket."""
 
 
 def digest_of(records: Iterable[DynamicInferenceRequestRecord], digest: int) -> int:
@@ -242,6 +244,8 @@ class LockstepLeader:
                 # All of it: the others wait for what is refused here, too.
                 for _ in sender.chunks(weights.tensors().items()):
                     pass
+            except WeightLoadError as error:
+                raise LoraLoadError(str(error)) from error
             finally:
                 sender.end()
             self.engine.load_lora(name, weights)
@@ -331,14 +335,18 @@ class LockstepLeader:
             link.send(message)
 
     @contextlib.contextmanager
-    def _watch_bucket(self) -> Iterator[None]:
-        """While a bucket of the load in progress is broadcast: ranks that do not take it are late."""
+    def _watch_bucket(self) -> Iterator[str | None]:
+        """While a bucket of the load in progress is broadcast: ranks that do not take it are late. Entered when all others wait for it, or
+        one says that it has no memory for it, which is given.
+        """
         with self._changed:
             pending = self._pending[self._number]
             pending.num_buckets += 1
             pending.due = time.monotonic() + self._config.step_timeout_s
         try:
-            yield
+            others, bucket = range(1, self._num_ranks), pending.num_buckets
+            self._wait(lambda: pending.refusal is not None or all(pending.reached_buckets.get(rank, 0) >= bucket for rank in others))
+            yield pending.refusal
         finally:
             with self._changed:
                 pending.due = None
@@ -369,8 +377,12 @@ class LockstepLeader:
         elif "bucket" in message:
             with self._changed:
                 pending = self._pending.get(message["load"])
-                if pending is not None:
-                    pending.reached_buckets[rank] = message["bucket"]
+                if pending is None:
+                    return
+                pending.reached_buckets[rank] = message["bucket"]
+                if message["refusal"] is not None:
+                    pending.refusal = f"{rank_name(self.engine, rank)} refused {pending.name}: {message['refusal']}"
+                self._changed.notify_all()
         elif "end" in message:
             if self._failure is None and message["end"] is not None:
                 self._blame(rank, f"ended: {message['end']}")

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from mcore_inference._stability import experimental_api
 from mcore_inference.adapters import LoraLoadError, LoraTable, LoraWeights
 from mcore_inference.engine._live_requests import LiveRequests
-from mcore_inference.engine._step_loop import StepLoop
 from mcore_inference.requests import UnknownLoraError
 
 _NO_SLOTS = "this engine has no slots for adapters; make its context with InferenceConfig(lora=LoraSlots(...))"
@@ -30,16 +29,16 @@ _BASE = Adapter(-1, b"")
 
 
 class EngineLoras:
-    """Which adapters the requests of one engine can choose.
+    """Which adapters the requests of one engine can choose. Steps in flight keep their results when adapters come and go: of the ranks of a
+    split model some may refuse what others do, or not hear of it, and all take results between the same two steps.
 
     Args:
         table: that holds them; None for an engine without slots.
         requests: of the engine.
-        loop: whose steps in flight compute with them.
     """
 
-    def __init__(self, table: LoraTable | None, requests: LiveRequests, loop: StepLoop) -> None:
-        self._table, self._requests, self._loop = table, requests, loop
+    def __init__(self, table: LoraTable | None, requests: LiveRequests) -> None:
+        self._table, self._requests = table, requests
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,14 +69,13 @@ class EngineLoras:
         """As ``DynamicInferenceEngine.load_lora``."""
         if self._table is None:
             raise LoraLoadError(_NO_SLOTS)
-        self._loop.read_results()
+        # Behind the steps in flight.
         self._table.load(name, weights)
 
     def unload(self, name: str) -> None:
         """As ``DynamicInferenceEngine.unload_lora``."""
         self._check_known(name, None)
         assert self._table is not None, "others know no name"
-        # Without the results of steps in flight: the other ranks of a split model do not hear of a call that is refused.
         if count := sum(entry.record.lora == name for entry in self._requests.entries.values()):
             raise LoraInUseError(f"{count} requests use the adapter {name}; unload it when they have ended, or abort them")
         self._table.unload(name)

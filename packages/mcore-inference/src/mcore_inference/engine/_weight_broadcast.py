@@ -26,7 +26,8 @@ class WeightSender:
         group: the ranks of the model; this is the first.
         device: whose memory the group sends.
         tell: sends a message to all of them.
-        watch: entered around each broadcast, which waits for the others without end.
+        watch: entered around each broadcast, which waits for the others without end; gives None when all have memory for it, or which one
+            has none, and why.
     """
 
     def __init__(
@@ -34,14 +35,18 @@ class WeightSender:
         group: Group,
         device: torch.device,
         tell: Callable[[dict[str, Any]], None],
-        watch: Callable[[], AbstractContextManager[None]],
+        watch: Callable[[], AbstractContextManager[str | None]],
     ) -> None:
         self._group, self._device, self._tell, self._watch = group, device, tell, watch
         self._is_whole = False
         self._has_ended = False
 
     def chunks(self, chunks: Iterable[WeightChunk]) -> Iterator[WeightChunk]:
-        """The same chunks, each after it was sent."""
+        """The same chunks, each after it was sent.
+
+        Raises:
+            WeightLoadError: a rank has no memory for a bucket, which is sent to none then.
+        """
         bucket: list[WeightChunk] = []
         num_bytes = 0
         for chunk in chunks:
@@ -72,7 +77,7 @@ class WeightSender:
             return
         heads: list[list[Any]] = []
         tensors = [_tensor_of(chunk) for chunk in bucket]
-        flat = torch.empty(sum(_aligned(tensor.nbytes) for tensor in tensors if tensor is not None), dtype=torch.uint8, device=self._device)
+        flat = _buffer([tensor.nbytes for tensor in tensors if tensor is not None], self._device)
         at = 0
         for (name, part), tensor in zip(bucket, tensors, strict=True):
             assert tensor is not None, "others are not in buckets"
@@ -81,7 +86,10 @@ class WeightSender:
             flat[at : at + tensor.nbytes].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
             at += _aligned(tensor.nbytes)
         self._tell({"chunks": heads})
-        with self._watch():
+        with self._watch() as refusal:
+            self._tell({"is_sent": refusal is None})
+            if refusal is not None:
+                raise WeightLoadError(refusal)
             dist.broadcast(flat, group=self._group.pg, group_src=0)
             if flat.is_cuda:
                 # The host would wait later, unwatched.
@@ -89,29 +97,38 @@ class WeightSender:
 
 
 def received_chunks(
-    next_message: Callable[[], Mapping[str, Any]], group: Group, device: torch.device, reach: Callable[[], None]
+    next_message: Callable[[], Mapping[str, Any]], group: Group, device: torch.device, reach: Callable[[Exception | None], None]
 ) -> Iterator[WeightChunk]:
-    """The chunks that the first rank sends.
+    """The chunks that the first rank sends; whoever takes them takes all, whatever fails meanwhile.
 
     Args:
         next_message: waits for a message of the first rank.
         group: the ranks of the model.
         device: whose memory the group sends.
-        reach: called before each broadcast.
+        reach: called before each broadcast, with what leaves no memory for it.
 
     Raises:
         WeightLoadError: it did not send them all.
+        Exception: what left no memory for a bucket here.
     """
+    failure: Exception | None = None
     while True:
         message = next_message()
         heads = message["chunks"]
         if heads is None:
+            if failure is not None:
+                raise failure
             if not message["is_whole"]:
                 raise WeightLoadError("the first rank did not send all weights")
             return
         sizes = [_num_bytes(dtype, shape) for _, dtype, shape, _ in heads]
-        flat = torch.empty(sum(_aligned(size) for size in sizes), dtype=torch.uint8, device=device)
-        reach()
+        try:
+            flat = _buffer(sizes, device)
+        except Exception as error:
+            failure = error
+        reach(failure)
+        if not next_message()["is_sent"]:
+            continue
         dist.broadcast(flat, group=group.pg, group_src=0)
         at = 0
         for (name, dtype, shape, offsets), size in zip(heads, sizes, strict=True):
@@ -125,6 +142,11 @@ def _tensor_of(chunk: WeightChunk) -> Tensor | None:
     _, part = chunk
     tensor = part.tensor if isinstance(part, WeightSlice) else part
     return tensor if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta else None
+
+
+def _buffer(sizes: Iterable[int], device: torch.device) -> Tensor:
+    """For chunks of so many bytes, side by side."""
+    return torch.empty(sum(_aligned(size) for size in sizes), dtype=torch.uint8, device=device)
 
 
 def _num_bytes(dtype: str, shape: list[int]) -> int:
