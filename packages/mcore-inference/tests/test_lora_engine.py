@@ -507,10 +507,12 @@ def test_models_that_cannot_have_slots_are_refused_at_construction() -> None:
     exact = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), backend=choose_backend(batch_invariant=True)).eval()
     with pytest.raises(ValueError, match="batch_invariant=True of the backend exclude each other"):
         build(exact, slots=slots)
-    trained = merged(make_model(), None)
-    add_lora(trained, LoraConfig(rank=2), trained.groups)
-    with pytest.raises(ValueError, match="has an adapter of its own"):
-        build(trained, slots=slots)
+    for kind, target, allowed in (("plain", "up", ("up", "down")), ("plain", "up", ("qkv",)), ("mixture", "experts", ("qkv", "out"))):
+        trained = merged(make_model(kind), None)
+        add_lora(trained, LoraConfig(rank=2, targets=(target,)), trained.groups)
+        # Beside a layer with slots, or one without.
+        with pytest.raises(ValueError, match=rf"layers\.0\.mlp\.{target}[.a-z]* has an adapter of its own"):
+            build(trained, slots=LoraSlots(targets=allowed))
     # One that comes later would be left out in silence.
     engine, _ = loaded(later := merged(make_model(), None))
     add_lora(later, LoraConfig(rank=2), later.groups)

@@ -21,7 +21,7 @@ from mcore_parallel.backends import TorchBackend
 from mcore_parallel.comm import all_gather
 from mcore_parallel.models import GPTModel, TransformerLayer
 from mcore_parallel.nn import MLP
-from mcore_parallel.tensor_parallel import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from mcore_parallel.tensor_parallel import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, is_adapter
 
 __all__ = ["LoraLoadError", "LoraTable", "adapter_bytes", "adapter_root", "check_slots"]
 
@@ -65,9 +65,10 @@ def check_slots(model: GPTModel, slots: LoraSlots | None) -> None:
             f"lora={slots} and batch_invariant=True of the backend exclude each other: GEMMs of all slots are no bits of a trainer; merge "
             "the adapter, or serve without batch_invariant"
         )
-    for name, layer in _layers(model, slots).items():
-        if layer.lora is not None:
-            raise ValueError(f"{name} has an adapter of its own; merge_lora before it is served with lora=LoraSlots(...)")
+    # Beside any layer, also one that cannot have slots.
+    for name in (name for name, _ in model.named_parameters() if is_adapter(name)):
+        layer = name.rpartition(".")[0].removesuffix(".lora").removesuffix("_lora")
+        raise ValueError(f"{layer} has an adapter of its own; merge_lora before it is served with lora=LoraSlots(...)")
 
 
 @experimental_api
