@@ -436,6 +436,9 @@ def test_unknown_adapters_end_their_request_alone() -> None:
     assert "lora is a int" in str(wrong.error)
     with pytest.raises(ValueError, match=r"lora has 2 entries for 3 prompts"):
         engine.generate([SHARED] * 3, lora=["a", "b"])
+    for other in (5, True, b"a", {"a": 1}):
+        with pytest.raises(ValueError, match=f"lora is a {type(other).__name__}; give the name of a loaded adapter for all"):
+            engine.generate([SHARED], lora=other)  # type: ignore[arg-type]
     plain = build(make_model())
     assert plain.loras == () and plain.stats()["lora_slots"] == 0
     with pytest.raises(UnknownLoraError, match="no slots for adapters"):

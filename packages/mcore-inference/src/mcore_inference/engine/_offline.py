@@ -54,10 +54,12 @@ def loras_of(prompts: Sequence[Prompt], lora: str | Sequence[str | None] | None)
     """The adapter of each prompt.
 
     Raises:
-        ValueError: their number is not that of the prompts.
+        ValueError: it is no name, nor a sequence of them, or their number is not that of the prompts.
     """
     if lora is None or isinstance(lora, str):
         return [lora] * len(prompts)
+    if not isinstance(lora, Sequence) or isinstance(lora, (bytes, bytearray, memoryview)):
+        raise ValueError(f"lora is a {type(lora).__name__}; give the name of a loaded adapter for all, or one or None for each prompt")
     loras = list(lora)
     if len(loras) != len(prompts):
         raise ValueError(f"lora has {len(loras)} entries for {len(prompts)} prompts; give one, or one for each")
