@@ -237,6 +237,27 @@ def check_recordings_of_the_base() -> None:
     assert set(graphs._recorded) == {1, 2} and set(graphs._adapted) == {2}
 
 
+def check_recordings_of_proposals_to_the_base() -> None:
+    serve_as_on_a_gpu()
+    engine, adapters = loaded(make_model(), execution=ExecutionConfig(speculation=NgramSpeculation(num_tokens=3, min_ngram=1)))
+    # Each drawn token is among those of the prompt.
+    graphs, asked = engine._executor.proposal_graphs, list(range(64))
+    assert graphs is not None
+    for lora in (None, "a"):
+        params = SamplingParams(num_tokens_to_generate=9, temperature=0.0, ignore_eos=True, return_log_probs=True)
+        records = engine.generate([asked] * 2, params, lora=[None, lora])
+        wanted = [build(merged(make_model(), adapters.get(name or ""))).generate([asked], params)[0] for name in (None, lora)]
+        check_equal(records, wanted)
+        assert graphs._recorded and bool(graphs._adapted) == (lora is not None)
+    engine.create_cuda_graphs()
+    assert set(graphs._recorded) == set(graphs._adapted) == set(graphs._sizes)
+
+
+@pytest.mark.world(1)
+def test_steps_that_verify_proposals_to_the_base_alone_are_recordings_of_their_own(world: Callable[..., list[Any]]) -> None:
+    world(check_recordings_of_proposals_to_the_base)
+
+
 @pytest.mark.world(1)
 def test_decode_steps_of_the_base_alone_are_recordings_of_their_own(world: Callable[..., list[Any]]) -> None:
     world(check_recordings_of_the_base)

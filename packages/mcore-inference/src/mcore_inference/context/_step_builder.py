@@ -294,12 +294,13 @@ class StepBuilder:
         """Of ``send_mixed``."""
         return sum(self._mixed_layout(size).sizes)
 
-    def mixed_inputs(self, words: Tensor, size: InferenceBatchDimensions) -> tuple[StepInputs, Tensor]:
+    def mixed_inputs(self, words: Tensor, size: InferenceBatchDimensions, *, adapts: bool = True) -> tuple[StepInputs, Tensor]:
         """A step with prompts, and int64 [requests of the size], tokens whose logits are read.
 
         Args:
             words: of ``send_mixed``.
             size: whose shapes the tensors have, whatever the words say.
+            adapts: as of ``decode_inputs``.
         """
         layout = self._mixed_layout(size)
         head, starts, contexts, tables, tiles, read, lines, adapters = words.split(layout.sizes)
@@ -318,7 +319,7 @@ class StepBuilder:
         if self.states is not None:
             places = starts[size.decode_req_count : size.req_count + 1]
             recurrent = self._recurrent_rows(self.states, lines.long(), size.decode_req_count, (), places)
-        return self._inputs(head, rows, recurrent, adapters if self.has_adapters else None), read.long()
+        return self._inputs(head, rows, recurrent, adapters if self.has_adapters and adapts else None), read.long()
 
     def _mixed_layout(self, size: InferenceBatchDimensions) -> "_MixedLayout":
         return _MixedLayout.of(size, self._group, self.max_blocks, has_adapters=self.has_adapters)

@@ -106,7 +106,8 @@ class MixedGraphs:
         builder: of the steps.
         sizes: that are recorded.
         pool: of the engine's recordings.
-        reads_all: compute the logits of all tokens, as for proposals; False for one token of each row.
+        reads_all: compute the logits of all tokens, as for proposals; False for one token of each row. These few tokens cost more with
+            adapters: steps without any have recordings of their own.
     """
 
     def __init__(
@@ -121,6 +122,8 @@ class MixedGraphs:
         self._compute, self._builder, self._sizes, self._pool = compute, builder, list(sizes), pool
         self._reads_all = reads_all
         self._recorded: dict[InferenceBatchDimensions, Recording] = {}
+        self._adapted: dict[InferenceBatchDimensions, Recording] = {}
+        """Of steps in which rows may have adapters."""
         most = max((builder.num_mixed_words(size) for size in self._sizes), default=0)
         self._words = torch.zeros(most, dtype=torch.int32, device=builder.device)
         self.step_counts: Counter[InferenceBatchDimensions] = Counter()
@@ -134,10 +137,12 @@ class MixedGraphs:
         # Log-probabilities of prompts take more.
         if size is None or (len(rows) > size.req_count and not self._reads_all):
             return None
-        if size not in self._recorded:
-            self._record(size)
+        adapts = self._builder.adapts(host) if self._has_both else self._builder.has_adapters
+        recorded = self._of(adapts)
+        if size not in recorded:
+            self._record(size, adapts=adapts)
         self._builder.send_mixed(self._words, host, () if self._reads_all else rows, size)
-        replay, logits_NV = self._recorded[size]
+        replay, logits_NV = recorded[size]
         replay()
         self.step_counts[size] += 1
         if self._reads_all and len(rows) < real.token_count:
@@ -147,18 +152,28 @@ class MixedGraphs:
     def record_all(self) -> None:
         """Record the sizes that are not recorded yet, that of the most tokens first."""
         for size in sorted(self._sizes, reverse=True):
-            if size not in self._recorded:
-                self._record(size)
+            for adapts in (True, False) if self._has_both else (self._builder.has_adapters,):
+                if size not in self._of(adapts):
+                    self._record(size, adapts=adapts)
 
-    def _record(self, size: InferenceBatchDimensions) -> None:
+    @property
+    def _has_both(self) -> bool:
+        """As of ``DecodeGraphs``."""
+        return self._builder.has_adapters and self._reads_all
+
+    def _of(self, adapts: bool) -> dict[InferenceBatchDimensions, Recording]:
+        return self._adapted if adapts else self._recorded
+
+    def _record(self, size: InferenceBatchDimensions, *, adapts: bool) -> None:
         """Record a step of padding: it is computed more than once, and states would go on."""
         self._builder.send_mixed(self._words, padding_step(self._builder), [], size)
-        self._recorded[size] = self._pool.record(lambda: self._logits(size))
+        self._of(adapts)[size] = self._pool.record(lambda: self._logits(size, adapts=adapts))
 
     def clear(self) -> None:
         """As of ``DecodeGraphs``."""
         self._recorded.clear()
+        self._adapted.clear()
 
-    def _logits(self, size: InferenceBatchDimensions) -> Tensor:
-        inputs, rows_N = self._builder.mixed_inputs(self._words[: self._builder.num_mixed_words(size)], size)
+    def _logits(self, size: InferenceBatchDimensions, *, adapts: bool) -> Tensor:
+        inputs, rows_N = self._builder.mixed_inputs(self._words[: self._builder.num_mixed_words(size)], size, adapts=adapts)
         return self._compute(inputs, None if self._reads_all else rows_N)
