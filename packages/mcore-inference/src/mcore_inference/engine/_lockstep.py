@@ -234,28 +234,27 @@ class LockstepLeader:
         raise WeightLoadError(f"{rank_name(self.engine, rank)} refused the weights: {outcome.text}")
 
     def load_lora(self, name: str, weights: LoraWeights) -> None:
-        """As of the engine; the matrices are sent from here. A load that one rank refuses is undone on all."""
-        if not isinstance(weights, LoraWeights):
-            raise LoraLoadError(f"weights is a {type(weights).__name__}; give LoraWeights(rank=..., alpha=..., matrices=...)")
+        """As of the engine; the matrices are sent from here, unless they are refused here. A load that another rank refuses is undone on
+        all.
+        """
+        self._check()
+        self.engine.load_lora(name, weights)
         sender = WeightSender(ranks_of(self.engine), self.engine.context.device, self._broadcast, self._watch_bucket)
 
-        def load() -> None:
+        def send() -> None:
             try:
-                # All of it: the others wait for what is refused here, too.
                 for _ in sender.chunks(weights.tensors().items()):
                     pass
             except WeightLoadError as error:
                 raise LoraLoadError(str(error)) from error
             finally:
                 sender.end()
-            self.engine.load_lora(name, weights)
 
-        error, outcomes = self._everywhere({"lora": name, "rank": weights.rank, "alpha": weights.alpha}, load)
+        error, outcomes = self._everywhere({"lora": name, "rank": weights.rank, "alpha": weights.alpha}, send)
         failed = _failed(outcomes)
         if error is None and not failed:
             return
-        if error is None or len(failed) < len(outcomes):
-            self._everywhere({"call": "drop_lora", "name": name}, lambda: drop_lora(self.engine, name))
+        self._everywhere({"call": "drop_lora", "name": name}, lambda: drop_lora(self.engine, name))
         if error is not None:
             raise error
         rank, outcome = next(iter(failed.items()))
