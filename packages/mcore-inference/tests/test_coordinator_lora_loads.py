@@ -4,12 +4,14 @@
 
 import asyncio
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("zmq")
 
@@ -218,6 +220,40 @@ def test_an_engine_that_was_given_up_for_a_while_comes_back_with_its_adapters(
     with ExitStack() as stack:
         coordinator = serve(stack, [runner])
         asyncio.run(main(coordinator.address))
+
+
+def test_adapters_change_behind_a_slow_load_of_weights_and_cost_no_engine(
+    engines: Callable[..., EngineRunner], model: GPTModel, adapters: dict[str, LoraWeights], answers: dict[str | None, list[int]]
+) -> None:
+    runners = [engines(), engines()]
+    is_begun, may_end = threading.Event(), threading.Event()
+
+    def slow() -> Iterator[tuple[str, Tensor]]:
+        for index, (name, value) in enumerate(model.named_parameters()):
+            if index == 2:
+                is_begun.set()
+                assert may_end.wait(60.0)
+            yield name, value.detach()
+
+    async def main(address: str) -> None:
+        async with InferenceClient(address) as trainer, InferenceClient(address) as operator:
+            await operator.load_lora("sql", adapters["sql"])
+            loading = asyncio.ensure_future(trainer.load_weights(slow(), version=3))
+            assert await asyncio.to_thread(is_begun.wait, 60.0)
+            changing = asyncio.ensure_future(operator.unload_lora("sql"))
+            # Longer than an engine gets to forget an adapter.
+            await asyncio.sleep(5.0)
+            assert not changing.done() and not loading.done()
+            may_end.set()
+            assert await loading == 3
+            await changing
+            status = await trainer.status()
+            assert status.loras == [] and {engine.name: engine.weight_version for engine in status.engines} == {"dp-0": 3, "dp-1": 3}
+            await operator.load_lora("chat", adapters["chat"])
+            await check(operator, answers, "chat", None)
+
+    with ExitStack() as stack:
+        asyncio.run(main(serve(stack, runners, max_message_bytes=8192, signal_timeout_s=4.0).address))
 
 
 def test_a_coordinated_runner_names_adapters_from_any_loop(

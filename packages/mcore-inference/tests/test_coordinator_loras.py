@@ -383,6 +383,49 @@ def test_weights_and_signals_go_on_beside_a_load_of_an_adapter() -> None:
     assert answer(group).is_over and not answer(group).error
 
 
+@pytest.mark.parametrize("is_weights_first", [True, False])
+@pytest.mark.parametrize("kind", [LoadLora, UnloadLora])
+def test_engines_that_take_weights_change_adapters_behind_them_and_are_not_late(kind: type, is_weights_first: bool) -> None:
+    group = Group(CoordinatorConfig(load_timeout_s=20, signal_timeout_s=10), engines=2, clients=2)
+    send_lora(group, call=100)
+    obey(group, b"e0", b"e1")
+
+    def begin_weights() -> None:
+        group.send(b"c1", load(call=5))
+        acknowledge(group, b"e0", b"e1")
+
+    def pass_time(seconds: int) -> None:
+        for _ in range(seconds):
+            group.now += 1.0
+            for peer in (b"e0", b"e1", b"c0", b"c1"):
+                group.send(peer, Heartbeat())
+            group.wait(0)
+
+    if is_weights_first:
+        begin_weights()
+    if kind is LoadLora:
+        send_lora(group, "chat")
+    else:
+        group.send(b"c0", UnloadLora(call=1, name="sql"))
+    told = {peer: last(group, peer) for peer in (b"e0", b"e1")}
+    if not is_weights_first:
+        begin_weights()
+    for index, end in ((1, ""), (2, ""), (3, ""), (4, "whole")):
+        pass_time(9)
+        group.send(b"c1", bucket(index, end, call=5))
+        pass_time(9)
+        acknowledge(group, b"e0", b"e1")
+        assert group.core.num_engines == 2
+    assert group.got(b"c1", WeightAck)[-1].is_over and not group.got(b"c1", WeightAck)[-1].error
+    # From here on each has the time of the change, and not more.
+    pass_time(9)
+    group.inbox[b"e0"].append(told[b"e0"])
+    obey(group, b"e0")
+    assert group.core.num_engines == 2 and (answer(group).call, answer(group).is_over) != (1, True)
+    pass_time(12)
+    assert group.core.num_engines == 1
+
+
 def test_a_beginning_belongs_to_the_load_of_the_adapter_that_computed_it() -> None:
     group = loaded(4)
     prompt = list(range(64))

@@ -131,11 +131,19 @@ class Loras:
             call.waiting -= stopped
             call.lost.append("the engines were stopped")
         self._settle(now)
+        self._put_off(now)
         return [
             (peer, f"it did not answer {change.call} of {change.name!r} within {self._timeout_s(change):g} s")
             for peer, engine in sorted(self._group.engines.items())
             if (change := engine.change) is not None and now > change.deadline
         ]
+
+    def _put_off(self, now: float) -> None:
+        """Engines that take weights, which is one call of their threads, change adapters behind them: their time begins then."""
+        operation = self._group.operation
+        for peer in () if operation is None or operation.load is None else operation.load.engines:
+            if (change := self._group.engines[peer].change) is not None:
+                change.deadline = now + self._timeout_s(change)
 
     def _begin_next(self, now: float) -> None:
         """Begin what waits until something has to wait for buckets or engines."""
