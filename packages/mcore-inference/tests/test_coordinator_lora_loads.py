@@ -256,6 +256,47 @@ def test_adapters_change_behind_a_slow_load_of_weights_and_cost_no_engine(
         asyncio.run(main(serve(stack, runners, max_message_bytes=8192, signal_timeout_s=4.0).address))
 
 
+@pytest.mark.parametrize("call", ["load_lora", "unload_lora"])
+def test_an_engine_that_is_given_up_while_it_changes_adapters_comes_back_with_what_became_of_them(
+    engines: Callable[..., EngineRunner], adapters: dict[str, LoraWeights], answers: dict[str | None, list[int]], call: str
+) -> None:
+    runner = engines(lora=LoraSlots(max_loras=1, max_lora_rank=4))
+    is_begun, may_end = threading.Event(), threading.Event()
+
+    async def main(coordinator: DataParallelInferenceCoordinator) -> None:
+        async with InferenceClient(coordinator.address) as client:
+            if call == "unload_lora":
+                await client.load_lora("sql", adapters["sql"])
+            change = getattr(runner, call)
+
+            async def slow(*values: Any) -> None:
+                is_begun.set()
+                while not may_end.is_set():
+                    await asyncio.sleep(0.01)
+                await change(*values)
+
+            setattr(runner, call, slow)
+            arguments = ("sql", adapters["sql"]) if call == "load_lora" else ("sql",)
+            changing = asyncio.ensure_future(getattr(client, call)(*arguments))
+            assert await asyncio.to_thread(is_begun.wait, 60.0)
+            coordinator.lose_engine("dp-0", "a test says so")
+            with pytest.raises((LoraLoadError, CoordinatorError), match="dp-0: a test says so"):
+                await changing
+            # Some signs of life, of which none says that it has or lacks what is about to change.
+            await asyncio.sleep(0.5)
+            assert not coordinator.num_engines
+            may_end.set()
+            await asyncio.to_thread(coordinator.wait_for_engines, 1)
+            # The only slot is free again.
+            await client.load_lora("chat", adapters["chat"])
+            assert runner.loras == ("chat",)
+            await check(client, answers, "chat", None)
+
+    with ExitStack() as stack:
+        stack.callback(may_end.set)
+        asyncio.run(main(serve(stack, [runner])))
+
+
 def test_a_coordinated_runner_names_adapters_from_any_loop(
     engines: Callable[..., EngineRunner], adapters: dict[str, LoraWeights], answers: dict[str | None, list[int]]
 ) -> None:

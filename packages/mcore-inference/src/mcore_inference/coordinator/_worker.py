@@ -236,7 +236,8 @@ class EngineWorker:
             if self._unanswered >= _SILENT_BEATS:
                 reconnect(self._socket, self._address)
                 self._unanswered = 0
-            if self._member is not MemberState.JOINING or health.alive:
+            # An engine that registers names its adapters: what it was doing to them when it was given up ends before.
+            if self._member is not MemberState.JOINING or (health.alive and not self._loras.is_changing):
                 self._unanswered += 1
                 # Queued, as long as there is no connection.
                 self._socket.send(encode(self._sign_of_life(health)))
@@ -323,6 +324,7 @@ class EngineWorker:
             if self._member is not MemberState.JOINING:
                 self._member = MemberState.JOINING
                 self._registration += 1
+                self._loras.give_up()
                 await self._abort_all()
         elif isinstance(message, LoadWeights):
             await self._begin_load(message)

@@ -38,6 +38,15 @@ class WorkerLoras:
         """The names of the loads by those of the adapters."""
         return dict(self._loads)
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether something is in progress, so that ``loads`` may change."""
+        return bool(self._tasks)
+
+    def give_up(self) -> None:
+        """No more buckets come."""
+        self._coming = None
+
     async def begin(self, message: LoadLora, send: Send) -> None:
         """Buckets of an adapter follow; one whose buckets had not ended is forgotten."""
         self._coming = LoraReceiver(message)
