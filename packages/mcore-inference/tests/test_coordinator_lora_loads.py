@@ -297,6 +297,50 @@ def test_an_engine_that_is_given_up_while_it_changes_adapters_comes_back_with_wh
         asyncio.run(main(serve(stack, [runner])))
 
 
+@pytest.mark.parametrize("kind", ["weights", "adapters"])
+def test_a_load_that_is_cancelled_while_it_waits_holds_nobody_up(
+    engines: Callable[..., EngineRunner], model: GPTModel, adapters: dict[str, LoraWeights], kind: str
+) -> None:
+    is_begun, may_end = threading.Event(), threading.Event()
+
+    class Slow:
+        """An adapter whose matrices come when they may."""
+
+        rank, alpha = adapters["sql"].rank, adapters["sql"].alpha
+
+        def tensors(self) -> Any:
+            return self
+
+        def items(self) -> Iterator[tuple[str, Tensor]]:
+            is_begun.set()
+            assert may_end.wait(60.0)
+            yield from chunks
+
+    async def main(address: str) -> None:
+        async with InferenceClient(address) as first, InferenceClient(address) as second, InferenceClient(address) as third:
+
+            async def change(client: InferenceClient, name: str, weights: Any) -> None:
+                if kind == "adapters":
+                    await client.load_lora(name, weights)
+                else:
+                    await client.load_weights(weights.items())
+
+            begun = asyncio.ensure_future(change(first, "first", Slow()))
+            assert await asyncio.to_thread(is_begun.wait, 60.0)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(change(second, "second", Slow()), 0.3)
+            may_end.set()
+            await begun
+            # Long before a client that sends nothing is late.
+            await asyncio.wait_for(change(third, "third", Slow()), 60.0)
+            assert (await third.status()).loras == ([] if kind == "weights" else ["first", "third"])
+
+    chunks = list((dict(model.named_parameters()) if kind == "weights" else adapters["sql"].tensors()).items())
+    with ExitStack() as stack:
+        stack.callback(may_end.set)
+        asyncio.run(main(serve(stack, [engines()]).address))
+
+
 def test_a_coordinated_runner_names_adapters_from_any_loop(
     engines: Callable[..., EngineRunner], adapters: dict[str, LoraWeights], answers: dict[str | None, list[int]]
 ) -> None:

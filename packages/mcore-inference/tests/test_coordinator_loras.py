@@ -175,6 +175,23 @@ def test_a_client_that_sends_no_more_or_leaves_ends_its_load_before_an_engine_he
     assert group.got(b"e0", LoadLora)
 
 
+def test_a_load_that_waits_is_dropped_when_its_client_gives_it_up() -> None:
+    group = Group(engines=1, clients=2)
+    group.send(b"c1", load_lora(call=1, name="first"))
+    group.send(b"c0", load_lora(call=1, name="second"))
+    group.send(b"c0", UnloadLora(call=2, name="nothing"))
+    group.send(b"c1", load_lora(call=2, name="third"))
+    # Of the call that waits, and of none.
+    for number in (1, 7, 2):
+        group.send(b"c0", bucket(0, "aborted", call=number))
+    assert [refusal.call for refusal in group.got(b"c0", Refusal)] == [7, 2]
+    assert not group.got(b"c0", WeightAck)
+    group.send(b"c1", bucket(0, "aborted", call=1))
+    # Nobody waits for buckets of it.
+    assert [(message.call, message.is_over) for message in group.got(b"c0", WeightAck)] == [(2, True)]
+    assert group.got(b"c1", WeightAck)[-1].call == 2 and not group.got(b"c1", WeightAck)[-1].is_over
+
+
 def test_a_name_that_is_loaded_is_refused_until_it_is_unloaded() -> None:
     group = loaded()
     group.send(b"c0", load_lora(call=2))

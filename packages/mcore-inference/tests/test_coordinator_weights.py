@@ -15,6 +15,7 @@ from mcore_inference.coordinator._messages import (
     LoadWeights,
     Pause,
     Refusal,
+    SignalAck,
     SubmitRequest,
     WeightAck,
     WeightBucket,
@@ -106,6 +107,25 @@ def test_a_load_whose_client_is_gone_or_has_enough_is_given_up(leaves: bool, wai
     group.send(b"c1", load(version=4))
     acknowledge(group, b"e0", b"e1", error="it was given up")
     assert [group.got(peer, LoadWeights)[-1].version for peer in (b"e0", b"e1")] == [4, 4]
+
+
+def test_a_load_that_waits_is_dropped_when_its_client_gives_it_up() -> None:
+    group = Group(engines=1, clients=2)
+    group.send(b"c1", load(call=1))
+    group.send(b"c0", load(call=1))
+    group.send(b"c0", Pause(call=2))
+    group.send(b"c0", bucket(0, "aborted", call=1))
+    group.send(b"c0", bucket(0, "aborted", call=2))
+    assert [refusal.call for refusal in group.got(b"c0", Refusal)] == [2]
+    acknowledge(group, b"e0")
+    group.send(b"c1", bucket(1, "whole", call=1))
+    acknowledge(group, b"e0")
+    assert group.got(b"c1", WeightAck)[-1].is_over
+    # What waited behind it begins, and no version was given to it.
+    assert len(group.got(b"e0", LoadWeights)) == 1 and group.got(b"e0", Pause)
+    group.send(b"c1", load(call=2))
+    group.send(b"e0", SignalAck(call=group.got(b"e0", Pause)[-1].call))
+    assert group.got(b"e0", LoadWeights)[-1].version == 2
 
 
 def test_weights_need_an_engine() -> None:

@@ -346,15 +346,16 @@ class InferenceClient:
     async def _send_weights(self, begin: LoadWeights | LoadLora, chunks: Iterable[tuple[str, Tensor | WeightSlice]]) -> WeightAck:
         """By buckets, each when the one before was taken; the answer that ends the load."""
         number = begin.call
-        answer: WeightAck = await self._ask(number, begin)
-        buckets = pack(chunks, answer.bucket_bytes)
         try:
+            answer: WeightAck = await self._ask(number, begin)
+            buckets = pack(chunks, answer.bucket_bytes)
             while not answer.is_over:
                 bucket = await asyncio.to_thread(next, buckets, None)
                 end: Literal["", "whole"] = "whole" if bucket is None else ""
                 answer = await self._ask(number, WeightBucket(call=number, index=answer.index + 1, chunks=bucket or [], end=end))
         except BaseException:
-            # Engines wait for weights until they are told; a socket that is closed tells it, too.
+            # Engines wait for weights until they are told, and so do calls behind one whose turn has not come; a socket that is closed
+            # tells it, too.
             with contextlib.suppress(Exception):
                 self._send(WeightBucket(call=number, index=0, chunks=[], end="aborted"))
             raise

@@ -270,7 +270,7 @@ class CoordinatorCore:
         elif isinstance(message, WeightBucket):
             if self._loras.takes(peer, message.call):
                 self._loras.take_bucket(message, now)
-            else:
+            elif message.end != "aborted" or not self._loras.drop_waiting(peer, message.call):
                 self._operations.take_bucket(peer, message, now)
         elif isinstance(message, Disconnect):
             self._forget_client(peer, now)

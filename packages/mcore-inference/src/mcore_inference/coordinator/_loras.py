@@ -94,6 +94,14 @@ class Loras:
         call = self._call
         return call is not None and call.loads and (call.client, call.call) == (client, number)
 
+    def drop_waiting(self, client: bytes, number: int) -> bool:
+        """Whether a load whose client has given it up waited, and waits no more."""
+        for entry in self._waiting:
+            if isinstance(entry[1], LoadLora) and (entry[0], entry[1].call) == (client, number):
+                self._waiting.remove(entry)
+                return True
+        return False
+
     def take_bucket(self, bucket: WeightBucket, now: float) -> None:
         """A part of the adapter whose client ``takes`` knows."""
         group, call = self._group, self._call
