@@ -203,6 +203,11 @@ def test_what_is_no_adapter_for_this_model_changes_nothing(
     for (name, folder), reason in cases.items():
         refused = change(server, "load", lora_name=name, lora_path=folder)
         assert refused.status_code == 400 and reason in refused.json()["error"]["message"], (name, folder, refused.text)
+        assert refused.json()["error"]["param"] == ("lora_path" if name == "x" else "lora_name")
+    for name in (" x", "x\n", "x\u200b"):
+        for call, more in (("load", {"lora_path": "chat"}), ("unload", {})):
+            refused = change(server, call, lora_name=name, **more)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_name"), refused.text
     for body in ({"lora_name": "x"}, {"lora_name": "", "lora_path": "chat"}, {"lora_name": "x", "lora_path": "chat", "more": 1}):
         assert change(server, "load", **body).status_code == 422
     unknown = change(server, "unload", lora_name="chat")
@@ -238,6 +243,18 @@ def test_an_adapter_in_use_is_unloaded_when_its_last_answer_has_ended(engine: Dy
         assert "data: [DONE]" in list(lines)[-2:]
     hook.remove()
     assert change(server, "unload", lora_name="sql").status_code == 200
+
+
+def test_what_engines_are_not_there_for_may_be_asked_for_again(folders: LoraFolders) -> None:
+    with DataParallelInferenceCoordinator() as coordinator:
+        start = serve_runner(
+            lambda: CoordinatedRunner(coordinator.address), ByteTokenizer(), token="secret", model_name="base", loras=folders
+        )
+        with start as running:
+            for call, more in (("load", {"lora_path": "sql"}), ("unload", {})):
+                refused = change(running, call, lora_name="sql", **more)
+                assert refused.status_code == 503 and refused.headers["Retry-After"], refused.text
+                assert "there is no engine that could have adapters" in refused.json()["error"]["message"]
 
 
 def test_who_may_generate_changes_no_adapters_where_these_have_a_token(

@@ -322,8 +322,9 @@ class InferenceClient:
             weights: in any dtype, on any device.
 
         Raises:
-            LoraLoadError: engines refused it, or were lost or late meanwhile, by name; or a loaded one has the name.
-            CoordinatorError: there is no engine, or the coordinator has a control secret which is not this client's.
+            LoraLoadError: engines refused it, by name; or a loaded one has the name.
+            CoordinatorError: there is no engine, some were lost or late meanwhile (named; none has it), or the coordinator has a control
+                secret which is not this client's.
             ValueError: the name is none.
         """
         self._check_open()
@@ -337,7 +338,8 @@ class InferenceClient:
         Raises:
             UnknownLoraError: it is not loaded.
             LoraInUseError: requests use it; it stays.
-            CoordinatorError: as of ``load_lora``; or engines were lost meanwhile (named; the others have forgotten it).
+            CoordinatorError: there is no engine, some failed (named; all keep it) or were lost meanwhile (named; the others have forgotten
+                it), or the coordinator has a control secret which is not this client's.
             ValueError: the name is none.
         """
         answer: WeightAck = await self._call(lambda number: UnloadLora(call=number, name=checked_name(name)))

@@ -29,6 +29,9 @@ _MAX_BYTES = 64 * 2**30
 """Of all adapters, which are kept for engines that come later."""
 _LOAD_BYTES = 64
 """Of the name of a load, at most."""
+_IN_USE = fault("LoraInUseError", "")
+"""Begins the error of an engine whose requests use an adapter."""
+_NO_ENGINE = "there is no engine that could have adapters"
 _MAX_UNFIT = 256
 """Workers that are remembered to lack an adapter."""
 
@@ -48,13 +51,13 @@ class _Call:
     """Whether engines have begun."""
     index: int = 0
     waiting: set[bytes] = field(default_factory=set)
-    failed: dict[bytes, str] = field(default_factory=dict)
-    """Engines that refused, with their names and reasons."""
+    failed: dict[bytes, tuple[str, str]] = field(default_factory=dict)
+    """Engines that refused, with their names and errors."""
     lost: list[str] = field(default_factory=list)
 
     @property
     def reasons(self) -> str:
-        return "; ".join(sorted([*self.failed.values(), *self.lost]))
+        return "; ".join(sorted([*(f"{name}: {error}" for name, error in self.failed.values()), *self.lost]))
 
 
 class Loras:
@@ -165,7 +168,7 @@ class Loras:
             if self._group.state is GroupState.STOPPED:
                 self._group.send(client, Refusal(call=message.call, message="the engines are stopped"))
             elif not self._group.serving:
-                self._group.send(client, Refusal(call=message.call, message="there is no engine that could have adapters"))
+                self._group.send(client, Refusal(call=message.call, message=_NO_ENGINE))
             elif isinstance(message, LoadLora):
                 self._begin_load(client, message, now)
             else:
@@ -208,7 +211,8 @@ class Loras:
         call.is_whole = True
         call.waiting = set(self._group.serving)
         if not call.waiting:
-            self._refuse("there is no engine that could have adapters", now)
+            self._group.send(call.client, Refusal(call=call.call, message=_NO_ENGINE))
+            self._end(now)
         else:
             self._lead_all(now)
 
@@ -272,7 +276,7 @@ class Loras:
         if call is not None and is_of_call:
             call.waiting.discard(peer)
             if error:
-                call.failed[peer] = f"{engine.name}: {error}"
+                call.failed[peer] = engine.name, error
         elif error and engine.state is MemberState.SERVING:
             if change.lora is not None and engine.worker:
                 self._unfit[engine.worker] = change.load, f"it cannot take the adapter {change.name!r} that other engines have: {error}"
@@ -327,12 +331,18 @@ class Loras:
         name, number = call.lora.name, call.call
         if (call.loads and not call.reasons) or (not call.loads and call.failed):
             group.loras[name] = call.lora
-        if call.loads and call.reasons:
+        if call.loads and call.failed:
             error = fault("LoraLoadError", f"no engine has lora={name!r} ({call.reasons})")
             group.send(call.client, WeightAck(call=number, index=call.index, error=error, is_over=True))
+        elif call.loads and call.lost:
+            # The adapter is not to blame, and may be loaded when they are back.
+            group.send(call.client, Refusal(call=number, message=f"no engine has lora={name!r} ({call.reasons})"))
         elif call.failed:
-            error = fault("LoraInUseError", f"all engines keep lora={name!r} ({call.reasons})")
-            group.send(call.client, WeightAck(call=number, index=0, error=error, is_over=True))
+            text = f"all engines keep lora={name!r} ({call.reasons})"
+            if all(error.startswith(_IN_USE) for _, error in call.failed.values()):
+                group.send(call.client, WeightAck(call=number, index=0, error=fault("LoraInUseError", text), is_over=True))
+            else:
+                group.send(call.client, Refusal(call=number, message=f"unload_lora failed, and {text}"))
         elif call.lost:
             text = f"unload_lora took effect without engines that were lost ({call.reasons})"
             group.send(call.client, Refusal(call=number, message=text))

@@ -84,6 +84,9 @@ class LoraRoutes:
             raise ApiError(400, f"lora_name={body.lora_name!r} is the model's; give the adapter another name", param="lora_name")
         folder = self._folders.find(body.lora_path)
         async with self._turn:
+            if body.lora_name in await self._models.loaded():
+                message = f"lora_name={body.lora_name!r} is loaded; unload it first, or give the adapter another name"
+                raise ApiError(400, message, code=LoraLoadError.__name__, param="lora_name")
             try:
                 weights = await asyncio.to_thread(self._folders.read, folder)
             except Exception as error:

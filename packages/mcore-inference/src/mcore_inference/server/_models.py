@@ -45,6 +45,19 @@ class ServedModels:
         """Names of the adapters, in the order of their loads."""
         return [name for name in self._runner.loras if name != self.base] if isinstance(self._runner, HasLoras) else []
 
+    async def loaded(self) -> Sequence[str]:
+        """Names of the adapters that are loaded now, by whomever.
+
+        Raises:
+            ApiError: 503; nobody says so.
+        """
+        if not isinstance(self._runner, FindsLoras):
+            return self.loras
+        try:
+            return await self._runner.find_loras()
+        except (CoordinatorError, EngineDeadError) as error:
+            raise ApiError.of(error) from error
+
     def check_names(self) -> None:
         """See that no adapter has the name of the model.
 
@@ -60,14 +73,8 @@ class ServedModels:
         Raises:
             ApiError: 404.
         """
-        if name in ("", self.base) or name in self.loras:
+        if name in ("", self.base) or name in self.loras or name in await self.loaded():
             return
-        if isinstance(self._runner, FindsLoras):
-            try:
-                if name in await self._runner.find_loras():
-                    return
-            except (CoordinatorError, EngineDeadError) as error:
-                raise ApiError.of(error) from error
         more = f", its adapters are {', '.join(map(repr, loras))}" if (loras := self.loras) else ""
         message = f"model={name!r} is not served here; the model is {self.base!r}{more}"
         raise ApiError(404, message, code="model_not_found", param="model")

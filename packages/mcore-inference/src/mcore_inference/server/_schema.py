@@ -4,7 +4,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag, ValidationInfo
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag, ValidationInfo
 
 from mcore_inference.sampling import SamplingParams, StructuredOutput
 from mcore_inference.server._errors import ApiError
@@ -34,6 +34,14 @@ def _fits(tokens: object, info: ValidationInfo) -> object:
     return tokens
 
 
+def _printable(name: str) -> str:
+    """Refuse a name that no adapter can have."""
+    if not name.isprintable() or name != name.strip():
+        message = f"lora_name={name[:80]!r} must be printable characters without outer spaces"
+        raise ApiError(400, message, code="invalid_body", param="lora_name")
+    return name
+
+
 def _prompt_kind(prompt: object) -> str:
     """By the first element of a list, so that each is looked at as one kind only."""
     if not isinstance(prompt, list):
@@ -43,7 +51,7 @@ def _prompt_kind(prompt: object) -> str:
 
 
 ModelName = Annotated[str, StringConstraints(max_length=MAX_MODEL_NAME)]
-LoraName = Annotated[str, StringConstraints(min_length=1, max_length=MAX_MODEL_NAME)]
+LoraName = Annotated[str, StringConstraints(min_length=1, max_length=MAX_MODEL_NAME), AfterValidator(_printable)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 # JSON's names of fields are strings; one spelling of each id, so that none comes twice.
