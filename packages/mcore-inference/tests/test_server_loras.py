@@ -131,10 +131,10 @@ def check_lives(server: InferenceServer, texts: dict[str | None, list[int]]) -> 
             openai.NotFoundError, match="model='code' is not served here; the model is 'base', its adapters are 'sql', 'chat'"
         ):
             client.completions.create(model="code", prompt="x")
-    assert change(server, "unload", lora_name="sql").status_code == 200
+    assert change(server, "unload", lora_name="sql", lora_int_id=1).status_code == 200
     assert complete(server, "sql").status_code == 404 and listed(server) == [("base", None), ("chat", "base")]
     # The name may come again, for another adapter, which the cached beginnings of the first do not serve.
-    assert change(server, "load", lora_name="sql", lora_path="code").status_code == 200
+    assert change(server, "load", lora_name="sql", lora_path="code", lora_int_id=2, load_inplace=False).status_code == 200
     assert tokens(server, "sql") == texts["code"] and tokens(server, "chat") == texts["chat"] and tokens(server, "base") == texts[None]
 
 
@@ -208,6 +208,8 @@ def test_what_is_no_adapter_for_this_model_changes_nothing(
         for call, more in (("load", {"lora_path": "chat"}), ("unload", {})):
             refused = change(server, call, lora_name=name, **more)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_name"), refused.text
+    inplace = change(server, "load", lora_name="sql", lora_path="chat", load_inplace=True)
+    assert (inplace.status_code, inplace.json()["error"]["param"]) == (422, "load_inplace")
     for body in ({"lora_name": "x"}, {"lora_name": "", "lora_path": "chat"}, {"lora_name": "x", "lora_path": "chat", "more": 1}):
         assert change(server, "load", **body).status_code == 422
     unknown = change(server, "unload", lora_name="chat")

@@ -296,6 +296,10 @@ class LoadLoraBody(BaseModel):
     """That requests name as their model."""
     lora_path: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
     """Folder below the server's root of adapters; a relative one begins there."""
+    lora_int_id: int | None = None
+    """Of vLLM; adapters have no numbers here."""
+    load_inplace: Literal[False] = False
+    """Of vLLM, whose True puts an adapter in the place of a loaded one; here that is unloaded first."""
 
 
 class UnloadLoraBody(BaseModel):
@@ -304,3 +308,5 @@ class UnloadLoraBody(BaseModel):
     model_config = EXACT
 
     lora_name: LoraName
+    lora_int_id: int | None = None
+    """Of vLLM; adapters have no numbers here."""
