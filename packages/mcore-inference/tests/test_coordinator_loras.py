@@ -300,6 +300,40 @@ def test_an_engine_that_comes_later_gets_all_adapters_before_its_first_request()
     assert [message.request_id for message in group.got(b"e2", SubmitRequest)] and not group.got(b"e2", LoadLora)
 
 
+def test_requests_wait_for_an_engine_that_is_given_its_adapters_however_long_that_takes() -> None:
+    group = loaded(1)
+
+    def pass_time(seconds: int) -> None:
+        for _ in range(seconds):
+            group.now += 1.0
+            for peer in (b"e1", b"c0"):
+                group.send(peer, Heartbeat())
+            group.wait(0)
+
+    group.lose(b"e0")
+    group.send(b"c0", submit(1))
+    pass_time(50)
+    group.send(b"e1", register("dp-0", worker="w"))
+    begin = group.got(b"e1", LoadLora)[-1]
+    pass_time(100)
+    assert not group.got(b"c0", Failure)
+    group.send(b"e1", WeightAck(call=begin.call, index=0))
+    pass_time(100)
+    obey(group, b"e1")
+    assert group.got(b"e1", SubmitRequest) and not group.got(b"c0", Failure)
+    group.send(b"c0", Abort(request_id=1))
+    # Without an engine the time counts, from when there was one.
+    group.lose(b"e1")
+    group.send(b"e1", register("dp-0", worker="w"))
+    group.send(b"c0", submit(2))
+    pass_time(100)
+    group.lose(b"e1")
+    pass_time(59)
+    assert not group.got(b"c0", Failure)
+    pass_time(2)
+    assert group.got(b"c0", Failure)[-1].message == "there was no engine for 60 s"
+
+
 def test_what_an_engine_brings_of_another_coordinator_is_forgotten() -> None:
     group = loaded(1)
     ours = group.got(b"e0", LoadLora)[-1].load

@@ -161,8 +161,12 @@ class OpenRequests:
             self._route(request, now)
 
     def fail_late(self, now: float) -> None:
-        """End those that have waited for an engine for too long."""
-        limit = self._config.no_engine_timeout_s
+        """End those that have waited for an engine for too long. One that is there and is given its adapters is waited for as long as that
+        takes, which has a time-out of its own."""
+        limit, group = self._config.no_engine_timeout_s, self._group
+        if group.current() and not group.eligible():
+            for request in self._homeless:
+                request.arrived = now
         while self._homeless and now - self._homeless[0].arrived > limit:
             self._fail(self._homeless.popleft(), "EngineLostError", f"there was no engine for {limit:g} s")
 
