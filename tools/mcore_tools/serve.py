@@ -108,6 +108,8 @@ _USES = {
     "api_server_count": [_SERVER],
 }
 """Where a flag says something."""
+MOST_LORAS = 128
+"""That a coordinator keeps for its engines."""
 _DEFAULTS = {"host": "127.0.0.1", "port": 8000, "drain_seconds": 30.0, "max_waiting": 512}
 
 
@@ -411,6 +413,8 @@ def _serve(
 def _serve_replicas(options: argparse.Namespace, token: str | None, weights: WeightFolders | None, loras: LoraFolders | None) -> int:
     """Serve by engines in processes of their own."""
     check_length(options)
+    if options.max_loras is not None and options.max_loras > MOST_LORAS:
+        raise ValueError(f"--max-loras {options.max_loras} is more than the {MOST_LORAS} adapters that a coordinator keeps; lower it")
     layout = EngineLayout(tp=options.tp, pp=options.pp, num_sharing=options.data_parallel if options.expert_parallel else 1)
     layout.check(*served_model(options.checkpoint), balancing_of(options))
     words = engine_words(options, "--max-waiting", str(options.max_waiting), "--drain-seconds", str(options.drain_seconds))

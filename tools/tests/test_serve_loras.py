@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from mcore_ckpt import CheckpointingException
 from mcore_ckpt.hf import HFAdapterConfig, export_adapter_hf, import_hf, merge_adapter_hf
 from mcore_inference import SamplingParams
+from mcore_inference.coordinator._messages import MAX_LORAS
 from mcore_tools import cli, sft
 from mcore_tools.evaluation import Scorer
-from mcore_tools.serve import main
+from mcore_tools.serve import MOST_LORAS, main
 from mcore_tools.serving import open_engine, read_lora, slots_for
 from mcore_tools.terminal import AnswerSettings, EngineAnswers
 from tests.support.commands import Command
@@ -181,6 +182,7 @@ def test_conversations_and_measures_go_through_an_adapter(base: Path, adapters: 
         ("--lora a=SQL --lora-targets qkv,out", "layers.0.mlp.up has no slots"),
         ("--lora-targets qkv,best", "--lora-targets: targets='best' is no linear layer"),
         ("--max-loras 0", "--max-loras: 0 must be 1 to 1024"),
+        ("--data-parallel 2 --max-loras 129", "--max-loras 129 is more than the 128 adapters that a coordinator keeps; lower it"),
         ("--lora a=BASE", "holds a whole model; name the folder of an adapter"),
         ("--lora a=SQL --lora b=CHAT --prompt x", "--prompt goes through one adapter, and --lora names 2; give one"),
         ("--lora a=SQL --join tcp://127.0.0.1:1", "--lora is of a server, whose coordinator brings adapters to engines that join it"),
@@ -200,6 +202,10 @@ def test_flags_that_cannot_be_honoured_are_refused_before_a_port_opens(
     except SystemExit as end:
         code = end.code
     assert code == 2 and reason in capsys.readouterr().err
+
+
+def test_the_command_knows_how_many_adapters_a_coordinator_keeps() -> None:
+    assert MOST_LORAS == MAX_LORAS
 
 
 def test_adapters_have_no_place_beside_a_run_that_is_merged(adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

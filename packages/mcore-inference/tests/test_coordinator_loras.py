@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("zmq")
 
-from mcore_inference.coordinator import CoordinatorConfig, CoordinatorSecurity, Status
+from mcore_inference.coordinator import CoordinatorConfig, CoordinatorSecurity, Status, _loras
 from mcore_inference.coordinator._messages import (
     Abort,
     AskStatus,
@@ -25,6 +25,7 @@ from mcore_inference.coordinator._messages import (
     UnloadLora,
     WeightAck,
     WeightBucket,
+    WireChunk,
     encode,
     is_greeting,
 )
@@ -369,6 +370,25 @@ def test_adapters_and_their_names_are_bounded() -> None:
     # All of them are in the greeting of an engine that comes back.
     engine = group.core._group.engines[b"e0"]
     assert is_greeting(encode(register("x" * 64, stats={f"{at:064}": 1e17 for at in range(128)}, loras=engine.loras)))
+
+
+def test_what_takes_memory_and_brings_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk = WireChunk(name="n" * 300, dtype="float32", shape=[0], offsets=None, data=b"")
+    group = Group(engines=1, clients=1)
+    for number, chunks in enumerate(([], [chunk])):
+        group.send(b"c0", load_lora(call=number))
+        group.send(b"c0", WeightBucket(call=number, index=1, chunks=chunks, end=""))
+        assert answer(group).is_over and answer(group).error == "LoraLoadError: bucket 1 or a chunk of it is empty"
+    # Names and shapes count, too.
+    monkeypatch.setattr(_loras, "_MAX_BYTES", 2**20)
+    one = WireChunk(name="n" * 300, dtype="uint8", shape=[1], offsets=[0], data=b"a")
+    group.send(b"c0", load_lora(call=5))
+    for index in range(1, 100):
+        group.send(b"c0", WeightBucket(call=5, index=index, chunks=[one] * 50, end=""))
+        if answer(group).is_over:
+            break
+    assert 10 < index < 50 and "are more than the 1048576 that are kept; unload one" in answer(group).error
+    assert not group.got(b"e0", LoadLora)
 
 
 def test_adapters_need_an_engine_and_a_client_that_may() -> None:

@@ -18,6 +18,7 @@ from mcore_inference.coordinator._messages import (
     UnloadLora,
     WeightAck,
     WeightBucket,
+    WireChunk,
 )
 from mcore_inference.coordinator._open_requests import OpenRequests
 from mcore_inference.coordinator._operations import BUCKET_BYTES
@@ -27,6 +28,8 @@ _MAX_WAITING = 1024
 """Calls that wait for the one in progress."""
 _MAX_BYTES = 64 * 2**30
 """Of all adapters, which are kept for engines that come later."""
+_CHUNK_BYTES, _INDEX_BYTES = 512, 32
+"""Of host memory that a chunk takes beside its texts and data, and a number of its shape or offsets."""
 _LOAD_BYTES = 64
 """Of the name of a load, at most."""
 _IN_USE = fault("LoraInUseError", "")
@@ -117,9 +120,14 @@ class Loras:
         if bucket.end == "aborted":
             self._end(now)
             return
+        is_empty = not bucket.chunks and bucket.end != "whole"
+        if is_empty or not all(chunk.data for chunk in bucket.chunks):
+            # Such would take memory here, and bring nothing.
+            self._refuse(f"bucket {bucket.index} or a chunk of it is empty", now)
+            return
         call.index = bucket.index
         lora.buckets.append(bucket.chunks)
-        lora.num_bytes += sum(len(chunk.data) for chunk in bucket.chunks)
+        lora.num_bytes += sum(map(_size, bucket.chunks))
         if (size := lora.num_bytes + sum(other.num_bytes for other in group.loras.values())) > _MAX_BYTES:
             self._refuse(f"adapters of {size} bytes are more than the {_MAX_BYTES} that are kept; unload one", now)
         elif bucket.end != "whole":
@@ -372,3 +380,9 @@ class Loras:
     @property
     def _bucket_bytes(self) -> int:
         return min(BUCKET_BYTES, self._config.max_message_bytes // 2)
+
+
+def _size(chunk: WireChunk) -> int:
+    """Bytes of host memory, about."""
+    indices = len(chunk.shape) + len(chunk.offsets or ())
+    return len(chunk.data) + len(chunk.name) + len(chunk.dtype) + _CHUNK_BYTES + _INDEX_BYTES * indices
