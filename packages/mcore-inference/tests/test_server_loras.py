@@ -190,9 +190,15 @@ def test_what_is_no_adapter_for_this_model_changes_nothing(
     assert change(server, "load", lora_name="sql", lora_path="sql").status_code == 200
     outside = tmp_path / "sql"
     outside.mkdir()
-    for path in (outside, root, "nowhere", "..", "a\0b"):
+    (root / "circle").symlink_to(root / "circle")
+    (root / "out").symlink_to(outside)
+    # In the same words, whether it is there or not.
+    for path in (outside, tmp_path / "nowhere", root, "nowhere", "..", "../nowhere", "a\0b", "circle", "out", "sql\0", "x" * 4000):
         refused = change(server, "load", lora_name="x", lora_path=str(path))
-        assert refused.status_code == 400 and "lora_path" in refused.json()["error"]["message"], path
+        assert refused.status_code == 400, path
+        assert refused.json()["error"]["message"] == f"lora_path={str(path)!r} is no folder below {root}"
+    for name in ("circle", "out"):
+        (root / name).unlink()
     cases = {
         ("x", "empty"): "holds no adapter for this model",
         ("x", "wide"): "rank",

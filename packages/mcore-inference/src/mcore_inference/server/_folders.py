@@ -59,18 +59,22 @@ def find_folder(root: Path, name: str, param: str) -> Path:
     """The folder of that name, or of that path below the root.
 
     Args:
-        root: links out of it are not followed.
+        root: a name that leads out of it by a link is refused. Links that lie in a folder are the reader's to follow: whoever may write
+            there is trusted.
         name: as the client wrote it.
         param: field that it wrote it in.
 
     Raises:
-        ApiError: 400; it is not there, or not below the root.
+        ApiError: 400; it is not there, or not below the root. Both are said in the same words: what else the machine has is no client's
+            business.
     """
+    refusal = ApiError(400, f"{param}={name!r} is no folder below {root}", param=param)
     try:
         folder = (root / name).resolve(strict=True)
+        is_below = folder.is_dir() and root.resolve() in folder.parents
     except (OSError, ValueError, RuntimeError) as error:
         # Links in a circle are a RuntimeError.
-        raise ApiError(400, f"{param}={name!r} cannot be read here: {error}", param=param) from error
-    if not folder.is_dir() or root.resolve() not in folder.parents:
-        raise ApiError(400, f"{param}={name!r} is no folder below {root}", param=param)
+        raise refusal from error
+    if not is_below:
+        raise refusal
     return folder

@@ -34,7 +34,7 @@ class LoraFolders:
     """
 
     root: Path
-    """Only folders below it are read."""
+    """Only folders below it are read, with the links that lie in them."""
     read: Callable[[Path], LoraWeights]
     """The adapter of a folder."""
     token: str | None = field(default=None, repr=False)

@@ -35,7 +35,7 @@ class WeightFolders:
     """
 
     root: Path
-    """Only folders below it are read."""
+    """Only folders below it are read, with the links that lie in them."""
     read: Callable[[Path], Iterable[tuple[str, Tensor | WeightSlice]]]
     """The weights of a folder, by their global names."""
     token: str | None = field(default=None, repr=False)
