@@ -294,6 +294,8 @@ def opened(
             if ranks.starts_others:
                 layout.check(*served_model(options.checkpoint), balancing_of(options))
             stack.enter_context(ranks)
+            if options.loras:
+                ranks.check_adapters(options.loras)
         device = device_of("cuda" if torch.cuda.is_available() else "cpu")
         try:
             engine = open_engine(

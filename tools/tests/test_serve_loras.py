@@ -7,21 +7,23 @@ import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed import HashStore
 
 from mcore_ckpt import CheckpointingException
 from mcore_ckpt.hf import HFAdapterConfig, export_adapter_hf, import_hf, merge_adapter_hf
-from mcore_inference import SamplingParams
+from mcore_inference import LoraWeights, SamplingParams
 from mcore_inference.coordinator._messages import MAX_LORAS
 from mcore_tools import cli, sft
 from mcore_tools.evaluation import Scorer
 from mcore_tools.serve import MOST_LORAS, main
-from mcore_tools.serving import open_engine, read_lora, slots_for
+from mcore_tools.serving import EngineLayout, EngineRanks, open_engine, read_lora, slots_for
 from mcore_tools.terminal import AnswerSettings, EngineAnswers
 from tests.support.commands import Command
 from tests.support.published import write_chat, write_published
@@ -105,6 +107,35 @@ def test_folders_of_adapters_are_read_for_the_model_that_is_served(base: Path, a
         assert all(
             torch.equal(a, b) for name, pair in again.matrices.items() for a, b in zip(pair, loras["run"].matrices[name], strict=True)
         )
+
+
+def test_ranks_that_read_different_adapters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run that trains each rank finds the newest step by itself."""
+    layout = EngineLayout(tp=2)
+    adapters = [
+        LoraWeights(rank=1, alpha=1.0, matrices={"layers.0.mlp.up": (torch.ones(1, 3), torch.full((2, 1), at))}) for at in (0.5, 1.5)
+    ]
+
+    def check(rank: int, loras: dict[str, LoraWeights]) -> str:
+        try:
+            ranks[rank].check_adapters(loras)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    for different, reason in (
+        (0, ""),
+        (1, "the ranks of the engine have read different adapters, such as of a run that trains; name a step"),
+    ):
+        ranks, store = [], HashStore()
+        for rank in range(2):
+            for name, value in (("RANK", rank), ("WORLD_SIZE", 2)):
+                monkeypatch.setenv(name, str(value))
+            ranks.append(EngineRanks(layout, []))
+            ranks[rank]._store = store
+        with ThreadPoolExecutor(2) as pool:
+            said = list(pool.map(check, range(2), [{"sql": adapters[0]}, {"sql": adapters[different]}]))
+        assert all(text.startswith(reason) and bool(text) == bool(reason) for text in said), said
 
 
 def test_what_is_no_adapter_of_the_model_is_refused_by_name(base: Path, adapters: Path, tmp_path: Path) -> None:

@@ -4,8 +4,11 @@
 
 import argparse
 import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import torch
 
 from mcore_ckpt import CheckpointingException
 from mcore_ckpt.hf import StoredAdapter, import_adapter_hf
@@ -84,6 +87,17 @@ def lora_address(place: str | Path) -> str:
     """
     is_peft = (Path(place) / "adapter_config.json").is_file()
     return str(Path(place if is_peft else resolve_folder(place).address).resolve())
+
+
+def lora_digest(loras: Mapping[str, LoraWeights]) -> str:
+    """Of names and numbers; equal ones have the same."""
+    digest = hashlib.sha256()
+    for name, weights in loras.items():
+        digest.update(repr((name, weights.rank, weights.alpha)).encode())
+        for matrix, tensor in sorted(weights.tensors().items()):
+            digest.update(repr((matrix, tuple(tensor.shape), tensor.dtype)).encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def add_lora_argument(parser: argparse.ArgumentParser) -> None:

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from mcore_inference import DynamicInferenceEngine, EngineDeadError, follow_runner
+from mcore_inference import DynamicInferenceEngine, EngineDeadError, LoraWeights, follow_runner
 from mcore_parallel import ProcessGroups
 from mcore_parallel.guard import STALLED_EXIT_CODE
 from mcore_tools.launch import leave_world
 from mcore_tools.recipes import RunConfig
 from mcore_tools.serving._layout import EngineLayout
+from mcore_tools.serving._loras import lora_digest
 
 _POLL_S = 0.05
 _MEET_S = 600.0
@@ -115,6 +116,22 @@ class EngineRanks:
                     f"ranks {missing} of the engine did not come within {_MEET_S:g} s (stage {stage!r}); read what they print"
                 )
             time.sleep(_POLL_S)
+
+    def check_adapters(self, loras: Mapping[str, LoraWeights]) -> None:
+        """See that all ranks have read the same adapters, as a run has other newest steps from one moment to the next.
+
+        Raises:
+            ValueError: they have not, or a rank ended before.
+            TimeoutError: as of ``meet``.
+        """
+        assert self._store is not None, "a world is entered before"
+        self._store.set(f"serving/adapters/of/{self.rank}", lora_digest(loras))
+        self.meet("adapters")
+        if len({self._store.get(f"serving/adapters/of/{rank}") for rank in range(self.size)}) > 1:
+            raise ValueError(
+                "the ranks of the engine have read different adapters, such as of a run that trains; name a step by --lora, "
+                "RUN/checkpoints/step_..., or start again"
+            )
 
     def follow(self, engine: DynamicInferenceEngine) -> int:
         """Repeat what the first rank does, until it ends; signals are for that one.
