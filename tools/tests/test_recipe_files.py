@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from mcore_tools import train
 from mcore_tools.assembly import schedule
-from mcore_tools.recipes import RECIPES, RecipeError, config_text, override, read_config, recipe, write_config
+from mcore_tools.recipes import RECIPES, RecipeError, config_text, override, read_config, read_model_config, recipe, write_config
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -42,6 +43,34 @@ def test_a_file_changes_a_recipe(tmp_path: Path) -> None:
     assert config.moe is not None and config.moe.num_moe_experts == 2
     path.write_text("model: {num_layers: 2, hidden_size: 8, num_attention_heads: 2, vocab_size: 16}\n")
     assert read_config(path).model.hidden_size == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "changes"),
+    [
+        ("arithmetic_tiny", "train", {"deterministic": True}),
+        ("arithmetic_tiny", "log", {"peak_tflops": 989.0}),
+        ("arithmetic_tiny", "data", {"fim": {}}),
+        ("moe_tiny", "recompute", {"granularity": "selective", "method": "block"}),
+        ("moe_tiny", "optimizer", {"optimizer": "lion", "use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16"}),
+        ("moe_tiny", "log", {"gone": True}),
+    ],
+)
+def test_the_model_of_a_run_is_read_whatever_the_run_says_of_its_training(
+    name: str, part: str, changes: dict[str, object], tmp_path: Path
+) -> None:
+    config = override(recipe(name), ["train.dtype=float64", "train.seq_len=32"])
+    values, path = yaml.safe_load(config_text(config)), tmp_path / "run.yaml"
+    values[part] = {**(values[part] or {}), **changes}
+    path.write_text(yaml.safe_dump(values))
+    with pytest.raises(RecipeError):
+        read_config(path)
+    read = read_model_config(path, "step 7")
+    assert (read.model, read.moe, read.train.dtype, read.train.seq_len) == (config.model, config.moe, "float64", 32)
+    del values["model"]["vocab_size"]
+    path.write_text(yaml.safe_dump(values))
+    with pytest.raises(RecipeError, match=r"^step 7: model: set model\.vocab_size too, without a default$"):
+        read_model_config(path, "step 7")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from mcore_moe import MoEConfig
 from mcore_parallel import ProcessGroups, named_shards
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.nn import LatentAttentionConfig
-from mcore_tools.recipes import RecipeError, RunConfig, config_text, override, recipe
+from mcore_tools.cli import main
+from mcore_tools.recipes import RecipeError, RunConfig, config_text, override, read_config, recipe
 from mcore_tools.training import check_stored, train_rank
 from tests.support.corpora import write_corpus
 
@@ -172,6 +173,32 @@ def test_a_configuration_is_parsed_once(tmp_path: Path, monkeypatch: pytest.Monk
     for _ in range(3):
         check_stored(run, folder)
     assert parsed == [config_text(run)]
+
+
+def test_what_an_earlier_release_trained_is_used_and_gone_on_with(
+    corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = override(recipe("gpt_tiny"), [*corpus, f"output={tmp_path}/run"])
+    earlier = yaml.safe_load(config_text(run))
+    earlier["optimizer"] |= {"optimizer": "lion", "use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16"}
+    earlier["recompute"] = {"granularity": "selective", "num_layers": 2}
+    earlier["log"]["gone"] = True
+    with monkeypatch.context() as patched:
+        patched.setattr("mcore_tools.training._folder.config_text", lambda _: yaml.safe_dump(earlier))
+        train_rank(run, "cpu")
+    with pytest.raises(RecipeError):
+        read_config(tmp_path / "run" / "config.yaml")
+    assert main(["convert", "export-hf", f"{run.output}/checkpoints", f"{tmp_path}/hf"]) == 0
+    (tmp_path / "text.txt").write_text("to be or not")
+    answers = []
+    for model in (run.output, f"{tmp_path}/hf"):
+        assert main(["eval", model, "--max-length", "16", "--text", f"{tmp_path}/text.txt"]) == 0
+        capsys.readouterr()
+        assert main(["generate", model, "--prompt", "to be", "--max-tokens", "4", "--temperature", "0", "--ignore-eos"]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
+    train_rank(override(run, ["train.steps=2"]), "cpu")
+    assert (tmp_path / "run" / "checkpoints" / "step_00000002").is_dir()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@
 from mcore_tools.recipes._config import FSDPConfig, QKClipConfig, RunConfig
 from mcore_tools.recipes._data import DataConfig, FIMConfig
 from mcore_tools.recipes._fields import add_fields_option, config_of, list_fields
-from mcore_tools.recipes._file import config_text, read_config, write_config
+from mcore_tools.recipes._file import config_text, read_config, read_model_config, write_config
 from mcore_tools.recipes._fit import KINDS, Kind, layouts_of, leanest, missing_layout, sized_run, usable_gib
 from mcore_tools.recipes._load import LoadConfig
 from mcore_tools.recipes._log import LogConfig
@@ -51,6 +51,7 @@ __all__ = [
     "missing_layout",
     "override",
     "read_config",
+    "read_model_config",
     "recipe",
     "run_memory",
     "sized_run",

@@ -14,6 +14,8 @@ from mcore_tools.recipes._values import plain
 
 BASE = "recipe"
 """Key of a file that names the recipe which the file changes."""
+_OF_MODEL = ("model", "moe", "masked", "spans", "batch_invariant")
+_OF_MODEL_IN_TRAIN = ("dtype", "seq_len")
 
 
 def read_config(path: str | Path, base: RunConfig | None = None) -> RunConfig:
@@ -28,18 +30,43 @@ def read_config(path: str | Path, base: RunConfig | None = None) -> RunConfig:
         RecipeError: no YAML, an unknown field (names the nearest), a value of another type, or one the configuration refuses.
         OSError: the file cannot be read.
     """
-    try:
-        values: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is no YAML: {' '.join(str(error).split())}; correct it there") from None
-    except RecursionError:
-        raise RecipeError(f"{path} is nested too deeply to be a run; a run has mappings in mappings at most") from None
-    if not isinstance(values, dict):
-        raise RecipeError(f"{path} must map fields to values, found {type(values).__name__}; --write-config writes such a file")
+    values = _read_values(path, str(path))
     name = values.pop(BASE, None)
     if base is None and name is not None:
         base = recipe(str(name))
     return merge(RunConfig if base is None else base, values, str(path))
+
+
+def read_model_config(path: str | Path, source: str) -> RunConfig:
+    """The run of a file as far as its model goes: sizes, experts, dtype and the length of its texts. All else has its default, so that
+    what was trained is used whatever is refused in a training meanwhile.
+
+    Args:
+        path: as of ``read_config``.
+        source: what the file is, for messages.
+
+    Raises:
+        RecipeError, OSError: as of ``read_config``, for these fields.
+    """
+    values = _read_values(path, source)
+    name = values.get(BASE)
+    kept = {field: values[field] for field in _OF_MODEL if field in values}
+    train = values.get("train", {})
+    kept["train"] = {field: train[field] for field in _OF_MODEL_IN_TRAIN if field in train} if isinstance(train, dict) else train
+    return merge(RunConfig if name is None else recipe(str(name)), kept, source)
+
+
+def _read_values(path: str | Path, source: str) -> dict[str, Any]:
+    """What a file maps."""
+    try:
+        values: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{source} is no YAML: {' '.join(str(error).split())}; correct it there") from None
+    except RecursionError:
+        raise RecipeError(f"{source} is nested too deeply to be a run; a run has mappings in mappings at most") from None
+    if not isinstance(values, dict):
+        raise RecipeError(f"{source} must map fields to values, found {type(values).__name__}; --write-config writes such a file")
+    return values
 
 
 def config_text(config: RunConfig) -> str:

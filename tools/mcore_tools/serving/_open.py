@@ -23,7 +23,7 @@ from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.training import model_state
 from mcore_tools.assembly import open_tokenizer
 from mcore_tools.chat import TemplateTokenizer, find_template
-from mcore_tools.recipes import RunConfig, TrainConfig, read_config
+from mcore_tools.recipes import RunConfig, TrainConfig, read_model_config
 from mcore_tools.serving._engine import build_engine
 from mcore_tools.serving._loras import slots_for
 from mcore_tools.training import HuggingFaceFolder, fill_model, is_huggingface, stored_model
@@ -57,8 +57,9 @@ def open_engine(
         cache_gb: memory for keys and values, in GB; None for what a GPU has left, and 1 on a CPU.
         kv_cache_dtype: of keys and values, as of ``InferenceConfig``.
         weight_dtype: of the linear layers and experts, as of ``InferenceConfig``.
-        groups: how the model of a run is split over ranks, all of which call this; None for all of it on this process.
-        execution: how the engine drives the device, by the run and the groups that split its model; None for the defaults.
+        groups: how the model of a run (``read_model_config``) is split over ranks, all of which call this; None for all of it on this
+            process.
+        execution: how the engine drives the device, by that run and the groups that split its model; None for the defaults.
         sizes: further fields of ``InferenceConfig``.
         attention_backend: as of ``PagedAttention``.
         loras: adapters that are loaded into it (``read_lora``), for which it has as many slots as they need, or those of
@@ -156,7 +157,7 @@ def served_model(checkpoint: str | Path) -> tuple[TransformerConfig, MoEConfig |
 
 
 def _read_assets(checkpoint: str | Path) -> tuple[Folder, RunConfig, Tokenizer | TemplateTokenizer]:
-    """The folder of a step, and the settings and the tokenizer that it keeps."""
+    """The folder of a step, and the model's settings and the tokenizer that it keeps."""
     folder = resolve_folder(checkpoint)
     assets = read_manifest(folder).assets
     missing = [name for name in ("run.yaml", "tokenizer/") if not any(asset.startswith(name) for asset in assets)]
@@ -166,7 +167,7 @@ def _read_assets(checkpoint: str | Path) -> tuple[Folder, RunConfig, Tokenizer |
         )
     with tempfile.TemporaryDirectory() as place:
         extract_assets(folder, place)
-        config = read_config(Path(place) / "run.yaml")
+        config = read_model_config(Path(place) / "run.yaml", f"{folder}: run.yaml")
         if config.encoder:
             raise ValueError(f"{folder} holds an encoder, with which nothing is generated; name a run with {config.encoder}=none")
         return folder, config, _open_tokenizer(Path(place) / "tokenizer", config.model.vocab_size)
