@@ -49,7 +49,7 @@ from mcore_inference.server import (
 )
 from mcore_parallel.guard import STALLED_EXIT_CODE
 from mcore_tools._quiet_pipe import quiet_pipe
-from mcore_tools.arguments import Parser, integer, number, secret
+from mcore_tools.arguments import Parser, integer, number, option_name, secret
 from mcore_tools.exit_code import FAILED, exit_code, under_way
 from mcore_tools.generate import (
     LOG_FORMAT,
@@ -75,10 +75,12 @@ from mcore_tools.serving import (
     add_engine_arguments,
     add_lora_arguments,
     check_lora_base,
+    check_lora_slots,
     coordinated,
     end_process,
     frozen_heap,
     given_up_when_hung,
+    lora_slots,
     open_served_tokenizer,
     read_lora,
     read_loras,
@@ -360,7 +362,14 @@ def _read_loras(options: argparse.Namespace) -> dict[str, LoraWeights]:
     if any(name == lora for lora, _ in options.lora):
         raise ValueError(f"--lora {name}=... has the name of the model; give it another, or the model by --served-model-name")
     loras = read_loras(options.checkpoint, options.lora)
+    flags = ("--lora-targets", "--lora", "--max-loras", "--max-lora-rank", "--lora-folder")
+    given = [flag for flag in flags if getattr(options, option_name(flag))]
     settle_lora_slots(options, loras)
+    if (slots := lora_slots(options)) is not None:
+        try:
+            check_lora_slots(options.checkpoint, slots)
+        except ValueError as error:
+            raise ValueError(f"{given[0]}: {error}") from error
     return loras
 
 

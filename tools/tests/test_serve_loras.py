@@ -18,13 +18,14 @@ from torch.distributed import HashStore
 
 from mcore_ckpt import CheckpointingException
 from mcore_ckpt.hf import HFAdapterConfig, export_adapter_hf, import_hf, merge_adapter_hf
-from mcore_inference import LoraWeights, SamplingParams
+from mcore_inference import LoraSlots, LoraWeights, SamplingParams
 from mcore_inference.coordinator._messages import MAX_LORAS
 from mcore_tools import cli, sft
 from mcore_tools.evaluation import Scorer
 from mcore_tools.serve import MOST_LORAS, main
 from mcore_tools.serving import EngineLayout, EngineRanks, open_engine, read_lora, slots_for
 from mcore_tools.terminal import AnswerSettings, EngineAnswers
+from tests.support.checkpoints import tiny_checkpoint
 from tests.support.commands import Command
 from tests.support.published import write_chat, write_published
 
@@ -237,6 +238,24 @@ def test_flags_that_cannot_be_honoured_are_refused_before_a_port_opens(
 
 def test_the_command_knows_how_many_adapters_a_coordinator_keeps() -> None:
     assert MOST_LORAS == MAX_LORAS
+
+
+def test_slots_of_a_mixture_are_beside_its_attention(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixture = str(tiny_checkpoint(tmp_path, "which fruit is red? ", "moe_tiny"))
+    words = ["serve", mixture, "--cache-gb", "0.01", "--prompt", PROMPT, "--max-tokens", "2", "--ignore-eos"]
+    for given in (["--max-loras", "2"], ["--max-lora-rank", "3"], ["--lora-targets", "out"]):
+        assert cli.main([*words, *given]) == 0, capsys.readouterr().err
+    capsys.readouterr()
+    monkeypatch.setattr("mcore_tools.generate.open_engine", lambda *_, **__: pytest.fail("loaded"))
+    for more in ([], ["--tp", "2"]):
+        assert cli.main([*words, "--lora-targets", "qkv,up", *more]) == 2
+        assert "--lora-targets: targets='up' of LoraSlots names no linear layer of this model" in capsys.readouterr().err
+    # Whoever opens the engine.
+    monkeypatch.setattr("mcore_tools.serving._open.fill_model", lambda *_, **__: pytest.fail("read"))
+    with pytest.raises(ValueError, match="targets='up' of LoraSlots names no linear layer"):
+        open_engine(mixture, "cpu", cache_gb=0.01, sizes={"lora": LoraSlots(targets=("up",))})
 
 
 def test_adapters_have_no_place_beside_a_run_that_is_merged(adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ from mcore_inference import (
     SamplingParams,
     UnknownLoraError,
 )
-from mcore_inference.adapters import LoraTable, adapter_bytes
+from mcore_inference.adapters import LoraTable, adapter_bytes, check_slots
 from mcore_inference.decoder import FusedDecoder, TorchDecoder
 from mcore_moe import MoEConfig, moe_feed_forward
 from mcore_parallel import ProcessGroups, named_shards
@@ -521,12 +521,27 @@ def test_numbers_of_one_adapter_do_not_reach_the_requests_of_another() -> None:
     check_equal([records[0], records[2]], wanted)
 
 
+@pytest.mark.parametrize(("kind", "count"), [("plain", 8), ("latents", 12), ("mixture", 4), ("states", 4)])
+def test_slots_without_targets_are_beside_the_layers_that_the_model_has(kind: str, count: int) -> None:
+    model = make_model(kind)
+    adapter = random_adapter(model, 2, 0, (*TARGETS, "q_down", "q_up", "kv_down"))
+    assert len(adapter.matrices) == count
+    engine = build(model, slots=LoraSlots())
+    engine.load_lora("a", adapter)
+    records = engine.generate([SHARED], settings(0), lora="a")
+    check_equal(records, build(merged(model, adapter)).generate([SHARED], settings(0)))
+
+
 def test_models_that_cannot_have_slots_are_refused_at_construction() -> None:
     slots = LoraSlots()
     with pytest.raises(ValueError, match="targets='q_down' of LoraSlots names no linear layer"):
         build(make_model(), slots=LoraSlots(targets=("qkv", "q_down")))
     with pytest.raises(ValueError, match="targets='up' of LoraSlots names no linear layer"):
-        build(make_model("mixture"), slots=slots)
+        build(make_model("mixture"), slots=LoraSlots(targets=("qkv", "up")))
+    states = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=64, hybrid_layer_pattern="M", mamba=MAMBA)
+    alone = GPTModel(states, ProcessGroups.single(), attention_core=PagedAttention()).eval()
+    with pytest.raises(ValueError, match="targets=None of LoraSlots is one of qkv, out, .* this model has none; name others"):
+        check_slots(alone, slots)
     config = make_model().config
     exact = GPTModel(config, ProcessGroups.single(), attention_core=PagedAttention(), backend=choose_backend(batch_invariant=True)).eval()
     with pytest.raises(ValueError, match="batch_invariant=True of the backend exclude each other"):
@@ -574,7 +589,7 @@ def test_another_thread_does_not_compute_with_the_adapters_of_a_step() -> None:
         ({"max_loras": True}, "max_loras=True"),
         ({"max_lora_rank": 1.5}, "max_lora_rank=1.5"),
         ({"targets": "qkv"}, "targets='qkv' is a str"),
-        ({"targets": None}, "targets=None is a NoneType"),
+        ({"targets": 3}, "targets=3 is a int"),
         ({"targets": (["up"],)}, "no linear layer that can have adapters"),
         ({"targets": ()}, "at least one"),
         ({"targets": ("up", "up")}, "each once"),

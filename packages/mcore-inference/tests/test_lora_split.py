@@ -178,6 +178,8 @@ def check_unequal_slots() -> str:
         make_engine(make_model(groups), LoraSlots(max_loras=2, max_lora_rank=2 + groups.pp.rank))
     with pytest.raises(ValueError, match="targets of lora is"):
         make_engine(make_model(groups), LoraSlots(targets=("qkv",) if groups.pp.rank else ("out",)))
+    # Of the usual layers those that some stage has.
+    make_engine(make_model(groups), LoraSlots())
     # A layer that no stage has.
     with pytest.raises(ValueError, match="targets='q_up' of LoraSlots names no linear layer"):
         make_engine(make_model(groups), LoraSlots(targets=("q_up",)))

@@ -23,7 +23,14 @@ from mcore_tools.serving._loras import (
     settle_lora_slots,
     slots_for,
 )
-from mcore_tools.serving._open import open_engine, open_served_tokenizer, served_address, served_length, served_model
+from mcore_tools.serving._open import (
+    check_lora_slots,
+    open_engine,
+    open_served_tokenizer,
+    served_address,
+    served_length,
+    served_model,
+)
 from mcore_tools.serving._ranks import PROGRAM, EngineRanks, end_process
 from mcore_tools.serving._replicas import work_for
 from mcore_tools.serving._sampling import (
@@ -59,6 +66,7 @@ __all__ = [
     "build_engine",
     "chat_encoder",
     "check_lora_base",
+    "check_lora_slots",
     "check_scores",
     "continue_prompts",
     "coordinated",

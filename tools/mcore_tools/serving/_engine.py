@@ -25,6 +25,7 @@ from mcore_inference import (
     SamplingParams,
     add_redundant_experts,
 )
+from mcore_inference.adapters import check_slots
 from mcore_inference.decoder import quantize_weights
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import Tokenizer
@@ -86,6 +87,8 @@ def build_engine(
         weight_dtype=weight_dtype,
         **usual | dict(sizes or {}),
     )
+    # Before weights are read.
+    check_slots(model, inference.lora)
     if cache_gb is None and weight_dtype is not None and fill is not None:
         # What the weights leave is seen when they are rounded; else a refusal comes before they are read.
         fill(model)

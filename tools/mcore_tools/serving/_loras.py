@@ -133,7 +133,7 @@ def add_lora_arguments(parser: argparse.ArgumentParser) -> None:
         "--lora-targets",
         metavar="NAMES",
         type=_targets,
-        help="linear layers that adapters may change, with commas between (default: those of --lora, else qkv,out,up,down)",
+        help="layers that adapters may change, with commas between (default: those of --lora, else of attention and feed-forwards)",
     )
 
 
@@ -175,7 +175,7 @@ def settle_lora_slots(options: argparse.Namespace, loras: Mapping[str, LoraWeigh
         # Others may come beside those of the command.
         more = {name: max(getattr(slots, name), getattr(usual, name)) for name in ("max_loras", "max_lora_rank")}
         slots = dataclasses.replace(slots, **more)
-    defaults = (slots.max_loras, slots.max_lora_rank, ",".join(slots.targets))
+    defaults = (slots.max_loras, slots.max_lora_rank, ",".join(slots.wanted))
     for name, value in zip(LORA_OPTIONS, defaults, strict=True):
         if getattr(options, name) is None:
             setattr(options, name, value)

@@ -15,13 +15,14 @@ from mcore_ckpt.hf import StoredAdapter
 from mcore_ckpt.inspect import resolve_folder
 from mcore_ckpt.manifest import read_manifest
 from mcore_ckpt.storage import Folder
-from mcore_inference import DynamicInferenceEngine, ExecutionConfig, LoraWeights
+from mcore_inference import DynamicInferenceEngine, ExecutionConfig, LoraSlots, LoraWeights
+from mcore_inference.adapters import check_slots
 from mcore_moe import MoEConfig
 from mcore_parallel import ProcessGroups
 from mcore_parallel.data import Tokenizer
 from mcore_parallel.models import GPTModel, TransformerConfig
 from mcore_parallel.training import model_state
-from mcore_tools.assembly import open_tokenizer
+from mcore_tools.assembly import build_model, open_tokenizer
 from mcore_tools.chat import TemplateTokenizer, find_template
 from mcore_tools.recipes import RunConfig, TrainConfig, read_model_config
 from mcore_tools.serving._engine import build_engine
@@ -154,6 +155,19 @@ def served_model(checkpoint: str | Path) -> tuple[TransformerConfig, MoEConfig |
         return model
     config = _read_assets(checkpoint)[1]
     return config.model, config.moe
+
+
+def check_lora_slots(checkpoint: str | Path, slots: LoraSlots) -> None:
+    """See that the model of ``open_engine`` has the layers that adapters may change; no weights are read.
+
+    Raises:
+        CheckpointingException: as of ``open_engine``.
+        ValueError: it has not.
+    """
+    model, moe = served_model(checkpoint)
+    built = build_model(RunConfig(model=model, moe=moe), ProcessGroups.single(), "meta")
+    assert isinstance(built, GPTModel), "a run without an encoder is one"
+    check_slots(built, slots)
 
 
 def _read_assets(checkpoint: str | Path) -> tuple[Folder, RunConfig, Tokenizer | TemplateTokenizer]:

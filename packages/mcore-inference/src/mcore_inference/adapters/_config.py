@@ -12,6 +12,7 @@ __all__ = ["LoraSlots"]
 
 _TARGETS = ("down", "gate", "in_proj", "kv_down", "out", "out_proj", "q", "q_down", "q_up", "qkv", "up")
 """Linear layers of mixers and of plain feed-forwards."""
+_USUAL = ("qkv", "out", "up", "down", "q", "q_down", "q_up", "kv_down")
 _REFUSED = {"kv_up": "is absorbed into queries, which one product serves for all requests"}
 
 
@@ -35,14 +36,16 @@ class LoraSlots:
     """Adapters that are loaded at the same time."""
     max_lora_rank: int = 16
     """Greatest rank of one."""
-    targets: tuple[str, ...] = ("qkv", "out", "up", "down")
+    targets: tuple[str, ...] | None = None
     """Linear layers that an adapter may change: the last parts of their names. Of attention "qkv", "gate" and "out", of latent attention
     "q", "q_down", "q_up", "kv_down" and "out", of recurrent mixers "in_proj" and "out_proj", of feed-forwards without experts "up" and
-    "down". The model must have each of them."""
+    "down". The model must have each of them. None for those of attention, but "gate", and of feed-forwards that it has."""
 
     def __post_init__(self) -> None:
         for name, most in (("max_loras", 2**10), ("max_lora_rank", 2**12)):
             object.__setattr__(self, name, as_integer(name, getattr(self, name), 1, most))
+        if self.targets is None:
+            return
         if isinstance(self.targets, str) or not isinstance(self.targets, Sequence):
             raise ValueError(f'targets={self.targets!r} is a {type(self.targets).__name__}; give names, such as ("qkv", "out")')
         object.__setattr__(self, "targets", tuple(self.targets))
@@ -53,6 +56,11 @@ class LoraSlots:
                 raise ValueError(f"targets={target!r} {_REFUSED[target]}; leave it out, or merge the adapter")
             if target not in _TARGETS:
                 raise ValueError(f"targets={target!r} is no linear layer that can have adapters; choose from {', '.join(_TARGETS)}")
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """``targets``; without them those that a model may have."""
+        return _USUAL if self.targets is None else self.targets
 
     @property
     def total_rank(self) -> int:

@@ -7,7 +7,7 @@ import difflib
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -52,11 +52,11 @@ def adapter_root(name: str, load: int) -> bytes:
 
 @experimental_api
 def check_slots(model: GPTModel, slots: LoraSlots | None) -> None:
-    """Whether a model can be served with adapters; nothing is allocated. What the targets name, ``LoraTable.join_stages`` asks
-    all stages.
+    """Whether a model can be served with adapters; nothing is allocated. With pp > 1 ``LoraTable.join_stages`` asks all stages what the
+    targets name.
 
     Raises:
-        ValueError: its backend is batch-invariant, or a layer has an adapter that is being trained.
+        ValueError: its backend is batch-invariant, a layer has an adapter that is being trained, or a target names no layer.
     """
     if slots is None:
         return
@@ -69,6 +69,8 @@ def check_slots(model: GPTModel, slots: LoraSlots | None) -> None:
     for name in (name for name, _ in model.named_parameters() if is_adapter(name)):
         layer = name.rpartition(".")[0].removesuffix(".lora").removesuffix("_lora")
         raise ValueError(f"{layer} has an adapter of its own; merge_lora before it is served with lora=LoraSlots(...)")
+    if model.groups.pp.size == 1:
+        _check_targets(slots, _layers(model, slots))
 
 
 @experimental_api
@@ -122,13 +124,7 @@ class LoraTable:
             ValueError: a target names no layer of any stage.
         """
         self._shapes = _shapes_of_all_stages(model, self._shapes)
-        found = {name.rpartition(".")[2] for name in self._shapes}
-        for target in self.slots.targets:
-            if target not in found:
-                raise ValueError(
-                    f"targets={target!r} of LoraSlots names no linear layer of this model that can have adapters (experts cannot); of the "
-                    f"targets it has {', '.join(sorted(found)) or 'none'}; leave it out"
-                )
+        _check_targets(self.slots, self._shapes)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -219,7 +215,7 @@ class LoraTable:
         if shape is None:
             near = difflib.get_close_matches(str(layer), self._shapes, n=3)
             raise LoraLoadError(
-                f"{layer} has no slots: they are beside targets={self.slots.targets} of LoraSlots, never beside experts; the nearest are "
+                f"{layer} has no slots: they are beside targets={self.slots.wanted} of LoraSlots, never beside experts; the nearest are "
                 f"{near}; add it to the targets, or merge the adapter"
             )
         *out, width = shape
@@ -242,9 +238,26 @@ def _layers(model: GPTModel, slots: LoraSlots) -> dict[str, Linear]:
         parts = {block.mixer_name: block.mixer} | ({"mlp": block.mlp} if type(block.mlp) is MLP else {})
         for part_name, part in parts.items():
             for name, linear in () if part is None else part.named_children():
-                if name in slots.targets and isinstance(linear, Linear):
+                if name in slots.wanted and isinstance(linear, Linear):
                     layers[f"layers.{number}.{part_name}.{name}"] = linear
     return layers
+
+
+def _check_targets(slots: LoraSlots, layers: Collection[str]) -> None:
+    """Whether each target is one of the layers of all stages.
+
+    Raises:
+        ValueError: one is not, or there are none.
+    """
+    found = {name.rpartition(".")[2] for name in layers}
+    for target in slots.targets or ():
+        if target not in found:
+            raise ValueError(
+                f"targets={target!r} of LoraSlots names no linear layer of this model that can have adapters (experts cannot); of the "
+                f"targets it has {', '.join(sorted(found)) or 'none'}; leave it out"
+            )
+    if not found:
+        raise ValueError(f"targets=None of LoraSlots is one of {', '.join(slots.wanted)}, and this model has none; name others that it has")
 
 
 def _dtype(model: GPTModel) -> torch.dtype:

@@ -90,7 +90,7 @@ def _lora_fields(slots: LoraSlots | None) -> dict[str, int]:
     """As integers; those of the targets say whether they are equal."""
     if slots is None:
         return {"max_loras": 0, "max_lora_rank": 0, "targets of lora": 0}
-    targets = zlib.crc32(",".join(slots.targets).encode())
+    targets = zlib.crc32(",".join(slots.wanted).encode())
     return {"max_loras": slots.max_loras, "max_lora_rank": slots.max_lora_rank, "targets of lora": targets}
 
 
