@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed import HashStore
 
-from mcore_ckpt import CheckpointingException
+from mcore_ckpt import CheckpointingException, save
 from mcore_ckpt.hf import HFAdapterConfig, export_adapter_hf, import_hf, merge_adapter_hf
 from mcore_inference import LoraSlots, LoraWeights, SamplingParams
 from mcore_inference.coordinator._messages import MAX_LORAS
@@ -211,7 +211,7 @@ def test_conversations_and_measures_go_through_an_adapter(base: Path, adapters: 
         ("--lora llama=SQL", "--lora llama=... has the name of the model"),
         ("--lora a=SQL --lora b=CHAT --max-loras 1", "--max-loras 1 is less than the 2 adapters of --lora; raise it"),
         ("--lora b=CHAT --max-lora-rank 8", "--max-lora-rank 8 is less than the rank 9 of an adapter of --lora"),
-        ("--lora a=SQL --lora-targets qkv,out", "layers.0.mlp.up has no slots"),
+        ("--lora a=SQL --lora-targets qkv,out", "the adapter a: layers.0.mlp.up has no slots"),
         ("--lora-targets qkv,best", "--lora-targets: targets='best' is no linear layer"),
         ("--max-loras 0", "--max-loras: 0 must be 1 to 1024"),
         ("--data-parallel 2 --max-loras 129", "--max-loras 129 is more than the 128 adapters that a coordinator keeps; lower it"),
@@ -238,6 +238,26 @@ def test_flags_that_cannot_be_honoured_are_refused_before_a_port_opens(
 
 def test_the_command_knows_how_many_adapters_a_coordinator_keeps() -> None:
     assert MOST_LORAS == MAX_LORAS
+
+
+@pytest.mark.parametrize(
+    ("layer", "why"),
+    [
+        ("layers.0.attention.kv_up", "targets='kv_up' is absorbed into queries"),
+        ("layers.0.mlp.shared_experts.up", "they are beside mixers and feed-forwards without experts"),
+        ("mtp.layers.0.attention.qkv", "they are beside mixers"),
+    ],
+)
+def test_an_adapter_of_a_layer_without_slots_is_named(
+    layer: str, why: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "absorbed"
+    halves = {f"{layer}.lora.A": torch.ones(1, 4), f"{layer}.lora.B": torch.ones(4, 1)}
+    save(halves, place, extra={"lora": {"rank": 1, "alpha": 1.0}, "lora_base": str(base)})
+    reason = f"{place} has an adapter of {layer}, for which an engine has no slots: {why}"
+    for verb, flag, before in (("serve", f"sql={place}", f"--lora sql={place}: "), ("generate", str(place), "")):
+        assert cli.main([verb, str(base), "--prompt", PROMPT, "--lora", flag]) == 2
+        assert f"error: {before}{reason}" in capsys.readouterr().err
 
 
 def test_slots_of_a_mixture_are_beside_its_attention(

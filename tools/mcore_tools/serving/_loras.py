@@ -48,7 +48,7 @@ def read_lora(checkpoint: str | Path, place: str | Path) -> LoraWeights:
 
     Raises:
         CheckpointingException: there is no adapter, or one of a model with other layers.
-        ValueError: the checkpoint holds adapters itself, or the adapter is one of experts.
+        ValueError: the checkpoint holds adapters itself, or the adapter is one of experts or of another layer without slots.
     """
     check_lora_base(checkpoint)
     if (Path(place) / "adapter_config.json").is_file():
@@ -63,7 +63,18 @@ def read_lora(checkpoint: str | Path, place: str | Path) -> LoraWeights:
         settings, tensors = stored.adapter, stored.tensors()
     if experts := [name for name in tensors if name.endswith(_OF_EXPERTS)]:
         raise ValueError(f"{place} has adapters of experts, such as {experts[0]}, for which an engine has no slots; merge it instead")
-    return LoraWeights.of(tensors, rank=settings.rank, alpha=settings.alpha)
+    weights = LoraWeights.of(tensors, rank=settings.rank, alpha=settings.alpha)
+    for layer in weights.matrices:
+        if not layer.startswith("layers.") or layer.count(".") != 3:
+            raise ValueError(
+                f"{place} has an adapter of {layer}, for which an engine has no slots: they are beside mixers and feed-forwards without "
+                "experts; merge it instead"
+            )
+        try:
+            LoraSlots(targets=(_last_name(layer),))
+        except ValueError as error:
+            raise ValueError(f"{place} has an adapter of {layer}, for which an engine has no slots: {error}") from error
+    return weights
 
 
 def _described(checkpoint: str | Path, place: str | Path) -> tuple[str, Mapping[str, object]]:
@@ -187,7 +198,7 @@ def settle_lora_slots(options: argparse.Namespace, loras: Mapping[str, LoraWeigh
 
 def slots_for(loras: Mapping[str, LoraWeights]) -> LoraSlots:
     """That hold these adapters, and no more."""
-    ends = {layer.rpartition(".")[2] for weights in loras.values() for layer in weights.matrices}
+    ends = {_last_name(layer) for weights in loras.values() for layer in weights.matrices}
     rank = max(weights.rank for weights in loras.values())
     return LoraSlots(max_loras=len(loras), max_lora_rank=rank, targets=tuple(sorted(ends)))
 
@@ -204,6 +215,10 @@ def lora_slots(options: argparse.Namespace) -> LoraSlots | None:
     if "lora_targets" in given:
         given["targets"] = tuple(given.pop("lora_targets").split(","))
     return LoraSlots(**given)
+
+
+def _last_name(layer: str) -> str:
+    return layer.rpartition(".")[2]
 
 
 def _named_folder(text: str) -> tuple[str, Path]:

@@ -15,7 +15,7 @@ from mcore_ckpt.hf import StoredAdapter
 from mcore_ckpt.inspect import resolve_folder
 from mcore_ckpt.manifest import read_manifest
 from mcore_ckpt.storage import Folder
-from mcore_inference import DynamicInferenceEngine, ExecutionConfig, LoraSlots, LoraWeights
+from mcore_inference import DynamicInferenceEngine, ExecutionConfig, LoraLoadError, LoraSlots, LoraWeights
 from mcore_inference.adapters import check_slots
 from mcore_moe import MoEConfig
 from mcore_parallel import ProcessGroups
@@ -103,7 +103,10 @@ def open_engine(
     if adapter is not None:
         engine.load_weights(adapter.merged())
     for name, weights in (loras or {}).items():
-        engine.load_lora(name, weights)
+        try:
+            engine.load_lora(name, weights)
+        except LoraLoadError as error:
+            raise LoraLoadError(f"the adapter {name}: {error}") from error
     return engine
 
 
