@@ -238,9 +238,13 @@ def _mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Ten
     if func.overloadpacket.__name__ != "mean" or not isinstance(args[0], ShardTensor):
         return None
     first, values = args[0], _named(func, args, kwargs)
+    # Torch's own, which refuses integers.
+    dtype = torch.empty((), dtype=first.dtype, device="meta").mean(dtype=values.get("dtype")).dtype
     dims = _dims(values.get("dim"), first.dim())
     count = math.prod(first.shape[dim] for dim in dims)
-    return torch.sum(first, list(dims), bool(values.get("keepdim")), dtype=values.get("dtype")) / count
+    # A sum may be beyond the range of 16 bits where the mean is not.
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return (torch.sum(first, list(dims), bool(values.get("keepdim")), dtype=wide) / count).to(dtype)
 
 
 def _reducible(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
