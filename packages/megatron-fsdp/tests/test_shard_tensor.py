@@ -141,6 +141,11 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "norm": torch.norm,
     "largest absolute": lambda value: torch.linalg.vector_norm(value, torch.inf),
     "of integers": lambda value: (100 * value).long().amin(),
+    "smallest absolute": lambda value: torch.linalg.vector_norm(value, -torch.inf),
+    "any of booleans": lambda value: (value > 0).max(),
+    "all of booleans": lambda value: (value > -9).min(),
+    "largest absolute of a list": lambda value: torch._foreach_norm([value], torch.inf)[0],
+    "largest of a list": lambda value: torch._foreach_max([value])[0],
 }
 ORDERED: dict[str, Callable[[torch.Tensor], object]] = {
     "slice": lambda value: value[1:3],
@@ -175,7 +180,20 @@ def check_reductions() -> None:
         for ordered in ORDERED.values():
             with pytest.raises(RuntimeError, match="moved or reshaped its rows"):
                 ordered(shard)
+        # Their sum is beyond the range of float16.
+        for dtype in (torch.float16, torch.bfloat16):
+            mean = (60000 + shard).to(dtype).mean()
+            assert isinstance(mean, DTensor)
+            torch.testing.assert_close(mean.full_tensor(), (60000 + whole[name]).to(dtype).mean())
+        with pytest.raises(RuntimeError, match="must be either a floating point or complex dtype"):
+            shard.long().mean()
         assert torch.equal(shard[:].full_tensor(), whole[name])
+    model(torch.ones(2, 7, dtype=torch.float64)).backward()
+    grads = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in (p.grad for p in model.parameters()) if grad is not None]
+    for foreach in (False, True):
+        total = nn.utils.clip_grad_norm_(model.parameters(), 1e9, torch.inf, foreach=foreach)
+        assert isinstance(total, DTensor)
+        assert total.full_tensor() == max(grad.abs().max() for grad in grads)
 
 
 @pytest.mark.world(4)

@@ -72,8 +72,8 @@ _OF_ALL_ROWS = frozenset(
         ),
     }
 )
-# Of reductions that refuse to look at nothing, what a rank without rows puts in.
-_NEUTRAL = {"max": -math.inf, "amax": -math.inf, "min": math.inf, "amin": math.inf, "linalg_vector_norm": 0.0}
+# Reductions that refuse to look at nothing: a rank without rows puts something in.
+_LARGEST, _SMALLEST, _NORMS = ("max", "amax", "_foreach_max"), ("min", "amin"), ("linalg_vector_norm", "_foreach_norm")
 
 
 class RowPlace(Protocol):
@@ -254,7 +254,11 @@ def _reducible(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
         RuntimeError: it needs the rows of all ranks in their order; the same on every rank, before any communication.
     """
     first, name = args[0] if args else None, func.overloadpacket.__name__
-    if not isinstance(first, ShardTensor) or (name not in _OF_ALL_ROWS and name not in _NEUTRAL):
+    is_filled = name in _LARGEST or name in _SMALLEST or name in _NORMS
+    if is_filled and isinstance(first, (list, tuple)):
+        order = _named(func, args, kwargs).get("ord")
+        return ([_filled(value, name, order) for value in first], *args[1:])
+    if not isinstance(first, ShardTensor) or (name not in _OF_ALL_ROWS and not is_filled):
         return args
     divided = {
         placement.dim
@@ -271,14 +275,24 @@ def _reducible(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
         return args
     if name in _OF_ALL_ROWS or func._overloadname == "dim":
         raise RuntimeError(_UNKNOWN)
-    local = first._local_tensor
-    if local.numel() or not first.numel():
-        return args
-    neutral = _NEUTRAL[name]
-    if not local.is_floating_point():
-        neutral = {math.inf: torch.iinfo(local.dtype).max, -math.inf: torch.iinfo(local.dtype).min}.get(neutral, 0)
-    filled = local.new_full([max(1, size) for size in local.shape], neutral)
-    return (dtensor_of(filled, first._spec), *args[1:])
+    return (_filled(first, name, values.get("ord")), *args[1:])
+
+
+def _filled(value: Any, name: str, order: float | None) -> Any:
+    """A shard without rows on this rank with what changes no result of a reduction; ``order`` is that of a norm."""
+    if not isinstance(value, ShardTensor) or value._local_tensor.numel() or not value.numel():
+        return value
+    local = value._local_tensor
+    if name in _NORMS:
+        neutral = math.inf if order is not None and order < 0 else 0.0
+    elif local.is_floating_point() or local.is_complex():
+        neutral = math.inf if name in _SMALLEST else -math.inf
+    elif local.dtype == torch.bool:
+        neutral = name in _SMALLEST
+    else:
+        limits = torch.iinfo(local.dtype)
+        neutral = limits.max if name in _SMALLEST else limits.min
+    return dtensor_of(local.new_full([max(1, size) for size in local.shape], neutral), value._spec)
 
 
 def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
