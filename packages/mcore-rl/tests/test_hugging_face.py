@@ -91,6 +91,14 @@ def test_texts_are_what_tokens_add_behind_their_prompt(prompt: list[str], drawn:
     assert answer.token_ids == [*prompt_ids, *ids[:-1]] and len(answer.logprobs) == len(drawn) + 1 and answer.finish_reason == "stop"
 
 
+def test_a_long_answer_is_decoded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(Tokenizer, "decode", lambda _, ids, **__: calls.append(len(ids)) or "".join(str(number - 1) for number in ids))
+    request = InferenceRequest(prompts=[[1, 2]], generation_args=GenericGenerationArgs(max_tokens=300))
+    [[answer]] = asyncio.run(HFInference(Says([5, 6, 7] * 100), Tokenizer()).agenerate(request))
+    assert answer.response == "456" * 100 and len(calls) < 5
+
+
 def test_who_gives_up_ends_the_batch(model: Any) -> None:
     endless = copy.deepcopy(model)
     with torch.no_grad():

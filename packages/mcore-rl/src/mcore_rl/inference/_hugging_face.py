@@ -99,16 +99,14 @@ class HFInference(InferenceInterface):
         return [self._answer(row, *pair) for row, *pair in zip(rows, drawn.tolist(), scores.tolist(), strict=True)]
 
     def _answer(self, prompt: list[int], drawn: list[int], scores: list[float]) -> InferenceResponse:
-        from mcore_inference import TextStream, TransformersTokenizer
+        from mcore_inference import TransformersTokenizer
+        from mcore_inference.text import whole_text
 
         eos = self.tokenizer.eos_token_id
         spoken = drawn[: drawn.index(eos)] if eos in drawn else drawn
-        text = TextStream(TransformersTokenizer(self.tokenizer), prompt=prompt)
-        for token in spoken:
-            text.push(token)
         count = len(spoken) + (eos in drawn)
         return InferenceResponse(
-            response=text.finish(),
+            response=whole_text(TransformersTokenizer(self.tokenizer), spoken, prompt),
             token_ids=[*prompt, *drawn[:count]],
             prompt_length=len(prompt),
             logprobs=scores[:count],
