@@ -305,7 +305,7 @@ def check_frozen(base_dtype: str | None) -> None:
     before = [parameter.detach().clone() for parameter in attention.parameters()]
     if groups.dp.rank == 0:
         attention(torch.ones(3, 16), Step.causal(1, 3))
-    with pytest.raises(ValueError, match=r"qkv\.weight is frozen, as beside an adapter, which no factor reaches"):
+    with pytest.raises(ValueError, match=r"qkv\.lora\.A is of an adapter, which no factor reaches"):
         clip_qk(attention, groups, threshold=1e-9)
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(attention.parameters(), before, strict=True))
 
@@ -314,6 +314,26 @@ def check_frozen(base_dtype: str | None) -> None:
 @pytest.mark.parametrize("base_dtype", [None, "fp8_weight_only"])
 def test_frozen_weights_beside_adapters_are_refused_on_every_rank(world: Any, base_dtype: str | None) -> None:
     world(check_frozen, base_dtype=base_dtype)
+
+
+def test_frozen_attention_keeps_its_weights_beside_others() -> None:
+    model = GPTModel(dataclasses.replace(CONFIG, num_layers=2), ONE).double()
+    track_max_logits(model)
+    layers = [f"layers.{number}." for number in range(2)]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(layers[0]))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    model(torch.arange(6), Step.causal(1, 6))
+    report = clip_qk(model, ONE, threshold=1e-9)
+    assert len(report.max_logits) == 2 and report.clipped == sum(
+        int((logits > 1e-9).sum()) for name, logits in report.max_logits.items() if name.startswith(layers[1])
+    )
+    changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert changed == {name for name in before if name.startswith(layers[1]) and name.endswith("qkv.weight")}
+    bias = next(parameter for name, parameter in model.named_parameters() if name.startswith(layers[1]) and name.endswith("qkv.bias"))
+    bias.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"qkv\.bias is frozen, and .*qkv\.weight is not; freeze all or none"):
+        clip_qk(model, ONE, threshold=1e-9)
 
 
 def test_steps_in_evaluation_mode_leave_nothing_to_clip_by() -> None:

@@ -15,6 +15,7 @@ from mcore_parallel.context_parallel import Segment, segments, zigzag_inverse
 from mcore_parallel.groups import ProcessGroups, ShardSpec, named_shards
 from mcore_parallel.nn._step import Step
 from mcore_parallel.nn.attention._cores import AttentionSpec
+from mcore_parallel.tensor_parallel import is_adapter
 
 ROWS = 1024
 
@@ -148,7 +149,7 @@ class ClipReport:
     max_logits: dict[str, Tensor]
     """[A] greatest logit of each head since the last call, by the name of the attention."""
     clipped: int
-    """Heads above the threshold."""
+    """Heads above the threshold whose weights shrank."""
 
 
 def shared_key_factors(gamma: Tensor, num_kv_heads: int, alpha: float) -> tuple[Tensor, Tensor]:
@@ -190,7 +191,8 @@ def clip_qk(
     """Shrink query and key weights of the heads whose logits exceeded a threshold (QK-clip of Kimi K2, 2025).
 
     A head whose greatest logit since the last call was m > threshold gets weights whose logits are threshold / m of what they were; other
-    heads keep theirs. Call it on every rank after a step; ``track_max_logits`` must have been called before the steps.
+    heads keep theirs, and so do attentions that are frozen. Call it on every rank after a step; ``track_max_logits`` must have been called
+    before the steps.
 
     Args:
         model: the stage of this rank.
@@ -203,11 +205,13 @@ def clip_qk(
 
     Raises:
         ValueError: logits that are not tracked, or none on any rank since the last call, as in evaluation mode; a threshold that is not
-            positive, alpha outside [0, 1], heads normalised behind the projection, weights of queries or keys that are frozen, as those
-            with adapters are.
+            positive, alpha outside [0, 1], heads normalised behind the projection, adapters, an attention of which some weights of queries
+            and keys are frozen and others are not.
     """
     if not threshold > 0 or not 0 <= alpha <= 1:
         raise ValueError(f"threshold={threshold} must be positive and alpha={alpha} in [0, 1]")
+    if adapters := [name for name, _ in model.named_parameters() if is_adapter(name)]:
+        raise ValueError(f"{adapters[0]} is of an adapter, which no factor reaches; call clip_qk where the weights are trained alone")
     greatest: dict[str, Tensor] = {}
     factors: dict[str, Tensor] = {}
     clipped = 0
@@ -217,13 +221,14 @@ def clip_qk(
         greatest[name] = maxima = _of_all_ranks(attention.logits, attention, groups)
         attention.logits.reset()
         above = maxima > threshold
-        clipped += int(above.sum())
         gamma = torch.where(above, threshold / maxima, torch.ones_like(maxima))
         own = {f"{name}.{local}" if name else local: factor for local, factor in attention.qk_clip_factors(gamma, alpha).items()}
-        if frozen := [whole for whole in own if not model.get_parameter(whole).requires_grad]:
-            raise ValueError(
-                f"{frozen[0]} is frozen, as beside an adapter, which no factor reaches; call clip_qk where it is trained alone"
-            )
+        frozen = [whole for whole in own if not model.get_parameter(whole).requires_grad]
+        if len(frozen) == len(own):
+            continue
+        if frozen:
+            raise ValueError(f"{frozen[0]} is frozen, and {min(own.keys() - frozen)} is not; freeze all or none of what QK-clip shrinks")
+        clipped += int(above.sum())
         factors |= own
     if greatest and all(bool(torch.isneginf(maxima).all()) for maxima in greatest.values()):
         raise ValueError(
