@@ -254,6 +254,24 @@ def test_a_nested_state_comes_back_with_its_values(tmp_path, asynchronous):
         local.load({**wanted, "epoch": 1})
 
 
+def test_the_name_of_values_is_theirs_and_older_steps_keep_what_had_it(tmp_path):
+    local, weight = LocalCheckpoints(tmp_path, copies=1), torch.zeros(2)
+    for state in ({"w": torch.ones(2)}, {"w": torch.ones(2), "step": 5}):
+        with pytest.raises(CheckpointingException, match="extra has an entry 'state_values'"):
+            local.save(1, state, {"state_values": {"a": 1}})
+    local.save(2, {"w": torch.ones(2), "step": 5}, {"b": 2})
+    assert local.load({"w": weight}) == (2, {"b": 2})
+    # A record of before values had a place of their own: those of its caller, or of its state.
+    [path] = tmp_path.glob("*.json")
+    record = json.loads(path.read_text())
+    assert record.pop("values") == {"step": 5}
+    record["extra"]["state_values"] = {"step": 6}
+    path.write_text(json.dumps(record))
+    assert local.load({"w": weight}) == (2, {"b": 2, "state_values": {"step": 6}})
+    state = {"w": weight, "step": 0}
+    assert local.load(state) == (2, {"b": 2}) and state["step"] == 6
+
+
 def check_asynchronous(folder):
     local, rank = opened(folder, keep=1, timeout_s=20), dist.get_rank()
     for step in (1, 2, 3):

@@ -53,11 +53,9 @@ def with_values(extra: Mapping[str, Any], flat: FlatState) -> Mapping[str, Any]:
     Raises:
         ValueError: ``extra`` uses that name itself.
     """
-    if not flat.values:
-        return extra
     if VALUES in extra:
         raise ValueError(f"extra has an entry {VALUES!r}, under which the values of the state are kept; give it another name")
-    return {**extra, VALUES: flat.values}
+    return {**extra, VALUES: flat.values} if flat.values else extra
 
 
 def check_values(flat: FlatState, stored: Mapping[str, Any], *, missing: bool) -> None:

@@ -272,7 +272,9 @@ class LocalCheckpoints:
             (key, dtype_code(part.dtype), part.box.shape, partial(getattr, part, "data")) for key, (_, part) in parts.items()
         ]
         written = write_safetensors(StoredFile(held.folder, name), entries)
-        out.append(NodeRecord(step, rank, token, _layout(parts), written.bytes, written.sha256, dict(extra)))
+        own = dict(extra)
+        values = own.pop(VALUES, {})
+        out.append(NodeRecord(step, rank, token, _layout(parts), written.bytes, written.sha256, own, values))
         return {"node": self._node, "record": asdict(out[0])}
 
     def _copy(self, control: Control, what: str, mine: NodeRecord, keepers: list[list[int]], records: list[Any]) -> list[NodeRecord]:
@@ -350,8 +352,10 @@ class LocalCheckpoints:
 
     def _fill(self, rank: int, attempt: tuple[int, str], state: FlatState) -> dict[str, Any]:
         record = self._find(attempt, rank)
-        extra = dict(record.extra)
-        values = extra.pop(VALUES, {})
+        extra, values = dict(record.extra), record.values
+        if values is None:
+            # The name was free for a caller whose state had no values.
+            values = extra.pop(VALUES, {}) if state.values else {}
         check_values(state, values, missing=True)
         with SafetensorsFile(StoredFile(self._folder, record.file)) as file, torch.no_grad():
             for key, (_, part) in _parts(state).items():

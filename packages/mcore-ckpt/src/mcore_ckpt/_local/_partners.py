@@ -32,6 +32,8 @@ class NodeRecord:
     bytes: int
     sha256: str
     extra: dict[str, Any]
+    values: dict[str, Any] | None = None
+    """Of the state; None in records of before they had a place of their own."""
 
     @property
     def attempt(self) -> tuple[int, str]:
@@ -51,7 +53,8 @@ class NodeRecord:
         """Whether its fields are well-formed."""
         numbers = (self.step, self.rank, self.bytes)
         texts = _DIGEST.fullmatch(self.sha256) and _DIGEST.fullmatch(self.layout) and re.fullmatch(r"[0-9a-f]{8}", self.token)
-        return all(type(number) is int and number >= 0 for number in numbers) and bool(texts) and isinstance(self.extra, dict)
+        objects = isinstance(self.extra, dict) and isinstance(self.values, dict | None)
+        return all(type(number) is int and number >= 0 for number in numbers) and bool(texts) and objects
 
 
 def choose_attempt(answers: list[Any], bad: set[tuple[int, int, str, int]], size: int) -> tuple[tuple[int, str] | None, list[int]]:
