@@ -26,6 +26,11 @@ from tests.support.towers import Layer, Tower, tower, train
             "another keyword says gradient_reduce='mean'; pass one",
         ),
         (
+            {"gradient_reduce": "mean", "calculate_per_token_loss": True},
+            ValueError,
+            "another keyword says gradient_reduce='sum'; pass one",
+        ),
+        (
             {"mixed_precision": MixedPrecisionPolicy(param_dtype=torch.bfloat16), "mixed_precision_policy": MixedPrecisionPolicy()},
             ValueError,
             "another keyword says mixed_precision=",

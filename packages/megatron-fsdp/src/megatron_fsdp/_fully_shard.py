@@ -46,7 +46,7 @@ def fully_shard_model(
     eight_bit_format: EightBitFormat | None = None,
     shard_placements: Mapping[str, ShardPlacement] | None = None,
     mixed_precision: MixedPrecisionPolicy | None = None,
-    gradient_reduce: Literal["mean", "sum"] = "mean",
+    gradient_reduce: Literal["mean", "sum"] | None = None,
     num_prefetch_units: int = 1,
     prefetch_bytes: int | None = None,
     fsdp_double_buffer: bool = False,
@@ -83,7 +83,7 @@ def fully_shard(
     eight_bit_format: EightBitFormat | None = None,
     shard_placements: Mapping[str, ShardPlacement] | None = None,
     mixed_precision: MixedPrecisionPolicy | None = None,
-    gradient_reduce: Literal["mean", "sum"] = "mean",
+    gradient_reduce: Literal["mean", "sum"] | None = None,
     num_prefetch_units: int = 1,
     prefetch_bytes: int | None = None,
     fsdp_double_buffer: bool = False,
@@ -126,7 +126,7 @@ def fully_shard(
         shard_placements: pattern for parameter names -> ``TensorAtomic()`` or ``BlockAtomic(rows)``, where the data axes must not cut
             between any two rows; the first match wins.
         mixed_precision: dtypes; by default the module's own for compute, float32 for main parameters and gradients.
-        gradient_reduce: ``mean`` over ranks, or ``sum`` for callers who divide by a global count themselves.
+        gradient_reduce: ``mean`` over ranks, or ``sum`` for callers who divide by a global count themselves. None means ``mean``.
         num_prefetch_units: units gathered ahead of the running one; the bound on memory is that many plus the running one
             and the root.
         prefetch_bytes: most bytes of parameters gathered ahead; a unit that is larger is not gathered ahead. None sets no such bound.
@@ -196,7 +196,7 @@ def _shard(module: nn.Module, options: ShardOptions) -> MegatronFSDP:
     context = ShardContext(
         policy=options.mixed_precision or MixedPrecisionPolicy(),
         # A gradient of experts is complete on fewer ranks, each of which has seen the samples of several.
-        divisor=grouping.dense.size if options.gradient_reduce == "mean" else 1,
+        divisor=1 if options.gradient_reduce == "sum" else grouping.dense.size,
         device=device,
         streams=Streams(device, memory),
         calls=CollectiveOrder(all_ranks, device),

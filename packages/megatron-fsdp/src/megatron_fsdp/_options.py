@@ -68,7 +68,7 @@ class ShardOptions:
     eight_bit_format: EightBitFormat | None = None
     shard_placements: Mapping[str, ShardPlacement] | None = None
     mixed_precision: MixedPrecisionPolicy | None = None
-    gradient_reduce: Literal["mean", "sum"] = "mean"
+    gradient_reduce: Literal["mean", "sum"] | None = None
     num_prefetch_units: int = 1
     prefetch_bytes: int | None = None
     fsdp_double_buffer: bool = False
@@ -81,7 +81,7 @@ class ShardOptions:
 
     def __post_init__(self) -> None:
         Strategy.parse(self.zero_dp_strategy)
-        if self.gradient_reduce not in ("mean", "sum"):
+        if self.gradient_reduce not in (None, "mean", "sum"):
             raise ValueError(f"gradient_reduce={self.gradient_reduce!r} must be 'mean' or 'sum'")
         if self.num_prefetch_units < 0:
             raise ValueError(f"num_prefetch_units={self.num_prefetch_units} must not be negative; 0 gathers nothing ahead")
