@@ -12,6 +12,7 @@ With --set store=FOLDER the student learns from log-probabilities on disk, which
 import contextlib
 import dataclasses
 import itertools
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,7 @@ from mcore_parallel.training.distill import (
     HiddenProjection,
     LogProbStore,
     LogProbStoreConfig,
+    LogProbStoreError,
     LogProbStoreWriter,
     RatioBalancer,
     Teacher,
@@ -170,13 +172,30 @@ def record_rank(config: DistillConfig, kind: str) -> int:
         top_k=config.top_k,
         temperature=config.temperature,
     )
-    writer = LogProbStoreWriter(config.store, settings, name=str(groups.dp.rank)) if writes(teacher) else None
+    writer = _open_store(config.store, settings, name=str(groups.dp.rank)) if writes(teacher) else None
     with writer or contextlib.nullcontext():
         steps = (student.train.steps, student.train.eval_batches)
         return sum(
             record(teacher, itertools.islice(step_batches(student, part, groups, device, 0, sizes), count), writer)
             for part, count, sizes in zip(_datasets(student), steps, (student.train.batch_sizes(), None), strict=True)
         )
+
+
+def _open_store(folder: str, settings: LogProbStoreConfig, *, name: str) -> LogProbStoreWriter:
+    try:
+        return LogProbStoreWriter(folder, settings, name=name)
+    except LogProbStoreError as error:
+        try:
+            stored = LogProbStore(folder, temperature=settings.temperature).config
+        except LogProbStoreError:
+            raise error from None
+        # A place without a digest of what lies there.
+        if dataclasses.replace(stored, teacher=settings.teacher) != settings or settings.teacher.rpartition(" ")[0] != stored.teacher:
+            raise
+        raise LogProbStoreError(
+            f"{folder} names the place of its teacher alone, {stored.teacher}, and not which weights lay there; if they are those of now, "
+            f"set teacher in its store.json to {json.dumps(settings.teacher)}, or else set store to another folder"
+        ) from error
 
 
 def distill_rank(config: DistillConfig, kind: str, watchdog: Watchdog | None = None, stop: Callable[[], bool] | None = None) -> Trained:

@@ -4,6 +4,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -166,6 +167,15 @@ def test_a_store_takes_no_samples_of_weights_that_were_trained_anew(teacher: Run
     train_rank(override(again, ["train.seed=9"]), "cpu")
     with pytest.raises(LogProbStoreError, match="was made with .*; write to another folder"):
         record_rank(config, "cpu")
+    # A store of before the weights had a digest.
+    path = tmp_path / "store" / "store.json"
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps(stored | {"teacher": stored["teacher"].rpartition(" ")[0]}))
+    with pytest.raises(LogProbStoreError, match="names the place of its teacher alone, .*, and not which weights") as caught:
+        record_rank(config, "cpu")
+    [now] = re.findall(r'store\.json to ("[^"]+"),', str(caught.value))
+    path.write_text(json.dumps(stored | {"teacher": json.loads(now)}))
+    record_rank(config, "cpu")
 
 
 def test_the_command(teacher: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
