@@ -58,6 +58,7 @@ from mcore_rl import (
     grpo_iteration,
     refit,
 )
+from mcore_rl._ray_workers import RayWorkerLostError
 from mcore_rl.envs import CharacterShare
 from tests.support.environments import HostileTool
 from tests.support.spoken import chat
@@ -719,6 +720,33 @@ def test_an_engine_that_is_lost_in_a_refit_gets_no_prompts(tmp_path: Path, caplo
         inference.close()
     with pytest.raises(RayWorkerError, match=r"^the workers of 'engines' are closed$"):
         inference.load_weights([])
+
+
+def test_a_refit_that_no_engine_took_ends_whenever_each_was_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = RayOptions(num_workers=2, num_cpus=0.1, max_restarts=0, call_timeout_s=60.0, start_timeout_s=120.0)
+    inference = RayInference(functools.partial(scripted, tmp_path), tokenizer=TOKENIZER, options=options)
+    alive = inference.workers._alive
+
+    def then_lost() -> list[int]:
+        numbers = alive()
+        if len(numbers) == 2:
+            for number in numbers:
+                kill(inference, number)
+            inference.workers._dead.add(0)
+        return numbers
+
+    try:
+        for error, kind in (
+            (ray.exceptions.ObjectStoreFullError("full"), RayWorkerError),
+            (ray.exceptions.ActorUnavailableError("gone", None), RayWorkerLostError),
+            (ray.exceptions.ActorDiedError(), RayWorkerLostError),
+        ):
+            assert type(inference.workers._failure(0, "load", error, 1)) is kind
+        monkeypatch.setattr(inference.workers, "_alive", then_lost)
+        with pytest.raises(RayWorkerError, match="version 1 of the weights was not taken by 2 of the workers: worker 0"):
+            inference.load_weights([])
+    finally:
+        inference.close()
 
 
 def test_weights_that_a_worker_refuses_are_named() -> None:

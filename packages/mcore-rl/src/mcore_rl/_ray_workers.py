@@ -326,9 +326,12 @@ class RayWorkers:
         Raises:
             RayWorkerError: the workers have been closed, or none is left.
         """
+        return self._call_these(self._alive(), method, *arguments)
+
+    def _call_these(self, numbers: Sequence[int], method: str, *arguments: Any) -> dict[int, Exception]:
         ray = _ray()
         num_retries = self.options.max_task_retries
-        references = {number: self._sent(number, method, arguments, num_retries) for number in self._alive()}
+        references = {number: self._sent(number, method, arguments, num_retries) for number in numbers}
         done, _ = ray.wait(list(references.values()), num_returns=len(references), timeout=self.options.call_timeout_s)
         failed: dict[int, Exception] = {}
         for number, reference in references.items():
@@ -375,13 +378,18 @@ class RayWorkers:
         return RayWorkerError(f"{self.describe(number)} did not answer {method} within call_timeout_s={self.options.call_timeout_s:g}")
 
     def _failure(self, number: int, method: str, error: Exception, num_retries: int) -> Exception:
-        """What a caller gets: the method's own exception, or the loss of the worker."""
-        if isinstance(error, _ray().exceptions.RayTaskError):
+        """What a caller gets: the method's own exception, the loss of the worker, or what else Ray could not do."""
+        exceptions = _ray().exceptions
+        if isinstance(error, exceptions.RayTaskError):
             cause = getattr(error, "cause", None)
             return cause if isinstance(cause, Exception) else error
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        # What a worker answered is lost with its node.
+        if not isinstance(error, (exceptions.ActorDiedError, exceptions.ActorUnavailableError, exceptions.ObjectLostError)):
+            return RayWorkerError(f"{self.describe(number)} could not be called for {method}: {type(error).__name__}: {reason}")
         return RayWorkerLostError(
             f"{self.describe(number)} was lost in {method}, with max_restarts={self.options.max_restarts} and "
-            f"max_task_retries={num_retries}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            f"max_task_retries={num_retries}: {reason}"
         )
 
 

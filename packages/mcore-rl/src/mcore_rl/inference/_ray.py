@@ -145,7 +145,7 @@ class RayInference(InferenceInterface):
         # Those before are kept until here.
         self._references, self.version = references, self.version + 1
         asked = self.workers._alive()
-        failed = self.workers.call_all("load", references, self.version)
+        failed = self.workers._call_these(asked, "load", references, self.version)
         lost = [number for number, error in failed.items() if isinstance(error, RayWorkerLostError)]
         if len(lost) < len(failed) or len(failed) == len(asked):
             reasons = "; ".join(f"{self.workers.describe(number)}: {error}" for number, error in failed.items())
