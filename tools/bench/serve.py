@@ -157,7 +157,7 @@ def slots_of(model: str, num_loras: int, rank: int) -> LoraSlots:
 def random_adapter(engine: DynamicInferenceEngine) -> LoraWeights:
     """Of all layers with slots."""
     slots, matrices = engine.context.config.lora, {}
-    assert slots is not None
+    assert slots is not None and slots.targets is not None
     for name, layer in engine.model.named_modules():
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and name.rpartition(".")[2] in slots.targets:
             *out, width = layer.weight_spec.shape
