@@ -5,8 +5,12 @@
 from pathlib import Path
 from typing import Protocol
 
+from fastapi import Depends
+from fastapi.params import Depends as Dependency
+
 from mcore_inference._fields import is_loopback
 from mcore_inference.server._errors import ApiError
+from mcore_inference.server._tokens import BearerToken
 
 
 class GuardedFolders(Protocol):
@@ -53,6 +57,11 @@ def check_guard(field: str, folders: GuardedFolders, token: str | None, host: st
         )
     if folders.token is not None and folders.token == token:
         raise ValueError(f"the token of {field} is that of the server, whose clients would replace the model; give it one of its own")
+
+
+def guard_of(folders: GuardedFolders) -> list[Dependency]:
+    """What routes that read the folders depend on: their own token, or nothing, where they share the server's."""
+    return [] if folders.token is None else [Depends(BearerToken(folders.token))]
 
 
 def find_folder(root: Path, name: str, param: str) -> Path:

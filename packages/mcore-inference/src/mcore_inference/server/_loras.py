@@ -8,17 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from fastapi import Depends, Request
-from fastapi.params import Depends as Dependency
+from fastapi import Request
 
 from mcore_inference._stability import experimental_api
 from mcore_inference.adapters import LoraLoadError, LoraWeights
 from mcore_inference.server._bodies import BodyReader
 from mcore_inference.server._errors import ApiError
-from mcore_inference.server._folders import check_folders, find_folder
+from mcore_inference.server._folders import check_folders, find_folder, guard_of
 from mcore_inference.server._models import ServedModels
 from mcore_inference.server._schema import LoadLoraBody, UnloadLoraBody
-from mcore_inference.server._tokens import BearerToken
 
 
 @experimental_api
@@ -74,7 +72,7 @@ class LoraRoutes:
     def __init__(self, reader: BodyReader, models: ServedModels, runner: LoraLoader, folders: LoraFolders) -> None:
         self._reader, self._models, self._runner, self._folders = reader, models, runner, folders
         self._turn = asyncio.Lock()
-        self.guard: list[Dependency] = [] if folders.token is None else [Depends(BearerToken(folders.token))]
+        self.guard = guard_of(folders)
         """In place of the server's; empty for that one."""
 
     async def load(self, request: Request) -> dict[str, Any]:

@@ -8,18 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from fastapi import Depends, Request
-from fastapi.params import Depends as Dependency
+from fastapi import Request
 from torch import Tensor
 
 from mcore_inference._stability import experimental_api
 from mcore_inference.engine import WeightLoadError, WeightSlice
 from mcore_inference.server._bodies import BodyReader
 from mcore_inference.server._errors import ApiError
-from mcore_inference.server._folders import check_folders, find_folder
+from mcore_inference.server._folders import check_folders, find_folder, guard_of
 from mcore_inference.server._models import ServedModels
 from mcore_inference.server._schema import UpdateWeightsBody
-from mcore_inference.server._tokens import BearerToken
 
 
 @experimental_api
@@ -79,7 +77,7 @@ class WeightRoute:
     def __init__(self, reader: BodyReader, models: ServedModels, runner: WeightLoader, folders: WeightFolders) -> None:
         self._reader, self._models, self._runner, self._folders = reader, models, runner, folders
         self._turn = asyncio.Lock()
-        self.guard: list[Dependency] = [] if folders.token is None else [Depends(BearerToken(folders.token))]
+        self.guard = guard_of(folders)
         """In place of the server's; empty for that one."""
 
     async def update(self, request: Request) -> dict[str, Any]:
