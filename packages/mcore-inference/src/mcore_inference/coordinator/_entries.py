@@ -2,9 +2,11 @@
 # Copyright (c) 2026 the mcore authors
 """What a coordinator keeps of engines, clients, requests and the signal in progress."""
 
+from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
-from mcore_inference.coordinator._messages import EngineStatus, Signal, SubmitRequest, WireChunk
+from mcore_inference.coordinator._messages import EngineStatus, LoadLora, LoadWeights, Signal, SubmitRequest, WireChunk
 from mcore_inference.coordinator._routing import EngineLoad
 from mcore_inference.coordinator._states import GroupState, MemberState
 
@@ -141,3 +143,12 @@ class Operation:
     """Engines on which it did not take effect, with their names and reasons."""
     load: Load | None = None
     """Of a signal that brings weights."""
+
+
+def drop_load(waiting: deque[tuple[bytes, Any]], kind: type[LoadLora] | type[LoadWeights], client: bytes, number: int) -> bool:
+    """Whether a load whose client has given it up waited, and waits no more."""
+    for entry in waiting:
+        if isinstance(entry[1], kind) and (entry[0], entry[1].call) == (client, number):
+            waiting.remove(entry)
+            return True
+    return False

@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from mcore_inference.coordinator._config import CoordinatorConfig
-from mcore_inference.coordinator._entries import Engine, Lora, LoraChange
+from mcore_inference.coordinator._entries import Engine, Lora, LoraChange, drop_load
 from mcore_inference.coordinator._group import Group
 from mcore_inference.coordinator._lora_answers import LoraFault, fault
 from mcore_inference.coordinator._messages import (
@@ -102,11 +102,7 @@ class Loras:
 
     def drop_waiting(self, client: bytes, number: int) -> bool:
         """Whether a load whose client has given it up waited, and waits no more."""
-        for entry in self._waiting:
-            if isinstance(entry[1], LoadLora) and (entry[0], entry[1].call) == (client, number):
-                self._waiting.remove(entry)
-                return True
-        return False
+        return drop_load(self._waiting, LoadLora, client, number)
 
     def take_bucket(self, bucket: WeightBucket, now: float) -> None:
         """A part of the adapter whose client ``takes`` knows."""

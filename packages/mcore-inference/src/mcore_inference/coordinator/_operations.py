@@ -5,7 +5,7 @@
 from collections import deque
 
 from mcore_inference.coordinator._config import CoordinatorConfig
-from mcore_inference.coordinator._entries import Engine, Load, Operation
+from mcore_inference.coordinator._entries import Engine, Load, Operation, drop_load
 from mcore_inference.coordinator._group import Group
 from mcore_inference.coordinator._messages import (
     MAX_NUMBER,
@@ -166,7 +166,7 @@ class Operations:
         """Weights of a client, for all engines."""
         group, operation = self._group, self._group.operation
         load = None if operation is None else operation.load
-        if bucket.end == "aborted" and self._drop_waiting(client, bucket.call):
+        if bucket.end == "aborted" and drop_load(self._signals, LoadWeights, client, bucket.call):
             return
         if operation is None or load is None or operation.client != client or operation.signal.call != bucket.call or load.end:
             group.send(client, Refusal(call=bucket.call, message="no load waits for these weights"))
@@ -177,14 +177,6 @@ class Operations:
             group.send(client, Refusal(call=bucket.call, message=text))
         else:
             self._send_bucket(operation, load, bucket.chunks, bucket.end, now)
-
-    def _drop_waiting(self, client: bytes, number: int) -> bool:
-        """Whether a load whose client has given it up waited, and waits no more."""
-        for entry in self._signals:
-            if isinstance(entry[1], LoadWeights) and (entry[0], entry[1].call) == (client, number):
-                self._signals.remove(entry)
-                return True
-        return False
 
     def weights_taken(self, peer: bytes, engine: Engine, message: WeightAck, now: float) -> None:
         """An engine has a bucket, or says why not."""
