@@ -249,14 +249,14 @@ def _check_targets(slots: LoraSlots, layers: Collection[str]) -> None:
     Raises:
         ValueError: one is not, or there are none.
     """
-    found = {name.rpartition(".")[2] for name in layers}
+    available = {name.rpartition(".")[2] for name in layers}
     for target in slots.targets or ():
-        if target not in found:
+        if target not in available:
             raise ValueError(
                 f"targets={target!r} of LoraSlots names no linear layer of this model that can have adapters (experts cannot); of the "
-                f"targets it has {', '.join(sorted(found)) or 'none'}; leave it out"
+                f"targets it has {', '.join(sorted(available)) or 'none'}; leave it out"
             )
-    if not found:
+    if not available:
         raise ValueError(f"targets=None of LoraSlots is one of {', '.join(slots.wanted)}, and this model has none; name others that it has")
 
 
