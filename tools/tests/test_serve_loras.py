@@ -81,14 +81,14 @@ def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def texts(base: Path, adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What models with merged weights say behind the prompt; of the base by an empty name."""
-    place, said = tmp_path_factory.mktemp("merged"), {}
+    place, generated = tmp_path_factory.mktemp("merged"), {}
     for name, folder in (("", ""), ("sql", "sql"), ("chat", "chat"), ("run", "run/adapter")):
         if name:
             merge_adapter_hf(base, adapters / folder, place / name)
         engine = open_engine(place / name if name else base, "cpu", cache_gb=0.01)
-        said[name] = engine.generate([PROMPT], GREEDY)[0].generated_text
-    assert len(set(said.values())) == 4
-    return said
+        generated[name] = engine.generate([PROMPT], GREEDY)[0].generated_text
+    assert len(set(generated.values())) == 4
+    return generated
 
 
 def test_folders_of_adapters_are_read_for_the_model_that_is_served(base: Path, adapters: Path, texts: dict[str, str]) -> None:
@@ -135,8 +135,8 @@ def test_ranks_that_read_different_adapters_are_refused(monkeypatch: pytest.Monk
             ranks.append(EngineRanks(layout, []))
             ranks[rank]._store = store
         with ThreadPoolExecutor(2) as pool:
-            said = list(pool.map(check, range(2), [{"sql": adapters[0]}, {"sql": adapters[different]}]))
-        assert all(text.startswith(reason) and bool(text) == bool(reason) for text in said), said
+            messages = list(pool.map(check, range(2), [{"sql": adapters[0]}, {"sql": adapters[different]}]))
+        assert all(text.startswith(reason) and bool(text) == bool(reason) for text in messages), messages
 
 
 def test_what_is_no_adapter_of_the_model_is_refused_by_name(base: Path, adapters: Path, tmp_path: Path) -> None:
@@ -192,8 +192,8 @@ def test_conversations_and_measures_go_through_an_adapter(base: Path, adapters: 
     merge_adapter_hf(base, adapters / "sql", tmp_path / "merged")
     whole = open_engine(tmp_path / "merged", "cpu", cache_gb=0.01)
     settings = AnswerSettings(max_tokens=8, temperature=0.0)
-    said = ["".join(answers.stream(CHAT)) for answers in (EngineAnswers(engine, settings, "sql"), EngineAnswers(whole, settings))]
-    assert said[0] == said[1] != "".join(EngineAnswers(engine, settings).stream(CHAT))
+    streamed = ["".join(answers.stream(CHAT)) for answers in (EngineAnswers(engine, settings, "sql"), EngineAnswers(whole, settings))]
+    assert streamed[0] == streamed[1] != "".join(EngineAnswers(engine, settings).stream(CHAT))
     pairs = [([1, 2, 3], [4, 5, 6]), ([7], [8])]
     ours, merged, plain = (scorer.log_probs(pairs) for scorer in (Scorer(engine, "sql"), Scorer(whole), Scorer(engine)))
     torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(merged[0]), rtol=1e-4, atol=1e-4)

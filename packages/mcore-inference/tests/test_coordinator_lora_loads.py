@@ -58,12 +58,12 @@ def adapters(model: GPTModel) -> dict[str, LoraWeights]:
 @pytest.fixture(scope="module")
 def answers(model: GPTModel, adapters: dict[str, LoraWeights], make_engine: Make) -> dict[str | None, list[int]]:
     """What models with merged weights generate."""
-    found = {}
+    tokens_of = {}
     for name in (None, "sql", "chat"):
         engine = make_engine(merged(model, None if name is None else adapters[name]), ByteTokenizer())
-        found[name] = engine.generate(["abc"], TEN)[0].generated_tokens
-    assert len({tuple(tokens) for tokens in found.values()}) == 3
-    return found
+        tokens_of[name] = engine.generate(["abc"], TEN)[0].generated_tokens
+    assert len({tuple(tokens) for tokens in tokens_of.values()}) == 3
+    return tokens_of
 
 
 @pytest.fixture

@@ -340,8 +340,8 @@ def test_what_an_engine_brings_of_another_coordinator_is_forgotten() -> None:
     ours = group.got(b"e0", LoadLora)[-1].load
     group.send(b"e1", register("dp-1", loras={"sql": "other", "old": "more"}))
     obey(group, b"e1")
-    told = [(type(message), message.name, message.load) for message in group.inbox[b"e1"] if isinstance(message, LoadLora | UnloadLora)]
-    assert told == [(UnloadLora, "sql", "other"), (UnloadLora, "old", "more"), (LoadLora, "sql", ours)]
+    commands = [(type(message), message.name, message.load) for message in group.inbox[b"e1"] if isinstance(message, LoadLora | UnloadLora)]
+    assert commands == [(UnloadLora, "sql", "other"), (UnloadLora, "old", "more"), (LoadLora, "sql", ours)]
 
 
 def test_an_engine_that_cannot_take_the_adapters_of_the_others_is_refused_by_name() -> None:

@@ -241,12 +241,12 @@ def check_recordings_of_proposals_to_the_base() -> None:
     serve_as_on_a_gpu()
     engine, adapters = loaded(make_model(), execution=ExecutionConfig(speculation=NgramSpeculation(num_tokens=3, min_ngram=1)))
     # Each drawn token is among those of the prompt.
-    graphs, asked = engine._executor.proposal_graphs, list(range(64))
+    graphs, prompt = engine._executor.proposal_graphs, list(range(64))
     assert graphs is not None
     for lora in (None, "a"):
         params = SamplingParams(num_tokens_to_generate=9, temperature=0.0, ignore_eos=True, return_log_probs=True)
-        records = engine.generate([asked] * 2, params, lora=[None, lora])
-        wanted = [build(merged(make_model(), adapters.get(name or ""))).generate([asked], params)[0] for name in (None, lora)]
+        records = engine.generate([prompt] * 2, params, lora=[None, lora])
+        wanted = [build(merged(make_model(), adapters.get(name or ""))).generate([prompt], params)[0] for name in (None, lora)]
         check_equal(records, wanted)
         assert graphs._recorded and bool(graphs._adapted) == (lora is not None)
     engine.create_cuda_graphs()
@@ -420,7 +420,7 @@ def test_adapters_come_and_go_while_requests_run(execution: ExecutionConfig) -> 
     references = [build(merged(model, weights), enable_prefix_caching=False) for weights in (*pool, None)]
     engine = build(model, execution, LoraSlots(max_loras=2, max_lora_rank=4), num_blocks=24, max_tokens=12)
     held: dict[str, int] = {}
-    asked: dict[int, tuple[list[int], SamplingParams, int]] = {}
+    requests: dict[int, tuple[list[int], SamplingParams, int]] = {}
     records: list[DynamicInferenceRequestRecord] = []
     counts = {"loads": 0, "refused": 0}
     for turn in range(160):
@@ -429,11 +429,11 @@ def test_adapters_come_and_go_while_requests_run(execution: ExecutionConfig) -> 
             held[name] = rng.randrange(len(pool))
             engine.load_lora(name, pool[held[name]])
             counts["loads"] += 1
-        if len(asked) - len(records) < 5:
+        if len(requests) - len(records) < 5:
             name = rng.choice([*held, None])
             prompt, params = [*SHARED[: rng.choice([5, 12, 20])], turn % 64], settings(turn)
             number = engine.add_request(prompt, params, lora=name)
-            asked[number] = prompt, params, held[name] if name is not None else len(pool)
+            requests[number] = prompt, params, held[name] if name is not None else len(pool)
         records += engine.step()
         name = rng.choice(list(held))
         try:
@@ -444,10 +444,12 @@ def test_adapters_come_and_go_while_requests_run(execution: ExecutionConfig) -> 
     while engine.has_unfinished_requests():
         records += engine.step()
     records.sort(key=lambda record: record.request_id)
-    wanted = [references[which].generate([prompt], params)[0] for prompt, params, which in (asked[record.request_id] for record in records)]
+    wanted = [
+        references[which].generate([prompt], params)[0] for prompt, params, which in (requests[record.request_id] for record in records)
+    ]
     check_equal(records, wanted)
-    assert len(records) == len(asked) > 40 and counts["loads"] > 8 and counts["refused"] > 8, counts
-    assert engine.stats()["prefix_cache_hits"] and {which for _, _, which in asked.values()} == set(range(7))
+    assert len(records) == len(requests) > 40 and counts["loads"] > 8 and counts["refused"] > 8, counts
+    assert engine.stats()["prefix_cache_hits"] and {which for _, _, which in requests.values()} == set(range(7))
 
 
 def test_unknown_adapters_end_their_request_alone() -> None:

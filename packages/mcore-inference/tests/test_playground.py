@@ -190,8 +190,8 @@ def test_the_script_streams_a_conversation(server: InferenceServer, page: Page) 
     assert first[0] == expected[:2] and second[0] == expected and not second[2]
     assert re.fullmatch(r"\d+ \+ 6 tokens, \d+ a second", first[1])
     assert wrong[0][-1][0] == "error" and "max_tokens" in wrong[0][-1][1] and wrong[2:] == [False, "x"]
-    said = ask("x", top_p=0.9, model="sql")
-    assert adapted[0][-1] == ["assistant", said]
+    answer = ask("x", top_p=0.9, model="sql")
+    assert adapted[0][-1] == ["assistant", answer]
     assert unknown[0][-1][0] == "error" and "model='none such' is not served here" in unknown[0][-1][1]
     assert stopped[0][-1][0] == "assistant" and stopped[1:] == ["stopped", False, ""]
 

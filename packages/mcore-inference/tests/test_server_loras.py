@@ -47,12 +47,12 @@ def adapters(model: GPTModel) -> dict[str, LoraWeights]:
 @pytest.fixture(scope="module")
 def texts(model: GPTModel, adapters: dict[str, LoraWeights], make_engine: Make) -> dict[str | None, list[int]]:
     """What models with merged weights generate."""
-    found: dict[str | None, list[int]] = {}
+    tokens_of: dict[str | None, list[int]] = {}
     for name in (None, "sql", "chat", "code"):
         engine = make_engine(merged(model, None if name is None else adapters[name]), ByteTokenizer())
-        found[name] = engine.generate([PROMPT], GREEDY)[0].generated_tokens
-    assert len({tuple(tokens) for tokens in found.values()}) == 4
-    return found
+        tokens_of[name] = engine.generate([PROMPT], GREEDY)[0].generated_tokens
+    assert len({tuple(tokens) for tokens in tokens_of.values()}) == 4
+    return tokens_of
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +115,8 @@ def check_lives(server: InferenceServer, texts: dict[str | None, list[int]]) -> 
     assert httpx.get(f"{url}/chat", headers=TOKEN).json()["parent"] == "base"
     assert httpx.get(f"{url}/code", headers=TOKEN).status_code == 404
     with ThreadPoolExecutor(8) as pool:
-        asked = ["sql", "base", "chat", ""] * 4
-        assert list(pool.map(lambda name: tokens(server, name), asked)) == [texts[name if name in texts else None] for name in asked]
+        names = ["sql", "base", "chat", ""] * 4
+        assert list(pool.map(lambda name: tokens(server, name), names)) == [texts[name if name in texts else None] for name in names]
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0, timeout=30) as client:
         assert [model.id for model in client.models.list()] == ["base", "sql", "chat"]
         settings: Any = {"max_tokens": 6, "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -125,8 +125,8 @@ def check_lives(server: InferenceServer, texts: dict[str | None, list[int]]) -> 
         assert {name: answer.model for name, answer in answers.items()} == {name: name for name in answers}
         chunks = list(client.chat.completions.create(model="sql", stream=True, **asked_by))
         assert {chunk.model for chunk in chunks} == {"sql"}
-        said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-        assert said == answers["sql"].choices[0].message.content != answers["base"].choices[0].message.content
+        streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert streamed == answers["sql"].choices[0].message.content != answers["base"].choices[0].message.content
         with pytest.raises(
             openai.NotFoundError, match="model='code' is not served here; the model is 'base', its adapters are 'sql', 'chat'"
         ):
